@@ -53,6 +53,9 @@ class World:
         assert all(home.files == tuple(path for path, node in FILE_HOMES.items() if node == home.node) for home in found)
         return {home.node: home.folder for home in found}
 
+    def is_coming(self, node: str) -> bool:
+        return self.homes._state.is_coming(PUBLISHER, node, READS[node], self.now)
+
     def states(self, node: str = "one", wanted: tuple[str, ...] = ()) -> list[FileSetOrder]:
         return list(self.homes.orders(node, wanted)[0].sets)
 
@@ -63,7 +66,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(homes, "_LAYOUT_SECONDS", 0.5)
+    monkeypatch.setattr(homes, "LAYOUT_SECONDS", 0.5)
     return World()
 
 
@@ -89,9 +92,32 @@ def test_no_set_is_taken_of_a_node_that_is_drained_lost_or_without_memory(world:
     world.report("one", "s", drained=True)
     world.report("two", problem="memory full")
     assert world.take() == {}
-    assert world.now < 2, "it has not waited"
+    assert not any(world.is_coming(node) for node in READS), "so no version waits for it"
     world.homes.gone("two")
     assert world.take() == {}
+
+
+def test_a_node_from_which_the_daemon_could_not_fetch_is_no_home_for_a_time_that_doubles(world: World) -> None:
+    world.report("one", "s", "t", "u", "v")
+    assert world.take() == {"one": "/one/s"}
+    for seconds in (60, 120):
+        world.homes.set_aside("nodes/one")
+        assert world.take(NAMES[1]) == {}
+        world.now += seconds - 12
+        assert world.take(NAMES[1]) == {}
+        world.now += 12
+        assert world.take(NAMES[1]).keys() == {"one"}
+    world.homes.set_aside("nodes/one")
+    world.report("one", "w", instance="j")
+    assert world.take(NAMES[2]) == {"one": "/one/w"}, "another process may be reached"
+
+
+def test_no_version_waits_for_a_node_that_follows_no_reservation(world: World) -> None:
+    assert world.is_coming("one")
+    world.now += 10
+    assert not world.is_coming("one")
+    world.report("one")
+    assert world.is_coming("one"), "it is laying out a set"
 
 
 def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World) -> None:

@@ -83,6 +83,9 @@ class HomeNodes(Protocol):
     def sources(self, version: str) -> Mapping[str, PartSource]:
         """Return where the daemon fetches each of the files. Raises HomeLost."""
 
+    def set_aside(self, node: str) -> None:
+        """Take no files of a node for some time, because the daemon cannot fetch what was written there. `node`: its name."""
+
 
 class NoNodes:
     """`HomeNodes` of a daemon without nodes."""
@@ -119,6 +122,9 @@ class NoNodes:
     def sources(self, version: str) -> Mapping[str, PartSource]:
         """Return no source."""
         return {}
+
+    def set_aside(self, node: str) -> None:
+        """Do nothing."""
 
 
 def boxes_at_home(homes: Mapping[int, str], boxes: PackedBoxes) -> Ints:
@@ -187,6 +193,8 @@ class HomeFiles:
         try:
             fetch_parts(folder, self._version, parts, lambda part: [sources[part.file]], gone)
         except FetchFailed as error:
+            if error.source:
+                self._nodes.set_aside(error.source)
             raise HomeLost(str(error)) from error
 
     def _proofs(self) -> Mapping[str, FileProof]:

@@ -28,6 +28,7 @@ _FIRST_RETRY, _LONGEST_RETRY = 0.2, 2.0
 _SHORTEST_REPORT = 0.02  # seconds between two reports
 _STUCK_SECONDS = 5.0  # without a piece, after which the reason of the last failure is reported
 _STEP_SECONDS = 0.25
+_NO_PORT = "the daemon has no data port (data_listen)"
 _UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out or verified
 _RETRY_SECONDS = 2.0  # until a version that could not be created is tried again
 _log = structlog.get_logger("resharder.node")
@@ -281,6 +282,8 @@ class NodeAgent:
                 self._enlarge(version, order)
             if version is None or not len(version.missing()):
                 return
+            if not version.daemon_address:
+                return self._failed(order.version, _NO_PORT)
             offers = _offers(version, order, version.daemon_address)
         except ValueError as error:  # of a daemon that numbers pieces in another way
             self._failed(order.version, str(error))
@@ -308,7 +311,7 @@ class NodeAgent:
             failpoint("node.manifest")
             remote = self._daemon.version(name)
             if not remote.data_address:
-                self._failed(name, "the daemon has no data port (data_listen)")
+                self._failed(name, _NO_PORT)
                 return None
             count = number_pieces(remote.files).count
             wanted = Bitmap.from_bytes(count, order.wanted) if order.wanted else None

@@ -285,12 +285,16 @@ class FileSets:
         assert found.proof is not None
         remote = self._daemon.version(found.version)
         failpoint("node.adopt")
-        held = self._copies.get(found.version)
-        if held is None:
-            self._copies.adopt(remote, found.folder, reservation.files, reservation.id)
+        held = self._copies.get(found.version) is not None  # fetched from elsewhere before
+        try:
+            if not held:
+                self._copies.adopt(remote, found.folder, reservation.files, reservation.id)
+        except ValueError as error:  # it is fetched from elsewhere then
+            held = True
+            _log.error("set_refused", set=found.id, version=found.version, reason=str(error))
         with self._lock:
             reservation.sets.pop(found.id, None)
-            if held is not None:  # it was fetched from elsewhere before
+            if held:
                 self._recycle_soon(reservation, found.folder)
             self._account()
         _log.info("version_written_here", version=found.version, files=len(reservation.files))

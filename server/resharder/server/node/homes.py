@@ -5,148 +5,23 @@ on each of its homes, once: a set that any version has taken is never given to a
 set after the last seal, hold the version in it from READY on, and use its files again, under another id, once it has ended.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from secrets import token_hex
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.range_client import DataAddress
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, Readable
-from resharder.server.node.reports import FileSetOrder, ReservationOrder, SetState, StateReport
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
+from resharder.server.node.reports import ReservationOrder, SetState, StateReport
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.piece_fetch import PartSource
 
-_LAYOUT_SECONDS = 5.0  # that a version waits for a node that is laying out its files
+_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
 AHEAD = 2
 """Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
-
-
-@dataclass
-class _Reserved:
-    publisher: str
-    files: tuple[FileLayout, ...]
-    homes: dict[str, tuple[FileLayout, ...]]  # by node
-    id: str = field(default_factory=lambda: token_hex(8))
-    taken: set[str] = field(default_factory=set)  # sets
-
-
-@dataclass
-class _Node:
-    report: StateReport
-    caller: str
-    drained: bool
-    changed: Callable[[], object]
-    """Called when the node's orders change."""
-
-
-@dataclass
-class _TakenSet:
-    """A set that a version has taken."""
-
-    set: str
-    folder: str
-    instance: str
-    reservation: _Reserved
-    proof: dict[str, FileProof] | None = None
-    problem: str = ""
-
-
-@dataclass
-class _Written:
-    homes: dict[str, _TakenSet]  # by node
-    state: SetState = SetState.UPLOADING
-
-
-class _HomeState:
-    """Nodes, reservations and versions. Callers hold the lock, `changed`."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.nodes: dict[str, _Node] = {}
-        self.reservations: dict[str, _Reserved] = {}  # by publisher
-        self.versions: dict[str, _Written] = {}
-
-    def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
-        """Return the order for a set that a version has taken."""
-        for name, version in self.versions.items():
-            if (taken := version.homes.get(node)) is not None and taken.set == set:
-                ended = version.state is SetState.READY and name not in wanted
-                return FileSetOrder(set, name, SetState.ENDED if ended else version.state)
-        return FileSetOrder(set, "", SetState.ENDED)
-
-    def check_caller(self, node: str, caller: str) -> None:
-        """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
-        found = self.nodes.get(node)
-        if found is None:
-            raise ResourceNotFound("NODE_UNKNOWN", f"node {node!r} is not live")
-        if found.caller != caller:
-            raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
-
-    def usable(self, publisher: str, node: str, read: Sequence[Readable]) -> StateReport | None:
-        """Return the report of a node whose host the ranks are on."""
-        found, reservation = self.nodes.get(node), self.reservations.get(publisher)
-        if (
-            found is None
-            or found.drained
-            or reservation is None
-            or node not in reservation.homes
-            or not found.report.data_address
-        ):
-            return None
-        return found.report if all(_reads(each, found.report) for each in read) else None
-
-    def is_coming(self, publisher: str, node: str, read: Sequence[Readable]) -> bool:
-        """Return whether a node is laying out a set for a version of these ranks."""
-        report = self.usable(publisher, node, read)
-        if report is None or self.free(publisher, node, read) is not None:
-            return False
-        id = self.reservations[publisher].id
-        return not any(each.problem for each in report.reservations if each.id == id)
-
-    def free(self, publisher: str, node: str, read: Sequence[Readable]) -> _TakenSet | None:
-        """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""
-        if (report := self.usable(publisher, node, read)) is None:
-            return None
-        reservation = self.reservations[publisher]
-        for each in report.reservations:
-            for id, folder in each.sets if each.id == reservation.id else ():
-                if id not in reservation.taken:
-                    return _TakenSet(id, folder, report.instance, reservation)
-        return None
-
-    def problem(self, version: _Written) -> str:
-        """Return why a version has lost a home; empty if it has not."""
-        if version.state is SetState.READY:
-            return ""
-        for id, taken in version.homes.items():
-            node = self.nodes.get(id)
-            if node is None:
-                return f"nodes/{id}, into whose files ranks wrote, is gone"
-            if node.report.instance != taken.instance:
-                return f"nodes/{id}, into whose files ranks wrote, has restarted"
-            if taken.problem:
-                return f"nodes/{id}: {taken.problem}"
-        return ""
-
-    def live(self, version: str) -> _Written:
-        """Return a version that has lost no home. Raises HomeLost."""
-        found = self.versions.get(version)
-        if found is None:
-            raise HomeLost("the version is aborted")
-        if problem := self.problem(found):
-            raise HomeLost(problem)
-        return found
-
-    def tell(self, nodes: Iterable[str]) -> None:
-        """Notify nodes whose orders change, and all waiters."""
-        for node in {*nodes} & self.nodes.keys():
-            self.nodes[node].changed()
-        self.changed.notify_all()
 
 
 class HomeRegister:
@@ -166,14 +41,14 @@ class HomeRegister:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._connect, self._clock = store, connect or _plain, clock
-        self._state = _HomeState()
+        self._state = HomeState()
 
     # Reports of nodes
 
     def reported(self, report: StateReport, caller: str, drained: bool, changed: Callable[[], object]) -> None:
         """Record a node's report, in place of its earlier ones."""
         with self._state.changed:
-            self._state.nodes[report.node] = _Node(report, caller, drained, changed)
+            self._state.nodes[report.node] = HomeNode(report, caller, drained, changed)
             self._state.changed.notify_all()
 
     def gone(self, node: str) -> None:
@@ -207,20 +82,14 @@ class HomeRegister:
             sizes = ((r.id, sum(file.size for file in r.homes.get(node, ()))) for r in self._state.reservations.values())
             return sum(size * max(AHEAD, sets.get(id, 0)) for id, size in sizes)
 
-    def uploading(self, node: str) -> dict[str, tuple[FileLayout, ...]]:
-        """Return the files of UPLOADING versions on a node, by version."""
+    def uploading(self, node: str) -> dict[str, tuple[tuple[FileLayout, ...], tuple[FileLayout, ...]]]:
+        """Return the files of UPLOADING versions on a node, and all files of each, by version."""
         with self._state.changed:
             return {
-                name: version.homes[node].reservation.homes[node]
+                name: (version.homes[node].reservation.homes[node], version.homes[node].reservation.files)
                 for name, version in self._state.versions.items()
                 if node in version.homes and version.state is not SetState.READY
             }
-
-    def layout_of(self, version: str) -> tuple[FileLayout, ...]:
-        """Return all files of a version that has homes; none for any other."""
-        with self._state.changed:
-            found = self._state.versions.get(version)
-            return next((taken.reservation.files for taken in found.homes.values()), ()) if found else ()
 
     def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> tuple[FileLayout, ...]:
         """Return the files that a node lays out.
@@ -293,7 +162,7 @@ class HomeRegister:
         if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
             return DAEMON_HOST
         with self._state.changed:
-            return next((id for id, node in sorted(self._state.nodes.items()) if _reads(readable, node.report)), None)
+            return next((id for id, node in sorted(self._state.nodes.items()) if reads_nonce(readable, node.report)), None)
 
     def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
         """Have nodes lay out the files of an epoch, as `HomeNodes.reserve`."""
@@ -304,7 +173,7 @@ class HomeRegister:
         with self._state.changed:
             former = self._state.reservations.pop(publisher, None)
             if by_node:
-                self._state.reservations[publisher] = _Reserved(publisher, tuple(files), by_node)
+                self._state.reservations[publisher] = ReservedHomes(publisher, tuple(files), by_node, self._clock())
             self._state.tell([*(former.homes if former else ()), *by_node])
 
     def release(self, publisher: str) -> None:
@@ -315,19 +184,20 @@ class HomeRegister:
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Take a set for a version on each node that has one, as `HomeNodes.take`."""
-        deadline = self._clock() + _LAYOUT_SECONDS
+        deadline = self._clock() + LAYOUT_SECONDS
         with self._state.changed:
-            while any(self._state.is_coming(publisher, node, read) for node, read in ranks.items()):
+            while any(self._state.is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
                 if (left := deadline - self._clock()) <= 0:
                     break
                 self._state.changed.wait(left)
             reservation = self._state.reservations.get(publisher)
-            free = {node: self._state.free(publisher, node, read) for node, read in ranks.items()}
+            now = self._clock()
+            free = {node: self._state.free(publisher, node, read, now) for node, read in ranks.items()}
             taken = {node: found for node, found in free.items() if found is not None}
             if reservation is None or not taken:
                 return ()
             reservation.taken |= {each.set for each in taken.values()}
-            self._state.versions[version] = _Written(taken)
+            self._state.versions[version] = WrittenVersion(taken)
             self._state.tell(taken)
             files = {node: tuple(file.path for file in reservation.homes[node]) for node in taken}
             return tuple(NodeHome(node, each.folder, files[node]) for node, each in taken.items())
@@ -369,9 +239,15 @@ class HomeRegister:
                 sources |= {file.path: source for file in taken.reservation.homes[node]}
             return sources
 
-
-def _reads(readable: Readable, report: StateReport) -> bool:
-    return bool(report.nonce_file and report.nonce) and readable.get(report.nonce_file) == report.nonce
+    def set_aside(self, node: str) -> None:
+        """Take no files of a node for some time, twice as long each time, until it restarts."""
+        id = node.removeprefix("nodes/")
+        with self._state.changed:
+            if (found := self._state.nodes.get(id)) is not None:
+                instance, seconds, _ = self._state.aside.get(id, ("", 0.0, 0.0))
+                same = instance == found.report.instance
+                seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
+                self._state.aside[id] = found.report.instance, seconds, self._clock() + seconds
 
 
 def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) -> None:

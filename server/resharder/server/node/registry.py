@@ -370,9 +370,9 @@ class NodeRegistry:
             servers = tuple(sorted(node.wants.get(version, ())))
             wanted = len(node.pieces.get(version, ()))
             copies.append(CopyView(version, held, wanted, count, version in chosen, copy.problem if copy else "", servers))
-        for version, files in self.homes.uploading(node.report.node).items():
-            numbering, own = number_pieces(self.homes.layout_of(version)), number_pieces(files).count
-            copies.append(CopyView(version, 0, own, numbering.count, True, "", (), uploading=True))
+        for version, (own, files) in self.homes.uploading(node.report.node).items():
+            pieces = number_pieces(own).count, number_pieces(files).count
+            copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
 
 

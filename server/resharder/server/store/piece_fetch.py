@@ -17,12 +17,16 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.infra.filesystem import touching, write_at
 
 THREADS = 4
-_PATIENCE = 30.0  # seconds of attempts at one part
+_PATIENCE = 10.0  # seconds of attempts at one part
 _PAUSE = 0.1  # between two attempts
 
 
 class FetchFailed(Exception):
-    """A part that no source delivers. The message has the reason."""
+    """A part that no source delivers. The message has the reason; `source` names the last one, empty if none is to blame."""
+
+    def __init__(self, reason: str, source: str = "") -> None:
+        super().__init__(reason)
+        self.source = source
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _Fetch:
             if why := self._gone():
                 raise FetchFailed(why)
             if self._clock() > deadline:
-                raise FetchFailed(f"{part.file}, bytes {part.start} to {part.end}: {reason}")
+                raise FetchFailed(f"{part.file}, bytes {part.start} to {part.end}: {reason}", source.name)
             self._stopped.wait(_PAUSE)
         else:
             raise FetchFailed(reason or "another part has failed")
