@@ -98,11 +98,17 @@ class HomeRanks:
     Args:
         hidden: Folders that are empty to it.
         command: Wrapper of its command line, as for a network namespace.
+        program: Arguments of Python, of a program that calls `serve`.
     """
 
-    def __init__(self, hidden: Sequence[Path], command: Sequence[str] = ("unshare", "--mount")) -> None:
+    def __init__(
+        self,
+        hidden: Sequence[Path],
+        command: Sequence[str] = ("unshare", "--mount"),
+        program: Sequence[str] = ("-m", "tests.support.home_rank"),
+    ) -> None:
         mounts = "; ".join([*(f"mount -t tmpfs none {folder}" for folder in hidden), 'exec "$@"'])
-        arguments = [*command, "sh", "-c", mounts, "sh", sys.executable, "-m", "tests.support.home_rank"]
+        arguments = [*command, "sh", "-c", mounts, "sh", sys.executable, *program]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -123,16 +129,16 @@ class HomeRanks:
         self._process.communicate()
 
 
-def main() -> None:
-    ranks = Ranks()
+def serve(role: object) -> None:
+    """Answer calls of an object's methods from the input until it ends."""
     for line in sys.stdin:
         method, args, options = json.loads(line)
         try:
-            answer = [getattr(ranks, method)(*args, **options), ""]
+            answer = [getattr(role, method)(*args, **options), ""]
         except Exception as error:
             answer = [None, f"{type(error).__name__}: {error}"]
         print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Ranks())
