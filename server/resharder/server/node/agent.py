@@ -168,8 +168,8 @@ class NodeAgent:
             failures = 0
             with self._changed:
                 self._orders, self._has_orders = orders, True
+                self._sets.follow(orders.reservations, drained=orders.drained)
                 self._changed.notify_all()
-            self._sets.follow(orders.reservations, drained=orders.drained)
             pause = orders.report_seconds if self._is_incomplete() else 0.0
             pause = min(pause, _UNSETTLED_SECONDS) if self._sets.unsettled() else pause
             with self._changed:
@@ -246,7 +246,8 @@ class NodeAgent:
                 orders = self._orders if self._has_orders else None
             if orders is not None:
                 self._drop_others(present, {order.version for order in orders.versions})
-                self._sets.follow(orders.reservations, drained=orders.drained)
+                with self._changed:  # the last orders: by earlier ones, sets of a new reservation would be dropped
+                    self._sets.follow(self._orders.reservations, drained=self._orders.drained)
                 for order in orders.versions:
                     self._advance(order)
             with self._changed:
