@@ -12,8 +12,10 @@ from resharder.client.gpu.device_to_host import DeviceToHost
 from resharder.client.gpu.digest import Digester
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.table import _on_host
+from resharder.client.transport.at_home import AtHome, PieceSubset
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.gpu_buffers import FromGpu
+from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
 from resharder.converters.models.tensor_io import read_piece, view_of
@@ -164,6 +166,38 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
     assert len(plans) == 1
 
 
+class Sent:
+    """A way to the daemon on which boxes are read and digested."""
+
+    name, reason, mapped = "http", "", False
+
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: LiveItems, releases: Released) -> list[int]:
+        return digests_of(slot, items)
+
+
+def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
+    """The GPU's plan is that of the boxes at home, from version to version."""
+    layout, tensors, _ = some_layout()
+    pieces = list(layout.pieces[::2])
+    specs = tuple(layout.tensors[piece.tensor] for piece in pieces)
+    home = tuple(i for i, spec in enumerate(specs) if len(spec.name) % 2 or i % 3)
+    names = {specs[i].name for i in home}
+    home = tuple(i for i, spec in enumerate(specs) if spec.name in names)
+    slot = AssignedSlot(0, tuple(piece.box for piece in pieces), specs, 1 << 20, "nodes/a", home)
+    memory, subsets = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented), (PieceSubset(), PieceSubset())
+    files, plans = lay_out([layout.tensors[name] for name in names]), set()
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            for file in files:
+                (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+            items, releases = LiveItems(tensors, pieces), Released()
+            transport = AtHome(folder, memory, Sent(), subsets)
+            assert transport.deliver(resources_pb2.Version(folder="elsewhere"), slot, items, releases) == digests_of(slot, items)
+            assert set(releases.files) == {""}
+        plans.add(id(memory._planned))
+    assert len(plans) == 1
+
+
 def main() -> None:
     np.seterr(over="ignore")
     random.seed(7)
@@ -174,6 +208,7 @@ def main() -> None:
         digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
         a_slot_goes_into_files_of_any_version_and_place()
+    a_slot_is_divided_between_the_files_of_a_node_and_the_daemon()
 
 
 if __name__ == "__main__":

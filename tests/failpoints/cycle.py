@@ -19,7 +19,7 @@ import grpc
 from resharder.client import errors
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
-from tests.failpoints.cases import LEASE, REMOTE, RESTARTED, Case
+from tests.failpoints.cases import AT_HOME, LEASE, REMOTE, RESTARTED, Case
 from tests.failpoints.light_server import LightServer
 from tests.failpoints.roles import Actor, Console, ForkedDaemon, Gone, Refusal, Trainer
 from tests.support.daemon import Daemon
@@ -113,7 +113,7 @@ class Cycle:
         self.mark, self.served = self.folder / "mark", self.folder / "served"
         options: dict[str, Any] = {"lease_seconds": LEASE, "keep_count": 20, "archive_url": self.folder / "archive"}
         options["data_listen"] = "127.0.0.1:0"
-        with_node = case is not None and case.place == "node"
+        with_node = case is not None and (case.place == "node" or case.point in AT_HOME)
         if with_node:  # the server is on the node's host
             options["shared_memory"] = False
         self.daemon = KeptDaemon(**options)

@@ -73,6 +73,12 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path / "drained.json")
 
 
+def test_a_node_reports_three_times_within_its_lease(world: World) -> None:
+    assert world.sync(report()).report_seconds <= LEASE / 3
+    assert world.sync(report(), seen=world.sync(report()).revision, wait=60).revision
+    assert world.now <= LEASE / 3
+
+
 def report(node: str = "one", instance: str = "i", capacity: int = 10 * SIZE, **held: Bitmap | None) -> StateReport:
     copies = [
         CopyReport(NAMES[int(name[1:]) - 1], f"/{node}/{name}", bits.to_bytes() if bits else b"") for name, bits in held.items()

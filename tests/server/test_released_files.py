@@ -106,7 +106,7 @@ class Site:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(publishers, "lay_out", lambda specs: lay_out(specs, 64))
+    monkeypatch.setattr(publishers, "lay_out", lambda specs, homes: lay_out(specs, 64, homes))
     with tempfile.TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder:
         made = Site(Path(folder))
         yield made

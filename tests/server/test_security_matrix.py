@@ -164,6 +164,16 @@ def hosting(ready: Any) -> Iterator[Case]:
         "SyncNode": (node_pb2.SyncNodeRequest(node="nodes/one", instance="i", leaving=True), N | {"node-of-other"}, ""),
         "GetPieceChecksums": (node_pb2.GetPieceChecksumsRequest(version=ready.name, **part), N, "NODE"),
         "GetHostVersion": (node_pb2.GetHostVersionRequest(version=ready.name), S, ""),
+        "GetReservedFiles": (
+            node_pb2.GetReservedFilesRequest(publisher=f"models/policy/publishers/{ready.epoch}", node="nodes/none"),
+            N,
+            "NODE_UNKNOWN",
+        ),
+        "PutFileProof": (
+            node_pb2.PutFileProofRequest(version=ready.name, node="nodes/none", problem="a problem"),
+            N,
+            "NODE_UNKNOWN",
+        ),
     }
     for name, (request, allowed, ends) in requests.items():
         yield Case(f"/resharder.v1.NodeService/{name}", request, allowed, ends)

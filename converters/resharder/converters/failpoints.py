@@ -29,7 +29,7 @@ DaemonPoint = Literal[
 DaemonFilePoint = Literal[
     "start.read", "claim.write", "reserve.write", "pool.write", "pool.recycle", "commit.before-rename", "commit.sync",
     "leave.before-rename", "journal.write", "event.sync", "fleet.write", "archive.read", "restore.write", "export.read",
-    "decision.write", "decision.remove", "decision.complete",
+    "decision.write", "decision.remove", "decision.complete", "gather.write",
 ]  # fmt: skip
 """Points of the daemon before a file operation."""
 TrainerPoint = Literal[
@@ -60,7 +60,7 @@ WorkerFilePoint = Literal["worker.boot.load", "worker.stage.mirror", "worker.sta
 """Points of the plugin's workers before a file operation."""
 NodePoint = Literal["node.sync", "node.manifest", "node.piece", "node.held"]
 """Points of a node."""
-NodeFilePoint = Literal["node.layout", "node.write", "node.drop"]
+NodeFilePoint = Literal["node.layout", "node.write", "node.drop", "node.reserve", "node.verify", "node.adopt"]
 """Points of a node before a file operation."""
 FilePoint = Literal[DaemonFilePoint, TrainerFilePoint, OperatorFilePoint, WorkerFilePoint, NodeFilePoint]
 Point = Literal[DaemonPoint, TrainerPoint, OperatorPoint, ControlPoint, WorkerPoint, NodePoint, FilePoint]

@@ -1,5 +1,6 @@
 from resharder.v1 import resources_pb2 as _resources_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
@@ -7,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +27,7 @@ class SyncNodeRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_ENGINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     node: str
     instance: str
     data_address: str
@@ -44,7 +46,26 @@ class SyncNodeRequest(_message.Message):
     session: str
     received_engine_bytes: int
     certificate: str
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ...) -> None: ...
+    reservations: _containers.RepeatedCompositeFieldContainer[NodeReservation]
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ...) -> None: ...
+
+class NodeReservation(_message.Message):
+    __slots__ = ("id", "sets", "problem")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SETS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    sets: _containers.RepeatedCompositeFieldContainer[FileSet]
+    problem: str
+    def __init__(self, id: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSet, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class FileSet(_message.Message):
+    __slots__ = ("id", "folder")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    folder: str
+    def __init__(self, id: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
 
 class NodeVersion(_message.Message):
     __slots__ = ("version", "folder", "held", "problem", "wanted", "addresses")
@@ -63,18 +84,54 @@ class NodeVersion(_message.Message):
     def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ..., wanted: _Optional[bytes] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NodeOrders(_message.Message):
-    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds")
+    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds", "reservations", "daemon_certificate")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     revision: int
     versions: _containers.RepeatedCompositeFieldContainer[NodeOrder]
     drained: bool
     report_seconds: float
-    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ...) -> None: ...
+    reservations: _containers.RepeatedCompositeFieldContainer[ReservationOrder]
+    daemon_certificate: str
+    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ..., reservations: _Optional[_Iterable[_Union[ReservationOrder, _Mapping]]] = ..., daemon_certificate: _Optional[str] = ...) -> None: ...
+
+class ReservationOrder(_message.Message):
+    __slots__ = ("id", "publisher", "sets")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHER_FIELD_NUMBER: _ClassVar[int]
+    SETS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    publisher: str
+    sets: _containers.RepeatedCompositeFieldContainer[FileSetOrder]
+    def __init__(self, id: _Optional[str] = ..., publisher: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSetOrder, _Mapping]]] = ...) -> None: ...
+
+class FileSetOrder(_message.Message):
+    __slots__ = ("id", "version", "state")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[FileSetOrder.State]
+        UPLOADING: _ClassVar[FileSetOrder.State]
+        VERIFYING: _ClassVar[FileSetOrder.State]
+        READY: _ClassVar[FileSetOrder.State]
+        ENDED: _ClassVar[FileSetOrder.State]
+    STATE_UNSPECIFIED: FileSetOrder.State
+    UPLOADING: FileSetOrder.State
+    VERIFYING: FileSetOrder.State
+    READY: FileSetOrder.State
+    ENDED: FileSetOrder.State
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    version: str
+    state: FileSetOrder.State
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ...) -> None: ...
 
 class NodeOrder(_message.Message):
     __slots__ = ("version", "peers", "scarce", "granted", "readers", "wanted")
@@ -155,3 +212,59 @@ class HostVersion(_message.Message):
     problem: str
     nonce_files: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ..., held_bytes: _Optional[int] = ..., whole: bool = ..., problem: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetReservedFilesRequest(_message.Message):
+    __slots__ = ("publisher", "reservation", "node")
+    PUBLISHER_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    publisher: str
+    reservation: str
+    node: str
+    def __init__(self, publisher: _Optional[str] = ..., reservation: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+
+class ReservedFiles(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[ReservedFile]
+    def __init__(self, files: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ...) -> None: ...
+
+class ReservedFile(_message.Message):
+    __slots__ = ("path", "header", "size_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    header: bytes
+    size_bytes: int
+    def __init__(self, path: _Optional[str] = ..., header: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class PutFileProofRequest(_message.Message):
+    __slots__ = ("version", "node", "instance", "set", "problem", "files")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    node: str
+    instance: str
+    set: str
+    problem: str
+    files: _containers.RepeatedCompositeFieldContainer[FileProof]
+    def __init__(self, version: _Optional[str] = ..., node: _Optional[str] = ..., instance: _Optional[str] = ..., set: _Optional[str] = ..., problem: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileProof, _Mapping]]] = ...) -> None: ...
+
+class FileProof(_message.Message):
+    __slots__ = ("path", "digests", "checksums")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, path: _Optional[str] = ..., digests: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PutFileProofResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -50,6 +50,16 @@ class NodeServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_node__pb2.GetHostVersionRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_node__pb2.HostVersion.FromString,
                 _registered_method=True)
+        self.GetReservedFiles = channel.unary_unary(
+                '/resharder.v1.NodeService/GetReservedFiles',
+                request_serializer=resharder_dot_v1_dot_node__pb2.GetReservedFilesRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_node__pb2.ReservedFiles.FromString,
+                _registered_method=True)
+        self.PutFileProof = channel.unary_unary(
+                '/resharder.v1.NodeService/PutFileProof',
+                request_serializer=resharder_dot_v1_dot_node__pb2.PutFileProofRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_node__pb2.PutFileProofResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -79,6 +89,21 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetReservedFiles(self, request, context):
+        """Returns the files that a node lays out under a reservation. FAILED_PRECONDITION (STALE_EPOCH) once it has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutFileProof(self, request, context):
+        """Reports what a node has found in files that ranks have written: digests of the tensors and checksums of the pieces, or the
+        reason for which they cannot be verified. Counts only for the version and the set of files that the node was ordered to verify.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +121,16 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.GetHostVersion,
                     request_deserializer=resharder_dot_v1_dot_node__pb2.GetHostVersionRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_node__pb2.HostVersion.SerializeToString,
+            ),
+            'GetReservedFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReservedFiles,
+                    request_deserializer=resharder_dot_v1_dot_node__pb2.GetReservedFilesRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_node__pb2.ReservedFiles.SerializeToString,
+            ),
+            'PutFileProof': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutFileProof,
+                    request_deserializer=resharder_dot_v1_dot_node__pb2.PutFileProofRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_node__pb2.PutFileProofResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +215,60 @@ class NodeService(object):
             '/resharder.v1.NodeService/GetHostVersion',
             resharder_dot_v1_dot_node__pb2.GetHostVersionRequest.SerializeToString,
             resharder_dot_v1_dot_node__pb2.HostVersion.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReservedFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.NodeService/GetReservedFiles',
+            resharder_dot_v1_dot_node__pb2.GetReservedFilesRequest.SerializeToString,
+            resharder_dot_v1_dot_node__pb2.ReservedFiles.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutFileProof(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.NodeService/PutFileProof',
+            resharder_dot_v1_dot_node__pb2.PutFileProofRequest.SerializeToString,
+            resharder_dot_v1_dot_node__pb2.PutFileProofResponse.FromString,
             options,
             channel_credentials,
             insecure,

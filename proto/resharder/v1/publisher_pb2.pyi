@@ -19,7 +19,7 @@ class CreatePublisherRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received")
+    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class RegisterSlotRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    READABLE_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]
@@ -34,7 +35,8 @@ class RegisterSlotRequest(_message.Message):
     process: str
     contributed: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
     received: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ...) -> None: ...
+    readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
 
 class SharedBlocks(_message.Message):
     __slots__ = ("tensor", "blocks")
@@ -55,22 +57,28 @@ class GetAssignmentRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("publisher", "boxes", "chunk_bytes")
+    __slots__ = ("publisher", "boxes", "chunk_bytes", "node", "node_boxes")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_BOXES_FIELD_NUMBER: _ClassVar[int]
     publisher: _resources_pb2.Publisher
     boxes: _containers.RepeatedScalarFieldContainer[int]
     chunk_bytes: int
-    def __init__(self, publisher: _Optional[_Union[_resources_pb2.Publisher, _Mapping]] = ..., boxes: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    node: str
+    node_boxes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, publisher: _Optional[_Union[_resources_pb2.Publisher, _Mapping]] = ..., boxes: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., node: _Optional[str] = ..., node_boxes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
-    __slots__ = ("publisher", "rank")
+    __slots__ = ("publisher", "rank", "readable")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    READABLE_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
     __slots__ = ("publisher", "rank", "step", "withheld", "after", "set_aside")

@@ -121,7 +121,7 @@ class Profile(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
-    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address")
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Publisher.State]
@@ -149,6 +149,7 @@ class Publisher(_message.Message):
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     job: str
@@ -162,7 +163,8 @@ class Publisher(_message.Message):
     live_ranks: int
     newest_version: int
     data_address: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
+    nonce_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Slot(_message.Message):
     __slots__ = ("rank", "state", "size_bytes", "received_bytes")
@@ -185,7 +187,7 @@ class Slot(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Slot.State, str]] = ..., size_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class Version(_message.Message):
-    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace", "set_aside")
+    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace", "set_aside", "homes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Version.State]
@@ -218,6 +220,7 @@ class Version(_message.Message):
     SERVERS_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    HOMES_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     number: int
@@ -238,7 +241,16 @@ class Version(_message.Message):
     servers_following: int
     trace: str
     set_aside: bool
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., set_aside: bool = ...) -> None: ...
+    homes: _containers.RepeatedCompositeFieldContainer[VersionHome]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., set_aside: bool = ..., homes: _Optional[_Iterable[_Union[VersionHome, _Mapping]]] = ...) -> None: ...
+
+class VersionHome(_message.Message):
+    __slots__ = ("node", "folder")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    folder: str
+    def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
 
 class VersionTarget(_message.Message):
     __slots__ = ("kind", "version", "every_seconds")
@@ -632,7 +644,7 @@ class NodeLink(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., received_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class NodeCopy(_message.Message):
-    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces")
+    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces", "uploading")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HELD_PIECES_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
@@ -640,6 +652,7 @@ class NodeCopy(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     WANTED_PIECES_FIELD_NUMBER: _ClassVar[int]
+    UPLOADING_FIELD_NUMBER: _ClassVar[int]
     version: str
     held_pieces: int
     pieces: int
@@ -647,4 +660,5 @@ class NodeCopy(_message.Message):
     problem: str
     servers: _containers.RepeatedScalarFieldContainer[str]
     wanted_pieces: int
-    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ..., wanted_pieces: _Optional[int] = ...) -> None: ...
+    uploading: bool
+    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ..., wanted_pieces: _Optional[int] = ..., uploading: bool = ...) -> None: ...

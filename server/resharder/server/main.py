@@ -42,6 +42,7 @@ from resharder.server.infra.medium import medium_error
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.node.drained import DrainedNodes
+from resharder.server.node.homes import HomeRegister
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
@@ -109,11 +110,22 @@ class Daemon:
             note=self.events.add,
             start_check=self.checks.start_for,
         )
+        self.nodes = NodeRegistry(
+            self.store.reader.manifest,
+            self.store.catalogue.get,
+            lease_seconds=config.lease_seconds,
+            forget_seconds=config.forget_seconds,
+            note=self.events.add,
+            drained=DrainedNodes(config.store / "drained_nodes.json"),
+            homes=HomeRegister(self.store.folder, web.node_address(config.security)),
+        )
+        self.store.catalogue.subscribe(self.nodes.version_changed)
         self.intake = Intake(
             self.store,
             lease_seconds=config.lease_seconds,
             chunk_bytes=config.chunk_bytes,
             threads=config.digest_threads,
+            nodes=self.nodes.homes,
             audience=self.fleets.roster.serving,
         )
         self.fleets.steering.observe(_ServingSignal(self.intake))
@@ -122,15 +134,6 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.observe(traced)
             self.fleets.steering.observe(traced)
-        self.nodes = NodeRegistry(
-            self.store.reader.manifest,
-            self.store.catalogue.get,
-            lease_seconds=config.lease_seconds,
-            forget_seconds=config.forget_seconds,
-            note=self.events.add,
-            drained=DrainedNodes(config.store / "drained_nodes.json"),
-        )
-        self.store.catalogue.subscribe(self.nodes.version_changed)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets.roster)
@@ -204,7 +207,9 @@ class Daemon:
             ServerService(
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
-            NodeService(self.nodes, self._versions, self._checksums): node_pb2_grpc.add_NodeServiceServicer_to_server,
+            NodeService(
+                self.nodes, self._versions, self._checksums, web.own_certificate(self.config.security)
+            ): node_pb2_grpc.add_NodeServiceServicer_to_server,
             DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
             OperatorService(
                 views, operations, self.nodes, self.events, self.archive, profiles, verifications, daemon

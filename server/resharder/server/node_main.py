@@ -7,6 +7,7 @@ versions from the daemon's data port and from other nodes, and passes them on.
 """
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
+from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
 from resharder.server.infra.filesystem import raise_malloc_thresholds
 from resharder.server.infra.medium import medium_error
@@ -35,6 +37,7 @@ from resharder.server.node.agent import NodeAgent, NodeIdentity
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient, NodeTls, certificate_id
 from resharder.server.node.engine_transfer import EngineTransfer
+from resharder.server.node.file_sets import FileSets
 from resharder.server.node.memory import EngineFailed, MemoryEngine
 from resharder.server.node.mooncake import MooncakeEngine
 from resharder.server.node.sources import LIMITS, UPLOADS
@@ -134,12 +137,13 @@ class Node:
         self.folder = StoreFolder(config.folder, shared=True)
         self.engine = _engine(config)
         self.copies = NodeCopies(config.folder, config.limit_bytes or _free_share(config.folder), self.engine)
-        self.daemon = DaemonClient(config.endpoint, tls)
+        self.daemon, instance = DaemonClient(config.endpoint, tls), secrets.token_hex(8)
+        self.sets = FileSets(config.folder, self.copies, self.daemon, config.name, instance)
         checksums, received = CheckedPieces(self.daemon), ReceivedBytes()
         self._sent, self._sent_lock = 0, threading.Lock()
         local = tls is None and is_loopback(config.listen)
         reads = DataReads(
-            self.copies,
+            ServedFiles(self.copies, self.sets),
             self._check,
             local_only=local,
             checksums=checksums.known,
@@ -164,6 +168,8 @@ class Node:
             lambda changed: Swarm(transfer, received, changed),
             received,
             lambda: (self._sent, self.port.transfers),
+            self.sets,
+            instance,
         )
 
     def start(self) -> None:
@@ -200,6 +206,20 @@ class Node:
                     "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon lets no such node"
                 )
         yield
+
+
+class ServedFiles:
+    """Versions that a node's data port serves: the ones that it holds, and to the daemon verified files of UPLOADING ones."""
+
+    def __init__(self, copies: NodeCopies, sets: FileSets) -> None:
+        self._copies, self._sets = copies, sets
+
+    @contextmanager
+    def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
+        """Retain a version meanwhile. Raises ResourceNotFound (VERSION_UNKNOWN)."""
+        held = self._copies.get(f"models/{model}/versions/{number}") is not None
+        with (self._copies if held else self._sets).pinned(model, number) as served:
+            yield served
 
 
 def _security(tls: NodeTls) -> Security:

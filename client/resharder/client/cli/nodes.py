@@ -29,6 +29,8 @@ def node_rows(nodes: Iterable[NodeStatus]) -> Iterator[Row]:
 def _copy(copy: NodeCopyStatus) -> str:
     """Return a version as MODEL/NUMBER, with its progress, or the reason for which it does not arrive."""
     _, model, _, number = copy.version.split("/")
+    if copy.uploading:
+        return f"{model}/{number} UPLOADING, {copy.wanted_pieces} of {copy.pieces} pieces"
     if copy.problem:
         return f"{model}/{number}: {copy.problem}"
     progress = f" {100 * copy.held_pieces // copy.wanted_pieces} %" if copy.held_pieces < copy.wanted_pieces else ""

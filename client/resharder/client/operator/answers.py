@@ -20,6 +20,7 @@ from resharder.client.operator.states import (
     SlotState,
     StrategyKind,
     TargetKind,
+    VersionHomeStatus,
     VersionState,
     WorkerReport,
 )
@@ -96,6 +97,8 @@ class VersionStatus:
     """W3C traceparent of its first span; empty without traces."""
     set_aside: bool
     """Whether the target `latest` skips it while the model has another READY version."""
+    homes: tuple[VersionHomeStatus, ...] = ()
+    """Nodes into whose files ranks write, while it is UPLOADING."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class PublisherStatus:
     """Number of the model's newest version, in any state."""
     data_address: str
     """`host:port` of the daemon's data port, by which ranks of other hosts send; without host: the endpoint's. Empty for none."""
+    nonce_files: tuple[str, ...] = ()  # of nodes; only in the answer to a rank
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class NodeCopyStatus:
     """`models/{model}/versions/{number}`."""
     held_pieces: int
     wanted_pieces: int
-    """Pieces that workers on its host need."""
+    """Pieces that workers on its host need, or that ranks there write."""
     pieces: int
     wanted: bool
     """Whether the node should hold it."""
@@ -36,6 +36,8 @@ class NodeCopyStatus:
     """Reason for which it does not arrive; empty for none."""
     servers: tuple[str, ...]
     """Ids of the servers that asked for it."""
+    uploading: bool = False
+    """Whether ranks on its host write `wanted_pieces` of it."""
 
 
 @dataclass(frozen=True)

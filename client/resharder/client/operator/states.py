@@ -1,5 +1,6 @@
 """Enumerations in the daemon's answers. Values are the names in `resharder.v1` and in `--json`."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -165,3 +166,11 @@ class StrategyKind(StrEnum):
     """`canaries` servers first; then the others as with ROLLING, or all back."""
     ATOMIC = "ATOMIC"
     """All servers switch, or none."""
+
+
+@dataclass(frozen=True)
+class VersionHomeStatus:
+    """Files of an UPLOADING version on `nodes/{id}`, in `folder` on its host."""
+
+    node: str
+    folder: str

@@ -224,7 +224,7 @@ class Delivery:
             return Handle(self._channel, version)
         with self._aborting(version, slot.rank):
             reach = self._session.registration.store, self._session.registration.data_address
-            transport = None if delivered(version, slot.rank) else self._transports.select(*reach)
+            transport = None if delivered(version, slot.rank) else self._transports.select_for(version, slot, *reach)
             with tracing.timed(timings, "deliver"):
                 items = read(positions)
                 if transport is None:

@@ -27,12 +27,12 @@ class FileReleases:
         self._reports = True
 
     def release(self, file: str, close: Callable[[], None]) -> None:
-        """Call `close`, then report the file. Returns at once."""
+        """Call `close`, then report the file, unless its name is empty. Returns at once."""
         self._thread.submit(self._release, file, close)
 
     def _release(self, file: str, close: Callable[[], None]) -> None:
         close()
-        if not self._reports:
+        if not self._reports or not file:
             return
         request = publisher_pb2.ReleaseFilesRequest(
             version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=[file]

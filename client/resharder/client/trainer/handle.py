@@ -36,7 +36,7 @@ class Handle:
         version: Number of the version.
         step: The trainer's label.
         trace: W3C traceparent of the version's trace; empty without traces.
-        transport: The way that this rank's bytes took: `shared-memory`, `http` or `grpc`; empty if it had none to send.
+        transport: The way that this rank's bytes took: `shared-memory`, `node`, `http` or `grpc`; empty if it had none to send.
         transport_reason: Why a faster way could not be used; empty if it was, or was not to be used.
         also: Handles of the versions that are READY together with this one, by model.
     """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from resharder.client.errors import DaemonUnreachable, NotFound, ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.registration import Registration, State, raise_refusal
+from resharder.client.transport.shared_memory import read_nonces
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc
 
@@ -46,7 +47,8 @@ class PublisherLease:
     def _run(self) -> None:
         while not self._stopped.wait(max(0.05, self._registration.lease_seconds / 3)):
             failpoint("lease.renew")
-            request = publisher_pb2.RenewLeaseRequest(publisher=self._registration.name, rank=self._rank)
+            readable = read_nonces(self._registration.nonce_files)
+            request = publisher_pb2.RenewLeaseRequest(publisher=self._registration.name, rank=self._rank, readable=readable)
             try:
                 publisher = self._channel.call(self._stub.RenewLease, request, timeout=10, patience=0)
                 raise_refusal(publisher)

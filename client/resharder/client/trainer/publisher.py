@@ -32,7 +32,7 @@ from resharder.client.trainer.rank_layout import (
     rank_layout_of,
 )
 from resharder.client.trainer.session import PublisherSession
-from resharder.client.transport.selection import CHOICES, TransportSelector
+from resharder.client.transport.selection import CHOICES, SHARING, TransportSelector
 from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.v1 import resources_pb2
@@ -70,7 +70,7 @@ class Publisher:
         self.model, self.identity = model, identity
         self._channel, self._transport, self._scheme = channel, transport, scheme
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
-        self._session = PublisherSession(channel, model, identity, register_timeout)
+        self._session = PublisherSession(channel, model, identity, register_timeout, shares=transport in SHARING)
         self._files: list[resources_pb2.ModelFile] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._live: LiveTensors | None = None

@@ -9,6 +9,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rank_layout import RankLayout
 from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.shared_memory import read_nonces
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
@@ -21,7 +22,12 @@ class Registration:
     """A rank's registration with one publisher of the daemon. `assignment` asks the daemon once and caches the answer."""
 
     def __init__(
-        self, channel: Channel, publisher: resources_pb2.Publisher, identity: RankIdentity, rank_layout: RankLayout
+        self,
+        channel: Channel,
+        publisher: resources_pb2.Publisher,
+        identity: RankIdentity,
+        rank_layout: RankLayout,
+        nonce_files: Sequence[str] = (),
     ) -> None:
         self._channel, self._identity, self._rank_layout = channel, identity, rank_layout
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
@@ -33,6 +39,8 @@ class Registration:
         self.data_address: str = publisher.data_address
         self.lease_seconds: float = publisher.lease_seconds
         self.newest_version: int = publisher.newest_version
+        self.nonce_files = nonce_files
+        """Nonce files of nodes that this rank could read."""
 
     @property
     def complete(self) -> bool:
@@ -75,14 +83,24 @@ class Registration:
             boxes=tuple(each.box for each in assigned),
             specs=tuple(self._rank_layout.tensors[each.tensor] for each in assigned),
             chunk_bytes=answer.chunk_bytes,
+            node=answer.node,
+            node_boxes=tuple(answer.node_boxes),
         )
         return slot, list(answer.boxes)
 
 
 def register(
-    channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: RankIdentity, rank_layout: RankLayout
+    channel: Channel,
+    model: str,
+    files: Sequence[resources_pb2.ModelFile],
+    identity: RankIdentity,
+    rank_layout: RankLayout,
+    *,
+    shares: bool = True,
 ) -> Registration:
     """Claim the model for the job and register this rank's layout. Rank 0 sends the model's files.
+
+    With `shares`, the rank reports which nonce files it can read, and so on which host it is.
 
     Raises LayoutRejected, OutOfRoom and StaleEpoch.
     """
@@ -97,6 +115,7 @@ def register(
     publisher = channel.call(stub.CreatePublisher, claim)
     raise_refusal(publisher)
     numbers = {name: number for number, name in enumerate(rank_layout.tensors)}
+    readable = read_nonces([publisher.store.nonce_file, *publisher.nonce_files]) if shares else []
     request = publisher_pb2.RegisterSlotRequest(
         publisher=publisher.name,
         rank=identity.rank,
@@ -105,11 +124,13 @@ def register(
         boxes=boxes_to_proto((numbers[each.tensor], each.box, each.replica) for each in rank_layout.boxes),
         contributed=_shared(rank_layout.contributed, numbers),
         received=_shared(rank_layout.received, numbers),
+        readable=readable,
     )
     failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)
     raise_refusal(registered)
-    return Registration(channel, registered, identity, rank_layout)
+    nodes = [access.nonce_file for access in readable if access.nonce_file != publisher.store.nonce_file]
+    return Registration(channel, registered, identity, rank_layout, nodes)
 
 
 def _shared(blocks: Mapping[str, list[int]], numbers: Mapping[str, int]) -> list[publisher_pb2.SharedBlocks]:

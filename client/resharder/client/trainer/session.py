@@ -25,8 +25,11 @@ class PublisherSession:
     same layout, and aborts versions that can no longer complete.
     """
 
-    def __init__(self, channel: Channel, model: str, identity: RankIdentity, register_timeout: float) -> None:
-        self.identity, self._channel, self._model = identity, channel, model
+    def __init__(
+        self, channel: Channel, model: str, identity: RankIdentity, register_timeout: float, *, shares: bool = True
+    ) -> None:
+        """Create a session. `shares`: whether the rank may write into files of the daemon or of its host's node."""
+        self.identity, self._channel, self._model, self._shares = identity, channel, model, shares
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._register_timeout = register_timeout
         self._files: Sequence[resources_pb2.ModelFile] = ()
@@ -77,7 +80,7 @@ class PublisherSession:
         if not files:
             raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
         self._files, self._rank_layout = list(files), rank_layout
-        registration = register(self._channel, self._model, self._files, self.identity, rank_layout)
+        registration = register(self._channel, self._model, self._files, self.identity, rank_layout, shares=self._shares)
         self._registration = registration
         self._attempts.registered(registration.newest_version)
         if self._lease is not None:
@@ -91,7 +94,8 @@ class PublisherSession:
         """Register the same layout with a restarted daemon, which has lost this publisher."""
         if self._rank_layout is None:
             raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
-        self._registration = register(self._channel, self._model, self._files, self.identity, self._rank_layout)
+        layout, shares = self._rank_layout, self._shares
+        self._registration = register(self._channel, self._model, self._files, self.identity, layout, shares=shares)
         if self._lease is not None:
             self._lease.follow(self._registration)
         if self._newest is not None:

@@ -45,12 +45,38 @@ class HostArray:
 
 @dataclass(frozen=True)
 class AssignedSlot:
-    """Boxes that one rank sends, in the order of the assignment, and the tensor of each."""
+    """Boxes that one rank sends, in the order of the assignment, and the tensor of each.
+
+    The boxes at `node_boxes` go into files of `node`, the node of the rank's host, in versions that have this home. Without such
+    boxes, `node` is empty.
+    """
 
     rank: int
     boxes: tuple[Box, ...]
     specs: tuple[TensorSpec, ...]
     chunk_bytes: int
+    node: str = ""
+    node_boxes: tuple[int, ...] = ()
+
+    @cached_property
+    def other_boxes(self) -> tuple[int, ...]:
+        """Positions of the boxes that go to the daemon in every version."""
+        at_home = {*self.node_boxes}
+        return tuple(number for number in range(len(self.boxes)) if number not in at_home)
+
+    @cached_property
+    def home(self) -> "AssignedSlot":
+        """The boxes at `node_boxes`."""
+        return self._take(self.node_boxes)
+
+    @cached_property
+    def rest(self) -> "AssignedSlot":
+        """The boxes at `other_boxes`."""
+        return self._take(self.other_boxes)
+
+    def _take(self, numbers: tuple[int, ...]) -> "AssignedSlot":
+        boxes, specs = tuple(self.boxes[n] for n in numbers), tuple(self.specs[n] for n in numbers)
+        return AssignedSlot(self.rank, boxes, specs, self.chunk_bytes)
 
     @cached_property
     def chunks(self) -> list[list[Part]]:
@@ -69,7 +95,10 @@ class Releases(Protocol):
     """Files that a rank has written completely."""
 
     def release(self, file: str, close: Callable[[], None]) -> None:
-        """Call `close`, which closes and unmaps a file of the version, on another thread, and then report the file as written."""
+        """Call `close`, which closes and unmaps a file of the version, on another thread, and then report the file as written.
+
+        A file without a name is closed and not reported.
+        """
         ...
 
 
@@ -77,7 +106,7 @@ class Transport(Protocol):
     """Transport of boxes to the daemon's store."""
 
     name: str
-    """The way that bytes take: `shared-memory`, `http` or `grpc`. Final once `deliver` has returned."""
+    """The way that bytes take: `shared-memory`, `node`, `http` or `grpc`. Final once `deliver` has returned."""
     reason: str
     """Why a faster way could not be used; empty if it was not to be used. Final once `deliver` has returned."""
     mapped: bool

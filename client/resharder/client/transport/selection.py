@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from resharder.client.errors import UsageError
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
-from resharder.client.transport.base import Transport
+from resharder.client.transport.at_home import AtHome, PieceSubset
+from resharder.client.transport.base import AssignedSlot, Transport
 from resharder.client.transport.grpc_chunks import GrpcChunks
 from resharder.client.transport.http_chunks import HttpChunks
 from resharder.client.transport.shared_memory import SharedMemory, copy_threads, shares_memory
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 CHOICES = ("auto", "grpc", "http", "shared-memory")
+SHARING = ("auto", "shared-memory")
+"""Choices with which ranks write into files of the daemon, or of the node of their host."""
 
 
 class TransportSelector:
@@ -31,6 +34,17 @@ class TransportSelector:
     def __init__(self, channel: Channel, choice: str, device: "Callable[[], torch.device | None]") -> None:
         self._channel, self._choice, self._device = channel, choice, device
         self._from_gpu: Transport | None = None
+        self._subsets = PieceSubset(), PieceSubset()
+
+    def select_for(
+        self, version: resources_pb2.Version, slot: AssignedSlot, store: resources_pb2.StoreAccess, data_address: str
+    ) -> Transport:
+        """Return the transport of a slot: into the files of its host's node if the version has them, else as `select`."""
+        home = next((each for each in version.homes if each.node == slot.node), None)
+        if home is None:
+            return self.select(store, data_address)
+        rest = self.select(store, data_address) if slot.other_boxes else None
+        return AtHome(home.folder, self._from_memory(), rest, self._subsets)
 
     def select(self, store: resources_pb2.StoreAccess, data_address: str) -> Transport:
         """Return the transport to a daemon: shared memory if possible and permitted, else its data port, else gRPC.
@@ -41,7 +55,7 @@ class TransportSelector:
 
         Raises UsageError if the choice is `shared-memory` and the store is not visible here.
         """
-        if self._choice in ("auto", "shared-memory") and shares_memory(store):
+        if self._choice in SHARING and shares_memory(store):
             return self._from_memory()
         if self._choice == "shared-memory":
             raise UsageError(

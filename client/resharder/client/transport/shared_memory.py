@@ -2,8 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +21,7 @@ from resharder.v1 import resources_pb2
 if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
+_NONCE_BYTES = 64
 _SPLIT_BYTES = 1 << 20  # below this, a second thread does not pay off
 
 
@@ -49,6 +51,18 @@ def shares_memory(store: NonceFile) -> bool:
         return False
 
 
+def read_nonces(paths: Iterable[str]) -> list[resources_pb2.StoreAccess]:
+    """Return the nonce files that this process can read, with their content."""
+    found = []
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                found.append(resources_pb2.StoreAccess(nonce_file=path, nonce=file.read(_NONCE_BYTES)))
+        except OSError:
+            continue
+    return found
+
+
 class SharedMemory:
     """Transport through the store's files. Large boxes are divided among `threads`."""
 
@@ -64,8 +78,16 @@ class SharedMemory:
         """Deliver as `Transport.deliver`. Raises NotFound if the version's files are missing, as
         after a restart of the daemon.
         """
+        with self.opened(version, slot, releases) as files:
+            files.write(items)
+            return files.digests
+
+    @contextmanager
+    def opened(self, version: resources_pb2.Version, slot: AssignedSlot, releases: Releases) -> Iterator["SlotFiles"]:
+        """Open the files of a slot for items that are written one after the other. Raises as `deliver` does."""
         with self._open(version, slot) as opened, ThreadPoolExecutor(self._threads) as pool:
-            return self._write(opened, slot, items, releases, pool)
+            failpoint("shared.write")
+            yield SlotFiles(opened, slot, releases, pool, self._threads)
 
     def _open(self, version: resources_pb2.Version, slot: AssignedSlot) -> WritableFiles:
         folder, names = Path(version.folder), {spec.name for spec in slot.specs}
@@ -78,35 +100,37 @@ class SharedMemory:
         except FileNotFoundError as error:
             raise NotFound(f"{version.name}: expected its files in {folder}, found none: {error}", "VERSION_GONE") from error
 
-    def _write(
-        self,
-        files: WritableFiles,
-        slot: AssignedSlot,
-        items: "Iterable[Item]",
-        releases: Releases,
-        pool: ThreadPoolExecutor,
-    ) -> list[int]:
-        failpoint("shared.write")
-        cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
-        homes = [files.home(spec.name) for spec in slot.specs]
-        left = Counter[str]()
-        for number, home in enumerate(homes):
-            left[home.path] += len(cuts[number])
+
+class SlotFiles:
+    """Open files of one slot. `digests` has the digest of each box, complete once all items are written."""
+
+    def __init__(
+        self, files: WritableFiles, slot: AssignedSlot, releases: Releases, pool: ThreadPoolExecutor, threads: int
+    ) -> None:
+        self._files, self._slot, self._releases, self._pool, self._threads = files, slot, releases, pool, threads
+        self._cuts, self.digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
+        self._homes = [files.home(spec.name) for spec in slot.specs]
+        self._left = Counter[str]()  # parts that are to be written into each file
+        for number, home in enumerate(self._homes):
+            self._left[home.path] += len(self._cuts[number])
+
+    def write(self, items: "Iterable[Item]") -> None:
+        """Write items, and release each file once all boxes in it are written."""
+        slot, cuts, homes = self._slot, self._cuts, self._homes
         if isinstance(items, LiveItems):  # file by file, so that each is released early
             items = map(items.__getitem__, sorted(range(len(items)), key=homes.__getitem__))
         for number, part, source in host_parts(items, slot.boxes, cuts):
             spec, box = slot.specs[number], cuts[number][part]
             if self._threads == 1 or source.nbytes < _SPLIT_BYTES:
-                add_digest(digests, number, files.put(spec, box, source))
+                add_digest(self.digests, number, self._files.put(spec, box, source))
             else:
-                copies = [pool.submit(files.put, spec, share, source[rows]) for rows, share in _shares(box, self._threads)]
-                for copy in copies:
-                    add_digest(digests, number, copy.result())
+                shares = _shares(box, self._threads)
+                for copy in [self._pool.submit(self._files.put, spec, share, source[rows]) for rows, share in shares]:
+                    add_digest(self.digests, number, copy.result())
             path = homes[number].path
-            left[path] -= 1
-            if not left[path]:
-                releases.release(path, files.take(path).close)
-        return digests
+            self._left[path] -= 1
+            if not self._left[path]:
+                self._releases.release(path, self._files.take(path).close)
 
 
 def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:

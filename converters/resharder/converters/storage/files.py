@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +50,9 @@ class FileLayout:
         return {placed.spec.name: placed for placed in self.tensors}
 
 
-def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int | None = None) -> tuple[FileLayout, ...]:
+def lay_out(
+    specs: Iterable[TensorSpec], max_file_bytes: int | None = None, homes: Mapping[str, str] = MappingProxyType({})
+) -> tuple[FileLayout, ...]:
     """Return the files for some tensors, named as `save_pretrained` names them.
 
     Tensors of wide elements come first, so that all are aligned without holes.
@@ -59,14 +61,19 @@ def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int | None = None) -> t
         specs: Tensors in any order; the result depends on their set only.
         max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own. By default a 32nd of all bytes,
             but 256 MiB to 4 GiB: the smaller the files, the more of a version is digested before its last file is written.
+        homes: Home of a tensor by its name, by default the empty string. No file has tensors of two homes.
     """
     specs = list(specs)
     if max_file_bytes is None:
         max_file_bytes = min(max(sum(spec.size for spec in specs) // 32, 256 << 20), 4 << 30)
     groups: list[list[TensorSpec]] = [[]]
     room = max_file_bytes
-    for spec in sorted(specs, key=lambda s: (-ITEM_SIZES[s.dtype], s.name)):
-        if spec.size > room and groups[-1]:
+
+    def home(spec: TensorSpec) -> str:
+        return homes.get(spec.name, "")
+
+    for spec in sorted(specs, key=lambda s: (home(s), -ITEM_SIZES[s.dtype], s.name)):
+        if groups[-1] and (spec.size > room or home(spec) != home(groups[-1][-1])):
             groups.append([])
             room = max_file_bytes
         groups[-1].append(spec)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from resharder.server.ingest.exchange import MaximaExchange
+from resharder.server.ingest.homes import HomeNodes, NoNodes
 from resharder.server.ingest.publishers import Publishers
 from resharder.server.ingest.shared import IngestObserver, IngestShared
 from resharder.server.ingest.steps import Steps
@@ -22,6 +23,7 @@ class Intake:
 
     Attributes:
         store: The store.
+        nodes: Nodes into whose files ranks may write.
         publishers: Claims, registration and leases.
         steps: Versions by step.
         uploads: UPLOADING versions.
@@ -35,6 +37,7 @@ class Intake:
         writer_patience: Seconds to wait for the last writer to close a version's files.
         threads: Threads of a verification.
         clock: Monotonic clock in seconds.
+        nodes: Nodes into whose files ranks may write; None for none.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
             and all that follow the model.
     """
@@ -48,10 +51,12 @@ class Intake:
         writer_patience: float = 10.0,
         threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
+        nodes: HomeNodes | None = None,
         audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),
     ) -> None:
         self.store = store
-        self._shared = IngestShared(store, clock)
+        self.nodes: HomeNodes = nodes or NoNodes()
+        self._shared = IngestShared(store, clock, self.nodes)
         self.uploads = Uploads(self._shared, writer_patience)
         self.publishers = Publishers(self._shared, self.uploads, lease_seconds)
         self.exchange = MaximaExchange(self._shared, self.publishers)

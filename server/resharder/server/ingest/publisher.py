@@ -7,15 +7,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
-from resharder.converters.geometry.piece_arrays import join_boxes
-from resharder.converters.geometry.senders import senders
+from resharder.converters.geometry.piece_arrays import Ints, join_boxes
+from resharder.converters.geometry.senders import senders, senders_by_host
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE
+from resharder.server.ingest.homes import DAEMON_HOST, Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
@@ -56,6 +58,14 @@ def _check_counts(config: object) -> None:
         raise LayoutError(f"config.json: expected at most {_MOST_EXPERTS} experts in all layers, got {counts}")
 
 
+class Assigned(NamedTuple):
+    """Positions and boxes that each rank sends, and the node of each tensor that ranks of one node's host send, by its number."""
+
+    positions: dict[int, list[int]]
+    boxes: dict[int, PackedBoxes]
+    homes: dict[int, str]
+
+
 @dataclass
 class PublisherRecord:
     """State of a publisher, guarded by ingest's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any state."""
@@ -80,11 +90,14 @@ class PublisherRecord:
     maxima: dict[int, VersionMaxima] = field(default_factory=dict)  # by number of the version
     assigned: dict[int, list[int]] = field(default_factory=dict)
     boxes: dict[int, PackedBoxes] = field(default_factory=dict)  # boxes that each rank sends
+    hosts: dict[int, str] = field(default_factory=dict)  # rank -> its host, as of its registration, if known
+    readable: dict[int, Readable] = field(default_factory=dict)  # rank -> nonce files that it has read last
+    homes: dict[int, str] = field(default_factory=dict)  # number of a tensor -> node whose files it may be in
     seen: dict[int, float] = field(default_factory=dict)  # rank -> time of its last call
     processes: dict[int, str] = field(default_factory=dict)  # rank -> nonce of its process
     started: dict[int, int] = field(default_factory=dict)  # rank -> last step that its process has started
     replaced: float = -math.inf  # time of the last registration from a new process
-    _slots: dict[int, Slot] = field(default_factory=dict)
+    _slots: dict[tuple[int, bool], Slot] = field(default_factory=dict)
     _cutting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -215,8 +228,8 @@ class PublisherRecord:
         """Return the ranks that send boxes."""
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
 
-    def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, PackedBoxes]]:
-        """Return (positions, boxes) that each rank sends: each distinct box once, with bytes even over its holders.
+    def check_and_assign(self) -> Assigned:
+        """Return what each rank sends: each distinct box once, of one host a whole tensor if that is possible, with even bytes.
 
         Raises:
             FailedPrecondition: LAYOUT_MISMATCH: the ranks' boxes do not tile the model.
@@ -230,17 +243,11 @@ class PublisherRecord:
             raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
         parts = [self.held[rank] for rank in range(self.world_size)]
         counts = [len(part) for part in parts]
-        sent = senders(
-            np.concatenate([part.tensors for part in parts]).astype(np.int64),
-            join_boxes([part.boxes for part in parts]),
-            np.repeat(np.arange(self.world_size), counts),
-            self.world_size,
-            np.array([ITEM_SIZES[spec.dtype] for spec in self.specs], np.int64),
-        )
+        sent, homes = _senders(self, parts, np.repeat(np.arange(self.world_size), counts))
         ends = np.cumsum(counts)
         mine = [each - begin for each, begin in zip(np.split(sent, np.searchsorted(sent, ends[:-1])), ends - counts, strict=True)]
         boxes = {rank: part.take(positions) for rank, (part, positions) in enumerate(zip(parts, mine, strict=True))}
-        return {rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes
+        return Assigned({rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes, homes)
 
     def _check_names(self) -> None:
         if not self.specs:
@@ -276,9 +283,10 @@ class PublisherRecord:
                 held[self.specs[int(boxes.tensors[position])].name].append(piece)
         return held
 
-    def activate(self, assigned: dict[int, list[int]], boxes: dict[int, PackedBoxes], shared: SharedPlan) -> None:
+    def activate(self, assigned: Assigned, shared: SharedPlan) -> None:
         """Become ACTIVE with the results of `check_and_assign` and `plan_shared`, and free the state of registration."""
-        self.assigned, self.boxes, self.shared, self.state = assigned, boxes, shared, ACTIVE
+        self.assigned, self.boxes, self.homes = assigned
+        self.shared, self.state = shared, ACTIVE
         self.held, self.blocks, self.files, self.stalled = {}, {}, {}, None
 
     def reject(self, error: DaemonError) -> None:
@@ -286,9 +294,28 @@ class PublisherRecord:
         self.error, self.state = error, REJECTED
         self.held, self.files = {}, {}
 
-    def slot(self, rank: int, chunk_bytes: int) -> Slot:
-        """Return the chunks of a rank's slot, cut at first use."""
+    def slot(self, rank: int, chunk_bytes: int, *, rest: bool = False) -> Slot:
+        """Return the chunks of a rank's slot, cut at first use; with `rest`, of what it does not write into a node's files."""
         with self._cutting:
-            if rank not in self._slots:
-                self._slots[rank] = cut_slot(self.boxes[rank], self.specs, chunk_bytes)
-            return self._slots[rank]
+            if (rank, rest) not in self._slots:
+                boxes = self.boxes[rank]
+                if rest:
+                    boxes = boxes.take(np.delete(np.arange(len(boxes)), boxes_at_home(self.homes, boxes)))
+                self._slots[rank, rest] = cut_slot(boxes, self.specs, chunk_bytes)
+            return self._slots[rank, rest]
+
+
+def _senders(publisher: PublisherRecord, parts: Sequence[PackedBoxes], rank: Ints) -> tuple[Ints, dict[int, str]]:
+    """Return the boxes that are sent, as indices into those of all ranks, and the node of each tensor that has one."""
+    tensors, boxes = np.concatenate([part.tensors for part in parts]).astype(np.int64), join_boxes([p.boxes for p in parts])
+    items = np.array([ITEM_SIZES[spec.dtype] for spec in publisher.specs], np.int64)
+    names = sorted({*publisher.hosts.values()})
+    if not any(names):  # no rank is on a node's host
+        return senders(tensors, boxes, rank, publisher.world_size, items), {}
+    hosts = np.array(
+        [names.index(publisher.hosts[r]) if r in publisher.hosts else -1 for r in range(publisher.world_size)], np.int64
+    )
+    sizes = np.array([spec.size for spec in publisher.specs], np.int64)
+    found = senders_by_host(tensors, boxes, rank, publisher.world_size, sizes, items, hosts)
+    homes = {number: names[host] for number, host in enumerate(found.hosts.tolist()) if host >= 0}
+    return found.pieces, {number: host for number, host in homes.items() if host != DAEMON_HOST}

@@ -1,14 +1,16 @@
 """Publishers: claims of a model by jobs, registration of their ranks' slots, leases."""
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import structlog
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
 from resharder.converters.storage.digest import compile_for
-from resharder.converters.storage.files import lay_out
+from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
+from resharder.server.ingest.homes import Readable
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, NO_FILES, REGISTERING, PublisherRecord, check_files
@@ -32,7 +34,7 @@ class Publishers:
     """Newest publisher of each model. Thread-safe. `lease_seconds` is the duration of a rank's lease."""
 
     def __init__(self, shared: IngestShared, uploads: Uploads, lease_seconds: float) -> None:
-        self._shared, self._uploads, self._store = shared, uploads, shared.store
+        self._shared, self._uploads, self._store, self._nodes = shared, uploads, shared.store, shared.nodes
         self.lease_seconds = lease_seconds
         self._by_model: dict[str, PublisherRecord] = {}
 
@@ -95,6 +97,7 @@ class Publishers:
         if earlier is None:
             return
         earlier.state = FENCED
+        self._nodes.release(earlier.name)
         _log.info("publisher_fenced", model=model, job=earlier.job, epoch=earlier.epoch, reason=_OVER)
         self._uploads.abort_model(model, _OVER)
         self._shared.changed.notify()
@@ -138,6 +141,7 @@ class Publishers:
         boxes: PackedBoxes,
         process: str = "",
         shared: RankBlocks | None = None,
+        readable: Readable = MappingProxyType({}),
     ) -> PublisherRecord:
         """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
@@ -149,11 +153,16 @@ class Publishers:
             boxes: The rank's boxes, replicas included, by position in `specs`.
             process: Nonce of the rank's process. A new one aborts versions that the former process has begun and not sealed.
             shared: Blocks that the rank shares with others, by position in `specs`; None if it casts nothing.
+            readable: Nonce files that it has read. Its host in the first registration decides which files it writes.
         """
         self._replace(name, rank, process)
+        host = self._nodes.host_of(readable)
         with self._shared.lock:
             publisher = self.get(name, rank)
             publisher.check_usable()
+            publisher.readable[rank] = readable
+            if host is not None and publisher.state == REGISTERING and not publisher.activating:
+                publisher.hosts[rank] = host
             try:
                 if not publisher.is_registered(rank, fingerprint):
                     publisher.add_slot(rank, fingerprint, specs, boxes, shared)
@@ -182,14 +191,14 @@ class Publishers:
         """
         try:
             self._store.capacity.check_size(sum(spec.size for spec in publisher.specs))
-            assigned, boxes = publisher.check_and_assign()
-            shared = _planned(publisher)
-            layouts = lay_out(publisher.specs)
+            assigned, shared = publisher.check_and_assign(), _planned(publisher)
+            layouts = lay_out(publisher.specs, homes={publisher.specs[n].name: node for n, node in assigned.homes.items()})
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self._shared.lock:
                 publisher.check_usable()
                 self._store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
-                publisher.activate(assigned, boxes, shared)
+                publisher.activate(assigned, shared)
+                self._nodes.reserve(publisher.name, layouts, _homes_of(layouts, publisher))
                 self._shared.changed.notify()
             for observer in self._shared.observers:
                 observer.publish_phase("registration", publisher.model, self._shared.clock() - publisher.created)
@@ -205,6 +214,12 @@ class Publishers:
                 self._shared.changed.notify()
             _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
             raise known from error
+
+    def report_readable(self, publisher: PublisherRecord, rank: int, readable: Readable) -> None:
+        """Record nonce files as a rank has found them now; a no-op for a rank that reports none."""
+        if readable and publisher.readable.get(rank) != readable:
+            with self._shared.lock:
+                publisher.readable[rank] = readable
 
     def assignment(self, name: str, rank: int, wait_seconds: float) -> Waiting[tuple[PublisherRecord, list[int]]]:
         """Return the publisher and the positions of the boxes that a rank sends, after all ranks have registered.
@@ -236,6 +251,12 @@ class Publishers:
         for publisher in self.all():
             self._uploads.abort_overtaken(publisher)
         self._uploads.expire(self.lease_seconds)
+
+
+def _homes_of(files: Sequence[FileLayout], publisher: PublisherRecord) -> dict[str, str]:
+    """Return the node of each file whose home may be one, by path."""
+    found = {file.path: publisher.homes.get(publisher.numbers[next(iter(file.by_name))]) for file in files}
+    return {path: node for path, node in found.items() if node is not None}
 
 
 def _planned(publisher: PublisherRecord) -> SharedPlan:

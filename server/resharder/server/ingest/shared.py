@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from resharder.server.infra.change_signal import ChangeSignal
+from resharder.server.ingest.homes import HomeNodes
 from resharder.server.ingest.upload import Upload
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, Unavailable
 from resharder.server.state.version import VersionRecord
@@ -34,14 +35,14 @@ class IngestObserver:
 
 
 class IngestShared:
-    """Lock, change signal, clock and observers.
+    """Lock, change signal, clock, nodes and observers.
 
     Lock order: the fleets', `lock`, the store's, a change signal's. Queries, lease renewals and waits for a version take none of
     the first three. The fleets are called while none is held.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        self.store, self.clock = store, clock
+    def __init__(self, store: Store, clock: Callable[[], float], nodes: HomeNodes) -> None:
+        self.store, self.clock, self.nodes = store, clock, nodes
         self.lock, self.changed = threading.RLock(), ChangeSignal()
         self.observers: list[IngestObserver] = []
         self.draining = False

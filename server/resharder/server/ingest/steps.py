@@ -2,6 +2,7 @@
 
 import structlog
 from resharder.server.infra.change_signal import Waiting
+from resharder.server.ingest.homes import HomeFiles, NodeHome, ranks_at_home
 from resharder.server.ingest.publisher import ACTIVE, PublisherRecord
 from resharder.server.ingest.publishers import Publishers
 from resharder.server.ingest.shared import IngestShared
@@ -112,6 +113,7 @@ class Steps:
     def _begin(self, publisher: PublisherRecord, rank: int, step: int, set_aside: bool) -> VersionRecord:
         store, shared = self._store, self._shared
         record = store.lifecycle.begin(publisher.model, publisher.epoch, step, publisher.job, set_aside=set_aside)
+        homes = self._take_homes(publisher, record)
         with shared.lock:
             if publisher.state != ACTIVE:
                 store.lifecycle.abort(record.model, record.number, "a newer job has claimed the model")
@@ -126,12 +128,20 @@ class Steps:
                 shared=store.folder.shared,
                 threads=self._threads,
                 now=shared.clock(),
+                homes=HomeFiles(shared.nodes, record.name, homes, layouts),
             )
             upload.begun[rank] = publisher.processes.get(rank, "")
             self._uploads.add(upload)
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
         self._uploads.abort_overtaken(publisher)  # a rank may have started a later step while the store freed capacity
         return store.catalogue.get(record.model, record.number)
+
+    def _take_homes(self, publisher: PublisherRecord, record: VersionRecord) -> tuple[NodeHome, ...]:
+        """Take files for a version on the nodes of the ranks' hosts, where these ranks have read the nodes' present nonces."""
+        with self._shared.lock:
+            ranks = ranks_at_home(publisher.homes, publisher.boxes, publisher.hosts)
+            read = {node: [publisher.readable.get(rank, {}) for rank in there] for node, there in ranks.items()}
+        return self._shared.nodes.take(publisher.name, record.name, read) if read else ()
 
     def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:
         """Return a complete version first, then an aborted one after `after`, then an UPLOADING one."""

@@ -6,7 +6,7 @@ open --all slots sealed--> committing --digests agree--> READY
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
+from resharder.server.ingest.homes import HomeFiles, HomeLost, NoNodes
 from resharder.server.ingest.packed_boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, has_header
@@ -30,16 +31,22 @@ from resharder.server.store.digests import digest_tensors
 
 MAPPED = "shared-memory"
 """Transport of slots that ranks write into mapped files."""
+AT_HOME = "node"
+"""Transport of slots of which ranks write boxes into a node's files."""
 
 
 @dataclass(frozen=True)
 class SlotDelivery:
-    """Report of a rank with its seal. `trace` is the W3C traceparent of the trainer's span, or empty."""
+    """Report of a rank with its seal.
+
+    `trace` is the W3C traceparent of the trainer's span, or empty; `home_bytes` are those in a node's files.
+    """
 
     timings: tuple[Timing, ...]
     transport: str
     size_bytes: int
     trace: str
+    home_bytes: int = 0
 
 
 class Upload:
@@ -59,7 +66,9 @@ class Upload:
         shared: bool,
         threads: int,
         now: float,
+        homes: HomeFiles | None = None,
     ) -> None:
+        self.homes = homes or HomeFiles(NoNodes(), record.name, (), files)
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
         self.deliveries: dict[int, SlotDelivery] = {}
         self.timings: list[Timing] = []  # of the daemon's own phases
@@ -78,8 +87,12 @@ class Upload:
         self._early = EarlyDigests(folder, files, threads)
 
     def slot(self, rank: int) -> Slot:
-        """Return the boxes and chunks of a rank, cut at first use."""
-        return self.publisher.slot(rank, self._chunk_bytes)
+        """Return the boxes and chunks that a rank sends to the daemon, cut at first use."""
+        return self.publisher.slot(rank, self._chunk_bytes, rest=self.publisher.hosts.get(rank) in self.homes.nodes)
+
+    def _size(self, rank: int) -> int:
+        """Return the bytes of a rank's boxes, those in a node's files included."""
+        return self.publisher.slot(rank, self._chunk_bytes).size_bytes
 
     def land(self, header: ChunkHeader, data: memoryview, transport: str = "grpc") -> None:
         """Write a chunk to the version's files. All checks precede the first write; a repeated chunk is accepted.
@@ -164,7 +177,7 @@ class Upload:
                 return
             if self._released is None:
                 self._released = ReleasedFiles(self._writers())
-            complete = self._released.release(rank, files)
+            complete = [file for file in self._released.release(rank, files) if file not in self.homes.paths]
             if self._shared and self._writable is None:
                 self._early.begin(complete)
 
@@ -202,8 +215,10 @@ class Upload:
                     f"{self.record.name}: {missing} of {self.slot(rank).chunks} chunks of rank {rank} are missing",
                 )
             self._sealed[rank] = packed
-            transport = MAPPED if mapped else self._transports.get(rank, "grpc")
-            self.deliveries[rank] = SlotDelivery(timings, transport, self.slot(rank).size_bytes, trace)
+            size = self._size(rank)
+            home = size - self.slot(rank).size_bytes
+            transport = AT_HOME if home else MAPPED if mapped else self._transports.get(rank, "grpc")
+            self.deliveries[rank] = SlotDelivery(timings, transport, size, trace, home)
             if len(self._sealed) < self.publisher.world_size:
                 return False
             self._closed = True
@@ -221,9 +236,9 @@ class Upload:
             sealed, arrived = set(self._sealed), {rank: bits.copy() for rank, bits in self._received.items()}
         found = []
         for rank in range(self.publisher.world_size):
-            slot = self.slot(rank)
-            received = int(slot.sizes[arrived[rank]].sum()) if rank in arrived else 0
-            found.append((rank, rank in sealed, slot.size_bytes, slot.size_bytes if rank in sealed else received))
+            size = self._size(rank)
+            received = int(self.slot(rank).sizes[arrived[rank]].sum()) if rank in arrived else 0
+            found.append((rank, rank in sealed, size, size if rank in sealed else received))
         return found
 
     def close(self, *, aborted: bool = False) -> None:
@@ -244,7 +259,8 @@ class Upload:
     def prove(self, patience: float) -> dict[str, int]:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
-        Digests that were taken early, of files that no process has opened for writing since, are not taken again.
+        Digests that were taken early, of files that no process has opened for writing since, are not taken again. Files on nodes
+        are verified there, then copied into the version's folder, and verified again as all others.
 
         Args:
             patience: Seconds to wait for other processes that have the files open for writing.
@@ -252,17 +268,23 @@ class Upload:
         Raises ProofFailed, OSError.
         """
         self.close()
+        self.homes.verify()
         with touching(self.folder, "verifying"):
             early = self._early.settle()
-            taken = self._digest([file for file in self._files if file.path not in early], patience)
+            taken = self._digest([f for f in self._files if f.path not in early and f.path not in self.homes.paths], patience)
         for digests in early.values():
             taken |= digests
-        found = {name: taken[name] for file in self._files for name in file.by_name}
         said = self._said()
-        wrong = sorted(name for name in found if found[name] != said[name])
-        if wrong:
-            first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, the store holds {found[wrong[0]]:016x}"
-            raise ProofFailed(f"{len(wrong)} of {len(found)} tensors are not what was sent: {', '.join(wrong[:8])}. {first}")
+        _compare(taken, said, "the store holds")
+        try:
+            _compare(self.homes.digests(), said, "a node holds")
+            self.homes.fetch(self.folder, lambda: self._aborted)
+        except HomeLost as error:
+            raise ProofFailed(str(error)) from error
+        with touching(self.folder, "verifying"):
+            taken |= self._digest(self.homes.files, patience)
+        found = {name: taken[name] for file in self._files for name in file.by_name}
+        _compare(found, said, "the store holds")
         return found
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
@@ -288,6 +310,14 @@ class Upload:
 
 class ProofFailed(Exception):
     """Failed verification: the version cannot become READY. The message names the files or tensors."""
+
+
+def _compare(found: Mapping[str, int], said: Mapping[str, int], where: str) -> None:
+    """Raise ProofFailed if a tensor has another digest than the ranks' boxes of it."""
+    wrong = sorted(name for name in found if found[name] != said[name])
+    if wrong:
+        first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, {where} {found[wrong[0]]:016x}"
+        raise ProofFailed(f"{len(wrong)} of {len(found)} tensors are not what was sent: {', '.join(wrong[:8])}. {first}")
 
 
 def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:

@@ -9,7 +9,7 @@ from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.ingest.committer import Committer
 from resharder.server.ingest.publisher import FENCED, PublisherRecord
 from resharder.server.ingest.shared import IngestObserver, IngestShared
-from resharder.server.ingest.upload import MAPPED, Upload, hash_digests
+from resharder.server.ingest.upload import AT_HOME, MAPPED, Upload, hash_digests
 from resharder.server.ingest.version_group import VersionGroups
 from resharder.server.state.errors import AlreadyExists, FailedPrecondition, Reason
 from resharder.server.state.timing import Timing
@@ -209,9 +209,12 @@ class Uploads:
                 self._abort(upload, reason)
 
     def expire(self, lease_seconds: float) -> None:
-        """Abort the versions of ranks that are silent for longer than their lease."""
+        """Abort the versions of ranks that are silent for longer than their lease, and versions that have lost a home."""
         now = self._shared.clock()
         for upload in list(self._open.values()):
+            if reason := self._shared.nodes.problem(upload.record.name):
+                self._abort(upload, reason)
+                continue
             for rank in self._groups.open_ranks(upload):
                 silent = now - max(upload.created, upload.publisher.seen.get(rank, 0.0))
                 if silent > lease_seconds:
@@ -232,6 +235,8 @@ def _observe_seal(observers: Iterable[IngestObserver], upload: Upload, rank: int
     for observer in observers:
         if delivery.transport == MAPPED:
             observer.received(upload.record.model, delivery.transport, delivery.size_bytes)
+        elif delivery.home_bytes:
+            observer.received(upload.record.model, AT_HOME, delivery.home_bytes)
         observer.slot_sealed(delivery.transport, delivery.size_bytes, seconds)
 
 

@@ -4,7 +4,6 @@ Two threads: one exchanges reports and orders, so that a daemon that is away sto
 versions and starts requests. Orders are complete each time: a version that they do not name is dropped, once no process uses it.
 """
 
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import HeldVersion, NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
+from resharder.server.node.file_sets import FileSets
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.swarm import PieceOffers, Swarm
 from resharder.server.node.transfers import PieceSource, ReceivedBytes
@@ -28,6 +28,8 @@ _FIRST_RETRY, _LONGEST_RETRY = 0.2, 2.0
 _SHORTEST_REPORT = 0.02  # seconds between two reports
 _STUCK_SECONDS = 5.0  # without a piece, after which the reason of the last failure is reported
 _STEP_SECONDS = 0.25
+_NO_PORT = "the daemon has no data port (data_listen)"
+_UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out or verified
 _RETRY_SECONDS = 2.0  # until a version that could not be created is tried again
 _log = structlog.get_logger("resharder.node")
 
@@ -60,6 +62,8 @@ class NodeAgent:
         make_swarm: Function that returns the swarm, which calls its argument after each piece.
         received: Bytes that the swarm has received.
         sent: Function that returns (bytes sent, requests being answered) of the data port.
+        sets: Files into which ranks write.
+        instance: Nonce of the process's lifetime.
     """
 
     def __init__(
@@ -70,11 +74,14 @@ class NodeAgent:
         make_swarm: Callable[[Callable[[], object]], Swarm],
         received: ReceivedBytes,
         sent: Callable[[], tuple[int, int]],
+        sets: FileSets,
+        instance: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity, self._daemon, self._copies = identity, daemon, copies
         self._received, self._sent, self._clock = received, sent, clock
-        self._instance = secrets.token_hex(8)
+        self._sets, self._instance = sets, instance
+        sets.observe(self._report_soon)
         self._changed = threading.Condition()
         self._ended = False
         self._orders = node_pb2.NodeOrders()
@@ -82,7 +89,6 @@ class NodeAgent:
         self._report_now = False
         self._problems = _Problems(clock)
         self._progress: dict[str, tuple[int, float]] = {}  # pieces, and since when
-        self._addresses: dict[str, str] = {}  # of the daemon's data port, by version
         self._swarm = make_swarm(self._wake)
         self.failure: Exception | None = None
         """Error that ended the loop."""
@@ -97,10 +103,11 @@ class NodeAgent:
             thread.start()
 
     def readers(self, model: str) -> frozenset[str]:
-        """Return the identities of nodes that may fetch pieces of a model."""
+        """Return the identities of nodes that may fetch pieces of a model, and of the daemon."""
         with self._changed:
-            orders = self._orders.versions
-            return frozenset(name for order in orders if order.version.split("/")[1] == model for name in order.readers)
+            orders, daemon = self._orders.versions, self._orders.daemon_certificate
+            nodes = (name for order in orders if order.version.split("/")[1] == model for name in order.readers)
+            return frozenset((*nodes, daemon) if daemon else nodes)
 
     def wait(self, seconds: float) -> bool:
         """Return whether the loop has ended, at the latest after some seconds."""
@@ -115,6 +122,7 @@ class NodeAgent:
         for thread in self._threads:
             thread.join(timeout=15)
         self._swarm.close()
+        self._sets.close()
         if self.failure is None:
             try:
                 self._daemon.sync(self._report(0.0, leaving=True))
@@ -123,6 +131,11 @@ class NodeAgent:
 
     def _wake(self) -> None:
         with self._changed:
+            self._changed.notify_all()
+
+    def _report_soon(self) -> None:
+        with self._changed:
+            self._report_now = True
             self._changed.notify_all()
 
     def _guarded(self, loop: Callable[[], None]) -> None:
@@ -148,31 +161,25 @@ class NodeAgent:
                 orders = self._daemon.sync(self._report(0.0 if incomplete else self._orders.report_seconds))
             except (grpc.RpcError, OSError) as error:
                 failures += 1
-                self._refused(error, failures)
+                _refused(error, failures, self._daemon.endpoint)
                 with self._changed:
                     self._changed.wait_for(lambda: self._ended, backoff(failures, _FIRST_RETRY, _LONGEST_RETRY))
                 continue
             failures = 0
             with self._changed:
                 self._orders, self._has_orders = orders, True
+                self._sets.follow(orders.reservations, drained=orders.drained)
                 self._changed.notify_all()
             pause = orders.report_seconds if self._is_incomplete() else 0.0
+            pause = min(pause, _UNSETTLED_SECONDS) if self._sets.unsettled() else pause
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, min(pause, _SHORTEST_REPORT))
                 self._changed.wait_for(lambda: self._ended or self._report_now, max(0.0, pause - _SHORTEST_REPORT))
 
-    def _refused(self, error: Exception, failures: int) -> None:
-        """Log the first of several failures. Raises Replaced."""
-        reason = str(error)
-        if isinstance(error, grpc.RpcError):
-            reason = f"{error.code().name}: {error.details()}"
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise Replaced(error.details()) from error
-        if failures == 1:
-            _log.warning("daemon_away", endpoint=self._daemon.endpoint, reason=reason)
-
     def _is_incomplete(self) -> bool:
-        """Return whether a piece of an ordered version is missing, and may arrive."""
+        """Return whether a piece of an ordered version is missing and may arrive, or a set of files is being worked on."""
+        if self._sets.unsettled():
+            return True
         versions = [(order, self._copies.get(order.version)) for order in self._orders.versions]
         try:
             return any(version is None or len(_wanted(order, version) - version.held()) for order, version in versions)
@@ -200,6 +207,7 @@ class NodeAgent:
             leaving=leaving,
             certificate=self._daemon.certificate(),
             links=[link.to_proto() for link in self._swarm.links.all()],
+            reservations=self._sets.report(),
         )
 
     def _versions(self) -> list[node_pb2.NodeVersion]:
@@ -233,18 +241,21 @@ class NodeAgent:
 
     def _piece_loop(self) -> None:
         while not self._ended:
+            present = self._copies.all()  # before the orders: a version that joins later is of later ones
             with self._changed:
                 orders = self._orders if self._has_orders else None
             if orders is not None:
-                self._drop_others({order.version for order in orders.versions})
+                self._drop_others(present, {order.version for order in orders.versions})
+                with self._changed:  # the last orders: by earlier ones, sets of a new reservation would be dropped
+                    self._sets.follow(self._orders.reservations, drained=self._orders.drained)
                 for order in orders.versions:
                     self._advance(order)
             with self._changed:
                 if not self._ended and self._orders is (orders or self._orders):
                     self._changed.wait(_STEP_SECONDS)
 
-    def _drop_others(self, wanted: set[str]) -> None:
-        for version in self._copies.all():
+    def _drop_others(self, present: list[HeldVersion], wanted: set[str]) -> None:
+        for version in present:
             if version.name not in wanted:
                 try:
                     if self._copies.drop(version.name):
@@ -260,24 +271,26 @@ class NodeAgent:
         self._problems.solved(name)
         with self._changed:
             self._progress.pop(name, None)
-            self._addresses.pop(name, None)
 
     def _advance(self, order: node_pb2.NodeOrder) -> None:
         """Create a version, or start requests for its pieces; report early once there is nothing left to request."""
         try:
-            version = self._copies.get(order.version) or self._create(order)
+            version = self._copies.get(order.version)
+            if version is None and self._sets.has(order.version):
+                return  # soon held in the files that ranks have written
+            version = version or self._create(order)
             if version is not None:
                 self._enlarge(version, order)
             if version is None or not len(version.missing()):
                 return
-            offers = _offers(version, order, self._addresses[version.name])
+            if not version.daemon_address:
+                return self._failed(order.version, _NO_PORT)
+            offers = _offers(version, order, version.daemon_address)
         except ValueError as error:  # of a daemon that numbers pieces in another way
             self._failed(order.version, str(error))
             return
         if not self._swarm.fill(version, offers) and not self._swarm.busy():
-            with self._changed:
-                self._report_now = True
-                self._changed.notify_all()
+            self._report_soon()
 
     def _enlarge(self, version: HeldVersion, order: node_pb2.NodeOrder) -> None:
         """Want the pieces that further workers need. Raises ValueError for pieces of another version."""
@@ -299,7 +312,7 @@ class NodeAgent:
             failpoint("node.manifest")
             remote = self._daemon.version(name)
             if not remote.data_address:
-                self._failed(name, "the daemon has no data port (data_listen)")
+                self._failed(name, _NO_PORT)
                 return None
             count = number_pieces(remote.files).count
             wanted = Bitmap.from_bytes(count, order.wanted) if order.wanted else None
@@ -310,8 +323,7 @@ class NodeAgent:
             self._failed(name, str(error))
         else:
             self._problems.solved(name)
-            with self._changed:
-                self._addresses[name] = remote.data_address
+            version.daemon_address = remote.data_address
             _log.info("version_wanted", version=name, pieces=version.numbering.count, wanted=len(version.wanted()))
             return version
         return None
@@ -319,9 +331,7 @@ class NodeAgent:
     def _failed(self, name: str, problem: str) -> None:
         if self._problems.add(name, problem):
             _log.warning("version_refused", version=name, reason=problem)
-        with self._changed:
-            self._report_now = True
-            self._changed.notify_all()
+        self._report_soon()
 
 
 class _Problems:
@@ -352,6 +362,17 @@ class _Problems:
         """Forget the problem of a version."""
         with self._lock:
             self._found.pop(name, None)
+
+
+def _refused(error: Exception, failures: int, endpoint: str) -> None:
+    """Log the first of several failures. Raises Replaced."""
+    reason = str(error)
+    if isinstance(error, grpc.RpcError):
+        reason = f"{error.code().name}: {error.details()}"
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise Replaced(error.details()) from error
+    if failures == 1:
+        _log.warning("daemon_away", endpoint=endpoint, reason=reason)
 
 
 def _wanted(order: node_pb2.NodeOrder, version: HeldVersion) -> Bitmap:

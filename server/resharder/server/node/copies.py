@@ -5,15 +5,15 @@
                                        held    bitmap of the pieces that are held
 
 A file is as long as the version's from the start, and its pages come with the pieces. A worker maps the files once the pieces
-that it needs are held; others may stay holes. A version that is dropped is unlinked, never overwritten, so that a worker which
-has mapped it keeps it.
+that it needs are held; others may stay holes. A version that is dropped is unlinked, so that a worker which has mapped it keeps
+it. Only files into which ranks have written (`file_sets.py`) are used again, once no process has them open or mapped.
 """
 
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE, FilePart
 from resharder.server.data.versions import ServedVersion
-from resharder.server.infra.filesystem import make_folder, matching, unused_elsewhere, write_at
+from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at
+from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.memory import EngineFailed, MemoryEngine, PieceClaims, VersionMemory
 from resharder.server.state.errors import ResourceExhausted, ResourceNotFound
 
@@ -34,8 +35,12 @@ _log = structlog.get_logger("resharder.node")
 class HeldVersion:
     """A version's files, and the pieces of them that are wanted and held. Thread-safe."""
 
-    def __init__(self, name: str, fingerprint: str, folder: Path, files: Sequence[FileLayout]) -> None:
+    def __init__(self, name: str, fingerprint: str, folder: Path, files: Sequence[FileLayout], reservation: str = "") -> None:
         self.name, self.fingerprint, self.folder = name, fingerprint, folder
+        self.reservation = reservation
+        """Reservation under which ranks have written files of it here; empty for none."""
+        self.daemon_address = ""
+        """Address of the daemon's data port."""
         self.sizes = {file.path: file.size for file in files}
         self.numbering = number_pieces(files)
         self._lock, self._held, self._wanted = threading.Lock(), Bitmap(self.numbering.count), Bitmap(self.numbering.count)
@@ -61,6 +66,11 @@ class HeldVersion:
         """Return the pieces that are held now."""
         with self._lock:
             return Bitmap(self._held.count, self._held.bits.copy())
+
+    def hold(self, pieces: Bitmap) -> None:
+        """Want and hold pieces, which are in the files already."""
+        with self._lock:
+            self._wanted, self._held = self._wanted | pieces, self._held | pieces
 
     def write(self, part: PieceSpan, content: Array) -> None:
         """Write checked bytes of a piece. Raises OSError, also for a version that was dropped in the meantime."""
@@ -128,6 +138,9 @@ class NodeCopies:
         self._root, self.limit_bytes, self._engine = make_folder(root / "versions"), limit_bytes, engine
         self._lock = threading.Lock()
         self._by_name: dict[str, HeldVersion] = {}
+        self.reserved_bytes = 0
+        """Bytes of files into which ranks write, beside the versions."""
+        self._recycle: Callable[[str, Path], bool] = lambda reservation, folder: False
         for left in matching(self._root, "*"):
             shutil.rmtree(left)
 
@@ -142,8 +155,25 @@ class NodeCopies:
             return self._by_name.get(name)
 
     def used_bytes(self) -> int:
-        """Return the bytes of all wanted pieces, whether they have arrived or not."""
-        return sum(version.numbering.size_of(version.wanted()) for version in self.all())
+        """Return the bytes of all wanted pieces, whether they have arrived or not, and of files into which ranks write."""
+        return sum(version.numbering.size_of(version.wanted()) for version in self.all()) + self.reserved_bytes
+
+    def recycle_by(self, recycle: Callable[[str, Path], bool]) -> None:
+        """Give folders of dropped versions, with the id of their reservation, to a function; it returns False to unlink one."""
+        self._recycle = recycle
+
+    def check_room(self, size: int) -> None:
+        """Raise ResourceExhausted (STORE_FULL) without memory for `size` bytes, which `reserved_bytes` includes already."""
+        self._check_room(size, self.used_bytes() - size)
+
+    def _check_room(self, needed: int, used: int) -> None:
+        found = os.statvfs(self._root)
+        promised = sum(other.numbering.size_of(other.missing()) for other in self.all())
+        free = min(self.limit_bytes - used, found.f_bavail * found.f_frsize - promised)
+        if needed > free:
+            raise ResourceExhausted(
+                "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
+            )
 
     def add(self, name: str, fingerprint: str, files: Sequence[FileLayout], wanted: Bitmap | None = None) -> HeldVersion:
         """Create the files of a version.
@@ -159,44 +189,69 @@ class NodeCopies:
             ValueError: Pieces of another version.
             OSError: The files cannot be created.
         """
-        model, number = name.split("/")[1::2]
-        # Never an earlier path: a worker with the path of an earlier copy must not map one that is not whole.
-        folder = self._root / model / f"{int(number):08}-{secrets.token_hex(4)}"
+        folder = self._path(name)
         version = HeldVersion(name, fingerprint, folder, files)
         self.want(version, wanted or Bitmap.full(version.numbering.count))
         failpoint("node.layout")
         make_folder(folder)
         for path, size in {HELD_FILE: len(version.held().bits), **version.sizes}.items():
-            descriptor = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.ftruncate(descriptor, size)
-            finally:
-                os.close(descriptor)
+            _make_file(folder / path, size)
+        self._add(version)
+        return version
+
+    def adopt(self, remote: RemoteVersion, folder: Path, files: Sequence[FileLayout], reservation: str) -> HeldVersion:
+        """Hold a READY version in the folder into which ranks have written some of its files, verified since.
+
+        Args:
+            remote: The version.
+            folder: The folder.
+            files: The files in it.
+            reservation: Id under which they may be used again.
+
+        Raises:
+            ValueError: Files that the version does not have.
+            OSError: Its other files cannot be created.
+        """
+        if not {*files} <= {*remote.files}:
+            raise ValueError(f"{remote.name} has other files than the ones that ranks have written here")
+        target = self._path(remote.name)
+        version = HeldVersion(remote.name, remote.fingerprint, target, remote.files, reservation)
+        version.daemon_address, touched = remote.data_address, version.numbering.touched
+        version.hold(Bitmap.of(version.numbering.count, (n for file in files for n in touched(file.path, 0, file.size))))
+        for path in version.sizes.keys() - {file.path for file in files}:
+            _make_file(folder / path, version.sizes[path])
+        _make_file(folder / HELD_FILE, len(version.held().bits), version.held().to_bytes())
+        make_folder(target.parent)
+        move(folder, target)
+        self._add(version)
+        return version
+
+    def _path(self, name: str) -> Path:
+        model, number = name.split("/")[1::2]
+        # Never an earlier path: a worker with the path of an earlier copy must not map one that is not whole.
+        return self._root / model / f"{int(number):08}-{secrets.token_hex(4)}"
+
+    def _add(self, version: HeldVersion) -> None:
         if self._engine is not None:
-            version.offer(VersionMemory(self._engine, folder, version.sizes))
+            version.offer(VersionMemory(self._engine, version.folder, version.sizes))
             _register(version, version.wanted())
         with self._lock:
-            self._by_name[name] = version
-        return version
+            self._by_name[version.name] = version
 
     def want(self, version: HeldVersion, pieces: Bitmap) -> None:
         """Add to the wanted pieces of a version. Raises ResourceExhausted (STORE_FULL), ValueError for another version's."""
         if pieces.count != version.numbering.count:
             raise ValueError(f"expected a bitmap of the {version.numbering.count} pieces of {version.name}, got {pieces.count}")
-        needed = version.numbering.size_of(pieces - version.wanted())
-        found, used = os.statvfs(self._root), self.used_bytes()
-        promised = sum(other.numbering.size_of(other.missing()) for other in self.all())
-        free = min(self.limit_bytes - used, found.f_bavail * found.f_frsize - promised)
-        if needed > free:
-            raise ResourceExhausted(
-                "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
-            )
+        self._check_room(version.numbering.size_of(pieces - version.wanted()), self.used_bytes())
         further = pieces - version.wanted()
         version.want(pieces)
         _register(version, further)
 
     def drop(self, name: str) -> bool:
-        """Unlink a version, unless a process has a file of it open or mapped. Returns whether it is gone. Raises OSError."""
+        """Drop a version, unless a process has a file of it open or mapped. Returns whether it is gone. Raises OSError.
+
+        Its files are unlinked, or used again under the reservation of which they are.
+        """
         version = self.get(name)
         if version is None:
             return True
@@ -205,7 +260,8 @@ class NodeCopies:
             return False
         with self._lock:
             del self._by_name[name]
-        shutil.rmtree(version.folder)
+        if not version.reservation or not self._recycle(version.reservation, version.folder):
+            shutil.rmtree(version.folder)
         return True
 
     @contextmanager
@@ -215,6 +271,15 @@ class NodeCopies:
         if version is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold models/{model}/versions/{number}")
         yield ServedVersion(version.name, version.fingerprint, version.sizes, version.folder, version.lacks)
+
+
+def _make_file(path: Path, size: int, content: bytes = b"") -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        write_at(descriptor, content, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _register(version: HeldVersion, pieces: Bitmap) -> None:

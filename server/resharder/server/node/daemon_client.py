@@ -4,13 +4,14 @@ import hashlib
 import importlib.metadata
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
+from resharder.server.ingest.homes import FileProof
 from resharder.v1 import node_pb2, node_pb2_grpc, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
@@ -29,6 +30,15 @@ _OPTIONS = (
 def certificate_id(der: bytes) -> str:
     """Return `sha256:HEX` of a certificate."""
     return f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+def fingerprint_of(path: Path) -> str:
+    """Return `sha256:HEX` of the first certificate of a PEM file. Raises OSError, and ValueError for a file without one."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    text = path.read_text()
+    if begin not in text or end not in text:
+        raise ValueError(f"expected a certificate in {path}")
+    return certificate_id(ssl.PEM_cert_to_DER_cert(text[text.index(begin) : text.index(end) + len(end)]))
 
 
 @dataclass(frozen=True)
@@ -67,12 +77,7 @@ class NodeTls:
 
     def fingerprint(self) -> str:
         """Return `sha256:HEX` of the certificate. Raises OSError, and ValueError for a file without one."""
-        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-        text = self.certificate.read_text()
-        if begin not in text or end not in text:
-            raise ValueError(f"expected a certificate in {self.certificate}")
-        own = text[text.index(begin) : text.index(end) + len(end)]
-        return certificate_id(ssl.PEM_cert_to_DER_cert(own))
+        return fingerprint_of(self.certificate)
 
     def context(self) -> ssl.SSLContext:
         """Return the context of a connection to a data port. Raises OSError (ssl.SSLError)."""
@@ -132,6 +137,20 @@ class DaemonClient:
         """Return the checksums of the pieces from `start` to `end` of a file."""
         request = node_pb2.GetPieceChecksumsRequest(version=version, file=file, start=start, end=end)
         return list(self._call(self._opened().nodes.GetPieceChecksums, request, _CHECKSUM_SECONDS).checksums)
+
+    def reserved_files(self, publisher: str, reservation: str, node: str) -> tuple[FileLayout, ...]:
+        """Return the files that a node lays out under a reservation. Raises ValueError for names or headers that are no files."""
+        request = node_pb2.GetReservedFilesRequest(publisher=publisher, reservation=reservation, node=f"nodes/{node}")
+        found = self._call(self._opened().nodes.GetReservedFiles, request, _CHECKSUM_SECONDS)
+        return tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
+
+    def put_proof(self, version: str, node: str, instance: str, set: str, problem: str, files: Mapping[str, FileProof]) -> None:
+        """Report what was found in the files of a set."""
+        proofs = [node_pb2.FileProof(path=path, digests=p.digests, checksums=p.checksums) for path, p in files.items()]
+        request = node_pb2.PutFileProofRequest(
+            version=version, node=f"nodes/{node}", instance=instance, set=set, problem=problem, files=proofs
+        )
+        self._call(self._opened().nodes.PutFileProof, request, _CHECKSUM_SECONDS)
 
     def certificate(self) -> str:
         """Return `sha256:HEX` of the node's certificate; empty without one. Raises OSError."""

@@ -6,17 +6,18 @@ need the node's capacity. After a restart of the daemon, nodes report what they 
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import xxhash
+from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
-from resharder.server.infra.change_signal import ChangeSignal, Waiting
+from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
+from resharder.server.node.homes import HomeRegister
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.reports import (
     CopyOrder,
@@ -27,38 +28,19 @@ from resharder.server.node.reports import (
     NodeView,
     Orders,
     PeerSource,
+    RegisteredNode,
     StateReport,
+    pieces_held,
+    pieces_wanted,
 )
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
-from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.errors import DaemonError, FailedPrecondition, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
 
 DAEMON = "@daemon"
 """Id of the daemon's own row in the table, which no node can have: it holds all of every READY version."""
-
-
-@dataclass
-class _Node:
-    report: StateReport
-    caller: str
-    reported_at: float
-    report_time: float
-    drained: bool = False
-    lost: bool = False
-    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    """Earlier processes of this id."""
-    wants: dict[str, set[str]] = field(default_factory=dict)
-    """Ids of the servers that asked for each version; versions in the order of their last new request."""
-    pieces: dict[str, Bitmap] = field(default_factory=dict)
-    """Pieces of each of these versions that workers on the host need."""
-    changed: ChangeSignal = field(default_factory=ChangeSignal)
-
-    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
-        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
-        self.wants[version] = self.wants.pop(version, set()).union(servers)
-        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
 
 
 class NodeRegistry:
@@ -71,6 +53,7 @@ class NodeRegistry:
         forget_seconds: Time after its last report at which a lost node is forgotten.
         note: Function that adds an event.
         drained: Ids of drained nodes; by default kept in memory alone.
+        homes: Register of the files on nodes into which ranks write.
     """
 
     def __init__(
@@ -82,14 +65,16 @@ class NodeRegistry:
         forget_seconds: float,
         note: Callable[[Kind, str, str, str], object],
         drained: DrainedNodes | None = None,
+        homes: HomeRegister | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._manifest, self._record, self.lease_seconds, self._note = manifest, record, lease_seconds, note
         self._forget_seconds, self._drained = forget_seconds, drained or DrainedNodes()
-        self._clock, self._wall = clock, wall
+        self._clock, self._wall, self.homes = clock, wall, homes or HomeRegister()
+        self._longest = min(LONGEST, lease_seconds / 3)  # seconds between two reports of a node
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, RegisteredNode] = {}
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
@@ -113,7 +98,7 @@ class NodeRegistry:
         for copy in report.copies:
             self._known(copy.version)
         node = self._record_report(report, caller)
-        until = self._clock() + wait_seconds
+        until = self._clock() + min(wait_seconds, self._longest)
         while True:
             count = node.changed.count
             if node.report.instance != report.instance:
@@ -131,6 +116,7 @@ class NodeRegistry:
                 return
             del self._nodes[node]
             self._tracker.remove_node(node)
+            self.homes.gone(node)
         found.changed.notify()
         self._note("node", f"nodes/{node}", "left", "")
 
@@ -164,7 +150,7 @@ class NodeRegistry:
         numbering = self._known(version)
         if numbering is None:
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
-        pieces = _wanted(numbering.count, version, needed)
+        pieces = pieces_wanted(numbering.count, version, needed)
         found = self._reading(dict(readable))
         if isinstance(found, HostCopy):
             return found
@@ -196,6 +182,7 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
+            self.homes.reported(node.report, node.caller, drained, node.changed.notify)
             view = self._view(node)
         node.changed.notify()
         return view
@@ -204,12 +191,13 @@ class NodeRegistry:
 
     def expire(self) -> None:
         """Note the nodes whose lease has ended, whose pieces count no longer, and forget those lost for long."""
-        now, lost = self._clock(), list[tuple[str, _Node]]()
+        now, lost = self._clock(), list[tuple[str, RegisteredNode]]()
         with self._lock:
             for id, node in self._nodes.items():
                 if not node.lost and now - node.reported_at > self.lease_seconds:
                     node.lost = True
                     self._tracker.remove_node(id)
+                    self.homes.gone(id)
                     lost.append((id, node))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
@@ -218,7 +206,10 @@ class NodeRegistry:
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
 
     def version_changed(self, record: VersionRecord) -> None:
-        """Forget a version that is no longer READY."""
+        """Forget a version that is no longer READY; of one that is, count the pieces that nodes hold since ranks wrote them."""
+        for id, files in self.homes.written(record.name).items() if record.state == READY else ():
+            self._hold(record.name, id, files)
+        self.homes.version_changed(record)
         if record.state == READY:
             return
         with self._lock:
@@ -229,6 +220,19 @@ class NodeRegistry:
                 node.pieces.pop(record.name, None)
         for node in told:
             node.changed.notify()
+
+    def _hold(self, version: str, id: str, files: Iterable[FileLayout]) -> None:
+        """Let a node hold the verified files of a version that its ranks have written."""
+        if (numbering := self._known(version)) is None:
+            return
+        pieces = Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
+        with self._lock:
+            node = self._nodes.get(id)
+            if node is None or node.lost or version not in self._numberings:
+                return
+            node.want(version, (), pieces)
+            self._tracker.table.report(version, id, pieces, whole=True)
+        node.changed.notify()
 
     def _known(self, version: str) -> PieceNumbering | None:
         """Return the numbering of a READY version's pieces, and add it to the table; None for any other version."""
@@ -250,12 +254,12 @@ class NodeRegistry:
             return None
         return numbering
 
-    def _record_report(self, report: StateReport, caller: str) -> _Node:
+    def _record_report(self, report: StateReport, caller: str) -> RegisteredNode:
         with self._lock:
             node = self._nodes.get(report.node)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.node in self._drained)
+                node = self._nodes[report.node] = RegisteredNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
             elif report.instance in node.former:
                 raise _replaced(report.node)
             elif caller != node.caller and not node.lost:
@@ -272,7 +276,8 @@ class NodeRegistry:
             node.reported_at, node.report_time = self._clock(), self._wall()
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
-                    node.want(copy.version, (), _wanted(numbering.count, copy.version, copy.wanted))
+                    node.want(copy.version, (), pieces_wanted(numbering.count, copy.version, copy.wanted))
+            self.homes.reported(report, caller, node.drained, node.changed.notify)
         for other in told:
             other.changed.notify()
         if joined:
@@ -286,34 +291,25 @@ class NodeRegistry:
         for version, numbering in self._numberings.items():
             copy = reported.get(version)
             if copy is not None or report.node in self._tracker.table[version].index:
-                self._tracker.table.report(version, report.node, _bitmap(numbering.count, copy), whole=True)
+                self._tracker.table.report(version, report.node, pieces_held(numbering.count, copy), whole=True)
 
     def _orders(self, id: str) -> Orders:
         with self._lock:
             node = self._nodes.get(id)
             if node is None:
-                return Orders(0, (), False, LONGEST)
+                return Orders(0, (), False, self._longest)
             reported = {copy.version: copy for copy in node.report.copies}
-            wanted = [] if node.drained else self._chosen(node)
+            wanted = [] if node.drained else _chosen(node, self._numberings, self.homes)
             answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
-            stamp = xxhash.xxh3_64_intdigest("\n".join([str(node.drained), *needs, *readers]).encode())
-            soonest = min((seconds for _, seconds in answers), default=LONGEST)
-            return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest)
+            reservations = self.homes.orders(id, wanted)
+            stamp = xxhash.xxh3_64_intdigest("\n".join([str(node.drained), *needs, *readers, *map(str, reservations)]).encode())
+            soonest = min((self._longest, *(seconds for _, seconds in answers)))
+            return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest, reservations)
 
-    def _chosen(self, node: _Node) -> list[str]:
-        """Return the versions that a node should hold, the last requested first, as many as fit."""
-        left, chosen = node.report.capacity_bytes, list[str]()
-        for version in reversed([version for version in node.wants if version in self._numberings]):
-            size = self._numberings[version].size_of(node.pieces[version])
-            if not chosen or size <= left:
-                chosen.append(version)
-                left -= size
-        return chosen
-
-    def _copy_order(self, id: str, node: _Node, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
-        held = _bitmap(self._numberings[version].count, copy)
+    def _copy_order(self, id: str, node: RegisteredNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
+        held = pieces_held(self._numberings[version].count, copy)
         wanted = node.pieces[version]
         report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
@@ -337,7 +333,7 @@ class NodeRegistry:
         addresses = next((copy.addresses for copy in copies if copy.version == version), ())
         return PeerSource(offer, report.data_address, report.session, addresses)
 
-    def _reading(self, readable: Mapping[str, bytes]) -> "_Node | HostCopy":
+    def _reading(self, readable: Mapping[str, bytes]) -> "RegisteredNode | HostCopy":
         with self._lock:
             live = [node for node in self._nodes.values() if not node.lost and node.report.nonce_file]
         for node in live:
@@ -345,11 +341,11 @@ class NodeRegistry:
                 return node
         return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
 
-    def _host_copy(self, node: _Node, version: str, needed: Bitmap) -> HostCopy:
+    def _host_copy(self, node: RegisteredNode, version: str, needed: Bitmap) -> HostCopy:
         with self._lock:
             name, numbering = f"nodes/{node.report.node}", self._numberings.get(version)
             copy = next((copy for copy in node.report.copies if copy.version == version), None)
-            held = _bitmap(needed.count, copy)
+            held = pieces_held(needed.count, copy)
             whole = copy is not None and not len(needed - held)
             problem = copy.problem if copy is not None and not whole else ""
             if numbering is None:
@@ -362,10 +358,10 @@ class NodeRegistry:
                 return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
             return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
 
-    def _view(self, node: _Node) -> NodeView:
+    def _view(self, node: RegisteredNode) -> NodeView:
         state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
         reported = {copy.version: copy for copy in node.report.copies}
-        chosen = set(self._chosen(node)) if state is NodeState.LIVE else set()
+        chosen = set(_chosen(node, self._numberings, self.homes)) if state is NodeState.LIVE else set()
         copies = []
         for version in sorted({*reported, *node.wants}):
             numbering, copy = self._numberings.get(version), reported.get(version)
@@ -374,6 +370,9 @@ class NodeRegistry:
             servers = tuple(sorted(node.wants.get(version, ())))
             wanted = len(node.pieces.get(version, ()))
             copies.append(CopyView(version, held, wanted, count, version in chosen, copy.problem if copy else "", servers))
+        for version, (own, files) in self.homes.uploading(node.report.node).items():
+            pieces = number_pieces(own).count, number_pieces(files).count
+            copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
 
 
@@ -381,17 +380,15 @@ def _replaced(id: str) -> FailedPrecondition:
     return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
 
 
-def _wanted(count: int, version: str, pieces: bytes) -> Bitmap:
-    """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
-    return _bitmap(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
-
-
-def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
-    """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
-    try:
-        return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
-    except ValueError as error:
-        raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None
+def _chosen(node: RegisteredNode, numberings: Mapping[str, PieceNumbering], homes: HomeRegister) -> list[str]:
+    """Return the versions that a node should hold, the last requested first, as many as fit beside the sets of files."""
+    left, chosen = node.report.capacity_bytes - homes.reserved_bytes(node.report.node), list[str]()
+    for version in reversed([version for version in node.wants if version in numberings]):
+        size = numberings[version].size_of(node.pieces[version])
+        if not chosen or size <= left:
+            chosen.append(version)
+            left -= size
+    return chosen
 
 
 def _model_of(version: str) -> str:

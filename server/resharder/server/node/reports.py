@@ -1,10 +1,16 @@
 """Reports of nodes, the daemon's orders to them, and views of both for operators and workers."""
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from resharder.converters.wire.pieces import Bitmap
+from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.node.links import LinkReport
 from resharder.server.node.sources import PeerOffer
+from resharder.server.state.errors import InvalidArgument
 
 
 class NodeState(Enum):
@@ -30,6 +36,22 @@ class CopyReport:
     addresses: tuple[int, ...] = ()
 
 
+class ReportedSet(NamedTuple):
+    """A node's files of one version of an epoch, in `folder`."""
+
+    id: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class ReservationReport:
+    """A node's report on a reservation: the sets of files that no READY version has taken over, or why there is none."""
+
+    id: str
+    sets: tuple[ReportedSet, ...] = ()
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class StateReport:
     """A node's report on itself. `instance` names the lifetime of its process, `session` its transfer engine; empty for none."""
@@ -50,6 +72,34 @@ class StateReport:
     received_engine_bytes: int = 0
     links: tuple[LinkReport, ...] = ()
     certificate: str = ""
+    reservations: tuple[ReservationReport, ...] = ()
+
+
+class SetState(Enum):
+    """State of a set that a version has taken; values as in `FileSetOrder.State`."""
+
+    UPLOADING = 1
+    VERIFYING = 2
+    READY = 3
+    ENDED = 4
+
+
+@dataclass(frozen=True)
+class FileSetOrder:
+    """State of a set that a version has taken. `version` is empty if the set has ended."""
+
+    set: str
+    version: str
+    state: SetState
+
+
+@dataclass(frozen=True)
+class ReservationOrder:
+    """A reservation of files on a node, and the sets that versions have taken."""
+
+    id: str
+    publisher: str
+    sets: tuple[FileSetOrder, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,17 +126,18 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """Answer to a report. `revision` changes with the set of versions, their pieces and readers, and `drained`."""
+    """Answer to a report. `revision` changes with the set of versions, their pieces and readers, reservations, and `drained`."""
 
     revision: int
     versions: tuple[CopyOrder, ...]
     drained: bool
     report_seconds: float
+    reservations: tuple[ReservationOrder, ...] = ()
 
 
 @dataclass(frozen=True)
 class CopyView:
-    """A version on a node, for display."""
+    """A version on a node, for display. Of an UPLOADING one, ranks write `wanted_pieces` there."""
 
     version: str
     held_pieces: int
@@ -95,6 +146,7 @@ class CopyView:
     wanted: bool
     problem: str
     servers: tuple[str, ...]
+    uploading: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,3 +172,40 @@ class HostCopy:
     held_bytes: int = 0
     problem: str = ""
     nonce_files: tuple[str, ...] = ()
+
+
+@dataclass
+class RegisteredNode:
+    """A node as the register has it."""
+
+    report: StateReport
+    caller: str
+    reported_at: float
+    report_time: float
+    drained: bool = False
+    lost: bool = False
+    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    """Earlier processes of this id."""
+    wants: dict[str, set[str]] = field(default_factory=dict)
+    """Ids of the servers that asked for each version; versions in the order of their last new request."""
+    pieces: dict[str, Bitmap] = field(default_factory=dict)
+    """Pieces of each of these versions that workers on the host need."""
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
+
+    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
+        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
+        self.wants[version] = self.wants.pop(version, set()).union(servers)
+        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
+
+
+def pieces_wanted(count: int, version: str, pieces: bytes) -> Bitmap:
+    """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
+    return pieces_held(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
+
+
+def pieces_held(count: int, copy: CopyReport | None) -> Bitmap:
+    """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
+    try:
+        return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
+    except ValueError as error:
+        raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None

@@ -9,10 +9,21 @@ from resharder.server.data.versions import ServedVersions
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import medium_errors
+from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.links import MOST_LINKS, LinkReport
 from resharder.server.node.registry import DAEMON, NodeRegistry
-from resharder.server.node.reports import CopyOrder, CopyReport, NodeState, NodeView, StateReport
+from resharder.server.node.reports import (
+    CopyOrder,
+    CopyReport,
+    NodeState,
+    NodeView,
+    ReportedSet,
+    ReservationOrder,
+    ReservationReport,
+    SetState,
+    StateReport,
+)
 from resharder.server.rpc.convert import timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import seconds
@@ -33,10 +44,17 @@ class NodeService:
         nodes: The register.
         versions: READY versions of the store.
         checksums: Known checksums of pieces, which the data port shares.
+        certificate: Function that returns `sha256:HEX` of the certificate by which nodes admit the daemon; empty without one.
     """
 
-    def __init__(self, nodes: NodeRegistry, versions: ServedVersions, checksums: PieceChecksums) -> None:
-        self._nodes, self._versions, self._checksums = nodes, versions, checksums
+    def __init__(
+        self,
+        nodes: NodeRegistry,
+        versions: ServedVersions,
+        checksums: PieceChecksums,
+        certificate: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._nodes, self._versions, self._checksums, self._certificate = nodes, versions, checksums, certificate
 
     def SyncNode(self, request: node_pb2.SyncNodeRequest, call: Call) -> Waiting[node_pb2.NodeOrders]:
         """Record a node's report, and return its orders."""
@@ -51,6 +69,8 @@ class NodeService:
             drained=orders.drained,
             report_seconds=orders.report_seconds,
             versions=map(_order, orders.versions),
+            reservations=map(_reservation, orders.reservations),
+            daemon_certificate=self._certificate(),
         )
 
     @medium_errors()
@@ -82,6 +102,26 @@ class NodeService:
             problem=found.problem,
             nonce_files=found.nonce_files,
         )
+
+    def GetReservedFiles(self, request: node_pb2.GetReservedFilesRequest, call: Call) -> node_pb2.ReservedFiles:
+        """Return the files that a node lays out for versions of an epoch."""
+        parse_name(request.publisher, "publishers")
+        node, caller = node_id(request.node), CALLER.get()
+        files = self._nodes.homes.reserved_files(request.publisher, request.reservation, node, caller)
+        return node_pb2.ReservedFiles(
+            files=[node_pb2.ReservedFile(path=file.path, header=file.header, size_bytes=file.size) for file in files]
+        )
+
+    def PutFileProof(self, request: node_pb2.PutFileProofRequest, call: Call) -> node_pb2.PutFileProofResponse:
+        """Record what a node has found in the files that ranks have written."""
+        parse_name(request.version, "versions")
+        files = {file.path: FileProof(tuple(file.digests), tuple(file.checksums)) for file in request.files}
+        problem = request.problem[:500]
+        if not problem and not files:
+            raise InvalidArgument("NODE", "expected the files of a set or a problem, got neither")
+        given = request.version, node_id(request.node), request.instance, request.set
+        self._nodes.homes.put_proof(*given, CALLER.get(), problem, files)
+        return node_pb2.PutFileProofResponse()
 
 
 def node_id(name: str) -> str:
@@ -115,6 +155,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
                 wanted=copy.wanted,
                 problem=copy.problem,
                 servers=copy.servers,
+                uploading=copy.uploading,
             )
             for copy in view.copies
         ],
@@ -154,7 +195,29 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         received_engine_bytes=max(0, request.received_engine_bytes),
         certificate=request.certificate,
         links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
+        reservations=tuple(
+            ReservationReport(
+                each.id[:64], tuple(ReportedSet(found.id[:64], found.folder[:4096]) for found in each.sets), each.problem[:500]
+            )
+            for each in request.reservations[:_MOST_COPIES]
+        ),
     )
+
+
+def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:
+    return node_pb2.ReservationOrder(
+        id=order.id,
+        publisher=order.publisher,
+        sets=[node_pb2.FileSetOrder(id=each.set, version=each.version, state=_SETS[each.state]) for each in order.sets],
+    )
+
+
+_SETS = {
+    SetState.UPLOADING: node_pb2.FileSetOrder.UPLOADING,
+    SetState.VERIFYING: node_pb2.FileSetOrder.VERIFYING,
+    SetState.READY: node_pb2.FileSetOrder.READY,
+    SetState.ENDED: node_pb2.FileSetOrder.ENDED,
+}
 
 
 def _order(order: CopyOrder) -> node_pb2.NodeOrder:

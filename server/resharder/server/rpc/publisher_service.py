@@ -1,6 +1,6 @@
 """PublisherService: calls of trainer ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from blake3 import blake3
@@ -9,6 +9,7 @@ from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.homes import boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, read_shared
 from resharder.server.ingest.packed_boxes import read_boxes
 from resharder.server.ingest.shared import parse_name
@@ -17,7 +18,7 @@ from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import Views, seconds
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.timing import timings_from_proto
-from resharder.v1 import publisher_pb2
+from resharder.v1 import publisher_pb2, resources_pb2
 
 
 class PublisherService:
@@ -34,7 +35,9 @@ class PublisherService:
         """Claim a model for a job, which fences earlier jobs. Idempotent for every rank of the job."""
         files = {file.path: file.content for file in request.model.files}
         create = self._intake.publishers.create
-        return self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
+        made = self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
+        made.nonce_files.extend(self._intake.nodes.nonce_files())
+        return made
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:
         """Register a rank's tensors and boxes. The last rank's call checks that the slots tile the model."""
@@ -43,23 +46,34 @@ class PublisherService:
             raise InvalidArgument("TENSORS", "expected every tensor once")
         boxes, process = read_boxes(request.boxes, specs), request.process[:128]
         shared = RankBlocks(read_shared(request.contributed, specs), read_shared(request.received, specs))
+        readable = _readable(request.readable)
         request.ClearField("process")  # the same tensors and boxes are the same registration
+        request.ClearField("readable")
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
-            self._intake.publishers.register(request.publisher, request.rank, fingerprint, specs, boxes, process, shared)
+            self._intake.publishers.register(
+                request.publisher, request.rank, fingerprint, specs, boxes, process, shared, readable
+            )
         )
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, call: Call) -> Waiting[Message]:
         """Return the boxes that a rank sends, once all ranks have registered."""
         wait = seconds(request.wait_seconds)
         publisher, boxes = yield from self._intake.publishers.assignment(request.publisher, request.rank, wait)
-        return publisher_pb2.Assignment(
+        answer = publisher_pb2.Assignment(
             publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.steps.chunk_bytes
         )
+        at_home = boxes_at_home(publisher.homes, publisher.boxes[request.rank]).tolist()
+        if at_home:
+            answer.node = f"nodes/{publisher.hosts[request.rank]}"
+            answer.node_boxes.extend(at_home)
+        return answer
 
     def RenewLease(self, request: publisher_pb2.RenewLeaseRequest, call: Call) -> Message:
         """Renew a rank's lease, and return its publisher."""
-        return self._views.publisher(self._intake.publishers.get(request.publisher, request.rank))
+        publisher = self._intake.publishers.get(request.publisher, request.rank)
+        self._intake.publishers.report_readable(publisher, request.rank, _readable(request.readable))
+        return self._views.publisher(publisher)
 
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, call: Call) -> Waiting[Message]:
         """Return the version of a rank's step, and begin it if there is none."""
@@ -110,6 +124,10 @@ class PublisherService:
         model, number = parse_name(request.version, "versions")
         record = yield from self._intake.waits.wait(model, number, seconds(request.wait_seconds), request.serving)
         return self._views.version(record)
+
+
+def _readable(found: Sequence[resources_pb2.StoreAccess]) -> dict[str, bytes]:
+    return {access.nonce_file: access.nonce for access in found}
 
 
 class ChunkStream:

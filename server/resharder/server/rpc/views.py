@@ -51,6 +51,9 @@ class Views:
             for rank, sealed, size, received in self.intake.uploads.progress(record):
                 state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
                 message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
+            upload = self.intake.uploads.find(record.model, record.number)
+            for home in upload.homes.homes if upload is not None else ():
+                message.homes.add(node=f"nodes/{home.node}", folder=home.folder)
         return message
 
 

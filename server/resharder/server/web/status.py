@@ -277,6 +277,7 @@ def _node(view: NodeView) -> dict[str, Any]:
                 "pieces": copy.pieces,
                 "wanted": copy.wanted,
                 "problem": copy.problem,
+                "uploading": copy.uploading,
             }
             for copy in view.copies
         ],

@@ -6,12 +6,13 @@ daemon, and then looks at the node's folder while pieces arrive there, so that m
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
+from resharder.client.transport.shared_memory import read_nonces as _read
 from resharder.converters.wire.pieces import Bitmap
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
@@ -19,7 +20,6 @@ from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
 _ASK_SECONDS = 5.0  # between questions to the daemon, apart from the first ones
 _LOOK_SECONDS = 0.05  # between looks at the node's folder
 _PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself
-_NONCE_BYTES = 64
 
 
 class NodeFiles(NamedTuple):
@@ -101,15 +101,3 @@ def _held(folder: str, count: int) -> Bitmap:
             return Bitmap.from_bytes(count, file.read())
     except (OSError, ValueError):
         return Bitmap(count)
-
-
-def _read(paths: Iterable[str]) -> list[resources_pb2.StoreAccess]:
-    """Return the nonce files that this process can read, with their content."""
-    found = []
-    for path in paths:
-        try:
-            with open(path, "rb") as file:
-                found.append(resources_pb2.StoreAccess(nonce_file=path, nonce=file.read(_NONCE_BYTES)))
-        except OSError:
-            continue
-    return found

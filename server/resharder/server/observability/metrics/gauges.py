@@ -136,7 +136,7 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
         "Bytes from other nodes that the present processes of nodes have received by a transfer engine",
         value=sum(r.received_engine_bytes for r in reports),
     )
-    wanted = [copy for view in live for copy in view.copies if copy.wanted]
+    wanted = [copy for view in live for copy in view.copies if copy.wanted and not copy.uploading]
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
         "Pieces that nodes should hold and do not yet",

@@ -127,7 +127,7 @@ function drawNode(node) {
   const there = `${bytes(node.used)} of ${bytes(node.limit)}`;
   const from = `${bytes(node.received.origin)} from the daemon, ${bytes(node.received.peer)} from nodes`;
   const versions = node.versions.map((one) => {
-    const share = one.held < one.needed ? `${Math.floor((100 * one.held) / one.needed)} %` : "held";
+    const share = one.uploading ? "UPLOADING" : one.held < one.needed ? `${Math.floor((100 * one.held) / one.needed)} %` : "held";
     const part = one.needed && one.needed < one.pieces ? ` of ${one.needed} of ${one.pieces} pieces` : "";
     return element("p", {}, `${one.name}: ${one.problem || share + part}`);
   });

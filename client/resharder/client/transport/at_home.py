@@ -1,0 +1,109 @@
+"""Transport on a node's host: a rank writes into the node's files the boxes that have their home there, and sends the others.
+
+The others are boxes of tensors of which ranks of several hosts send parts.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from resharder.client.transport.base import AssignedSlot, Releases
+from resharder.client.transport.live_items import LiveItems
+from resharder.client.transport.shared_memory import SharedMemory, copy_threads
+from resharder.converters.geometry.layout import Piece
+from resharder.v1 import resources_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from resharder.client.transport.base import Item, Transport
+
+
+class PieceSubset:
+    """Some pieces of a model, the same object for the same pieces: a transport plans its copies once for each."""
+
+    def __init__(self) -> None:
+        self._of: Sequence[Piece] = ()
+        self._numbers: Sequence[int] = ()
+        self._pieces: list[Piece] = []
+
+    def take(self, items: LiveItems, numbers: Sequence[int]) -> LiveItems:
+        """Return the items at `numbers`, numbered in order."""
+        if self._of is not items.pieces or self._numbers != numbers:
+            self._of, self._numbers, self._pieces = items.pieces, numbers, [items.pieces[number] for number in numbers]
+        return LiveItems(items.tensors, self._pieces)
+
+
+class AtHome:
+    """Transport of one delivery.
+
+    Args:
+        folder: Folder of the node's files.
+        memory: Transport into them.
+        rest: Transport of the other boxes to the daemon; None if there are none.
+        subsets: Pieces of either part, kept between deliveries.
+    """
+
+    name = "node"
+
+    def __init__(
+        self, folder: str, memory: "Transport", rest: "Transport | None", subsets: tuple[PieceSubset, PieceSubset]
+    ) -> None:
+        self._folder, self._memory, self._rest, self._subsets = folder, memory, rest, subsets
+        self.mapped, self.reason = rest is not None and rest.mapped, ""
+
+    def deliver(
+        self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
+    ) -> list[int]:
+        """Deliver as `Transport.deliver`. Raises NotFound if the node's files are missing."""
+        there, closing = resources_pb2.Version(), _Closing(releases)
+        there.CopyFrom(version)
+        there.folder = self._folder
+        if self._rest is None:
+            return self._memory.deliver(there, slot.home, items, closing)
+        if isinstance(items, LiveItems):
+            home, rest = (s.take(items, n) for s, n in zip(self._subsets, (slot.node_boxes, slot.other_boxes), strict=True))
+            found = self._memory.deliver(there, slot.home, home, closing)
+            others = self._rest.deliver(version, slot.rest, rest, releases)
+        else:
+            found, others = self._divide(there, version, slot, items, closing, releases)
+        self.reason = self._rest.reason
+        digests = [0] * len(slot.boxes)
+        for numbers, values in ((slot.node_boxes, found), (slot.other_boxes, others)):
+            for number, value in zip(numbers, values, strict=True):
+                digests[number] = value
+        return digests
+
+    def _divide(
+        self,
+        there: resources_pb2.Version,
+        version: resources_pb2.Version,
+        slot: AssignedSlot,
+        items: "Iterable[Item]",
+        closing: Releases,
+        releases: Releases,
+    ) -> tuple[list[int], list[int]]:
+        """Write and send items as they come: an iterator is read once."""
+        assert self._rest is not None
+        at_home = {number: i for i, number in enumerate(slot.node_boxes)}
+        other = {number: i for i, number in enumerate(slot.other_boxes)}
+        with SharedMemory(copy_threads()).opened(there, slot.home, closing) as files:
+
+            def others() -> "Iterator[Item]":
+                for number, tensor in items:
+                    if number in at_home:
+                        files.write([(at_home[number], tensor)])
+                    else:
+                        yield other[number], tensor
+
+            return files.digests, self._rest.deliver(version, slot.rest, others(), releases)
+
+
+class _Closing:
+    """Releases that close files and report none: the daemon does not digest files of nodes."""
+
+    def __init__(self, releases: Releases) -> None:
+        self._releases = releases
+
+    def release(self, file: str, close: "Callable[[], None]") -> None:
+        """Call `close` on another thread."""
+        self._releases.release("", close)

@@ -1,0 +1,204 @@
+"""Files of UPLOADING versions on nodes, into which ranks on the nodes' hosts write.
+
+A file's home is a node if ranks on the node's host send all tensors of the file. Which home a file may have is fixed with the
+layout of an epoch; whether it has that home in one version, when the version begins.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.storage.files import FileLayout
+from resharder.server.ingest.packed_boxes import PackedBoxes
+from resharder.server.store.piece_fetch import FetchFailed, PartSource, fetch_parts, parts_of
+
+DAEMON_HOST = ""
+"""Host of the daemon, among the hosts of ranks; others are ids of nodes."""
+Readable = Mapping[str, bytes]
+"""Nonce files that a rank has read, and their contents."""
+
+
+class NodeHome(NamedTuple):
+    """A node's files of one UPLOADING version, in `folder` on the node's host. `node` is its id."""
+
+    node: str
+    folder: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileProof:
+    """Digest of each tensor of a file, in its order, and xxh3_64 of each part of at most 16 MiB."""
+
+    digests: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+class HomeLost(Exception):
+    """A node that cannot verify or send the files that ranks have written. The message has the reason."""
+
+
+class HomeNodes(Protocol):
+    """Nodes as homes of files. Thread-safe; no method calls ingest."""
+
+    def nonce_files(self) -> list[str]:
+        """Return the paths of the nonce files of live nodes."""
+
+    def host_of(self, readable: Readable) -> str | None:
+        """Return the host of a rank that has read these nonce files: `DAEMON_HOST` or the id of a node; None if unknown."""
+
+    def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
+        """Have nodes lay out the files of an epoch, in place of those of the model's earlier epochs.
+
+        Args:
+            publisher: Resource name of the publisher.
+            files: All files of a version.
+            homes: Id of the node of each file whose home is one, by path.
+        """
+
+    def release(self, publisher: str) -> None:
+        """End a reservation; a no-op without one."""
+
+    def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
+        """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
+
+        Args:
+            publisher: Resource name of the publisher.
+            version: Resource name of the UPLOADING version.
+            ranks: For each node, what the ranks that would write there have read last.
+        """
+
+    def problem(self, version: str) -> str:
+        """Return why a version cannot complete because it has lost a home; empty if it has not."""
+
+    def verify(self, version: str) -> None:
+        """Have the version's homes verify their files: all ranks have sealed."""
+
+    def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
+        """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
+
+    def sources(self, version: str) -> Mapping[str, PartSource]:
+        """Return where the daemon fetches each of the files. Raises HomeLost."""
+
+    def set_aside(self, node: str) -> None:
+        """Take no files of a node for some time, because the daemon cannot fetch what was written there. `node`: its name."""
+
+
+class NoNodes:
+    """`HomeNodes` of a daemon without nodes."""
+
+    def nonce_files(self) -> list[str]:
+        """Return no path."""
+        return []
+
+    def host_of(self, readable: Readable) -> str | None:
+        """Return None."""
+        return None
+
+    def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
+        """Do nothing: without nodes there are no homes."""
+
+    def release(self, publisher: str) -> None:
+        """Do nothing."""
+
+    def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
+        """Return no home."""
+        return ()
+
+    def problem(self, version: str) -> str:
+        """Return no problem."""
+        return ""
+
+    def verify(self, version: str) -> None:
+        """Do nothing."""
+
+    def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
+        """Return no proof."""
+        return {}
+
+    def sources(self, version: str) -> Mapping[str, PartSource]:
+        """Return no source."""
+        return {}
+
+    def set_aside(self, node: str) -> None:
+        """Do nothing."""
+
+
+def boxes_at_home(homes: Mapping[int, str], boxes: PackedBoxes) -> Ints:
+    """Return the positions of boxes of tensors whose home may be a node. `homes`: that node by the tensor's number."""
+    return np.flatnonzero(np.isin(boxes.tensors, list(homes))) if homes else np.zeros(0, np.int64)
+
+
+def ranks_at_home(homes: Mapping[int, str], boxes: Mapping[int, PackedBoxes], hosts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that send tensors whose home may be a node, by node."""
+    found: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        if host != DAEMON_HOST and len(boxes_at_home(homes, boxes[rank])):
+            found.setdefault(host, []).append(rank)
+    return found
+
+
+_LEAST_SECONDS, _BYTES_PER_SECOND = 60.0, 100 << 20  # for a node's proof
+
+
+class HomeFiles:
+    """The files of one UPLOADING version whose homes are nodes.
+
+    Args:
+        nodes: The nodes.
+        version: Resource name of the version.
+        homes: Its homes.
+        files: All of its files.
+    """
+
+    def __init__(self, nodes: HomeNodes, version: str, homes: Iterable[NodeHome], files: Iterable[FileLayout]) -> None:
+        self._nodes, self._version, self.homes = nodes, version, tuple(homes)
+        paths = {path for home in self.homes for path in home.files}
+        self.files = tuple(file for file in files if file.path in paths)
+        self.paths = frozenset(paths)
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Ids of the nodes."""
+        return frozenset(home.node for home in self.homes)
+
+    def verify(self) -> None:
+        """Have the nodes verify their files: all ranks have sealed."""
+        if self.files:
+            self._nodes.verify(self._version)
+
+    def digests(self) -> dict[str, int]:
+        """Wait for the nodes, and return the digest that each reports of each tensor in its files. Raises HomeLost."""
+        proofs, found = self._proofs(), dict[str, int]()
+        for file in self.files:
+            found |= zip(file.by_name, proofs[file.path].digests, strict=True)
+        return found
+
+    def fetch(self, folder: Path, stopped: Callable[[], bool]) -> None:
+        """Copy all files from the nodes into a folder that has their layout, by the checksums of the proofs.
+
+        Raises HomeLost, OSError.
+        """
+        if not self.files:
+            return
+        proofs, sources = self._proofs(), self._nodes.sources(self._version)
+        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums)]
+
+        def gone() -> str:
+            return self._nodes.problem(self._version) or ("the version is aborted" if stopped() else "")
+
+        try:
+            fetch_parts(folder, self._version, parts, lambda part: [sources[part.file]], gone)
+        except FetchFailed as error:
+            if error.source:
+                self._nodes.set_aside(error.source)
+            raise HomeLost(str(error)) from error
+
+    def _proofs(self) -> Mapping[str, FileProof]:
+        if not self.files:
+            return {}
+        size = sum(file.size for file in self.files)
+        return self._nodes.proofs(self._version, max(_LEAST_SECONDS, size / _BYTES_PER_SECOND))

@@ -1,0 +1,361 @@
+"""Files on a node into which ranks write: sets of them, laid out ahead of need, verified, and taken over by READY versions.
+
+    <root>/sets/<id>/     the node's files of one version of an epoch, with headers written and pages allocated
+
+    free --a version takes it--> open --all ranks have sealed--> verified --READY--> `copies.py` has the folder
+      ^                            \\--------- the version ends ---------/                      |
+      +------- under another id, once no process has a file open or mapped <-- dropped --------+
+
+The daemon's orders move a set from one state to the next. A set is used again within its reservation alone: the files of one that
+has ended are unlinked.
+"""
+
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import structlog
+from resharder.converters.failpoints import failpoint
+from resharder.converters.geometry.layout import ITEM_SIZES
+from resharder.converters.storage.digest import compile_for
+from resharder.converters.storage.files import FileLayout
+from resharder.server.data.versions import ServedVersion
+from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at, write_zeros
+from resharder.server.node.copies import NodeCopies
+from resharder.server.node.daemon_client import DaemonClient
+from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files
+from resharder.server.state.errors import DaemonError, ResourceNotFound
+from resharder.v1 import node_pb2
+
+_RETRY_SECONDS = 2.0  # until a set that could not be laid out is tried again
+_ATTEMPTS, _PAUSE = 20, 0.25  # checks whether the files of a set that has ended are unused, and seconds between them
+_THREADS = 4
+_log = structlog.get_logger("resharder.node")
+State = node_pb2.FileSetOrder.State
+
+
+@dataclass
+class FileSet:
+    """A set. `version` names the version that has taken it; empty for a free one."""
+
+    id: str
+    folder: Path
+    version: str = ""
+    proof: SetProof | None = None
+    problem: str = ""  # reason for which it could not be verified
+    reported: bool = False  # whether the daemon has the proof, or the problem
+    busy: bool = False  # whether a thread works on it
+
+
+@dataclass
+class ReservedSets:
+    """Files that versions of one epoch have here, and the sets of them. Guarded by the lock of `FileSets`."""
+
+    id: str
+    publisher: str
+    files: tuple[FileLayout, ...] = ()  # empty until the daemon has sent them
+    sets: dict[str, FileSet] = field(default_factory=dict)
+    making: int = 0  # sets that are being laid out, or cleaned to be used again
+    problem: str = ""
+    retry: float = 0.0
+    ended: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of a set."""
+        return sum(file.size for file in self.files)
+
+
+class FileSets:
+    """The sets of a node. Thread-safe; files are written and read without the lock.
+
+    The constructor removes what an earlier process has left.
+
+    Args:
+        root: Folder of the node, locked by the caller.
+        copies: The node's versions, with which sets share the bound on bytes.
+        daemon: Calls of the daemon.
+        node: Id of the node.
+        instance: Nonce of the process's lifetime.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        copies: NodeCopies,
+        daemon: DaemonClient,
+        node: str,
+        instance: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root, self._copies, self._daemon = make_folder(root / "sets"), copies, daemon
+        self._node, self._instance, self._clock = node, instance, clock
+        self._changed: Callable[[], object] = lambda: None
+        self._lock, self._pool, self._closed = threading.Lock(), ThreadPoolExecutor(_THREADS, "sets"), threading.Event()
+        self._reservations: dict[str, ReservedSets] = {}
+        for left in matching(self._root, "*"):
+            shutil.rmtree(left)
+        copies.recycle_by(self._take_back)
+
+    def observe(self, changed: Callable[[], object]) -> None:
+        """Call a function when the next report differs."""
+        self._changed = changed
+
+    def report(self) -> list[node_pb2.NodeReservation]:
+        """Return the sets for the report to the daemon."""
+        with self._lock:
+            return [
+                node_pb2.NodeReservation(
+                    id=each.id,
+                    problem=each.problem,
+                    sets=[node_pb2.FileSet(id=found.id, folder=str(found.folder)) for found in each.sets.values()],
+                )
+                for each in self._reservations.values()
+                if not each.ended
+            ]
+
+    def follow(self, orders: Iterable[node_pb2.ReservationOrder], *, drained: bool) -> None:
+        """Follow the daemon's orders: start work, and drop the sets of all other reservations."""
+        given = {order.id: order for order in orders}
+        with self._lock:
+            for id in [id for id in self._reservations if id not in given]:
+                ended = self._reservations.pop(id)
+                ended.ended = True
+                for found in ended.sets.values():
+                    if not found.busy:
+                        self._pool.submit(_remove, found.folder)
+                _log.info("reservation_ended", publisher=ended.publisher, sets=len(ended.sets))
+            for order in given.values():
+                if order.id not in self._reservations:
+                    self._reservations[order.id] = ReservedSets(order.id, order.publisher)
+                reservation = self._reservations[order.id]
+                for each in order.sets:
+                    if (taken := reservation.sets.get(each.id)) is not None and not taken.busy:
+                        self._advance(reservation, taken, each)
+                self._keep_ahead(reservation, drained=drained)
+            self._account()
+
+    def unsettled(self) -> bool:
+        """Return whether a thread works on a set, so that a report soon differs."""
+        with self._lock:
+            return any(each.making or any(found.busy for found in each.sets.values()) for each in self._reservations.values())
+
+    def has(self, version: str) -> bool:
+        """Return whether a set is this version's."""
+        with self._lock:
+            return any(found.version == version for each in self._reservations.values() for found in each.sets.values())
+
+    def close(self) -> None:
+        """End all work, and remove the sets."""
+        self._closed.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    @contextmanager
+    def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
+        """Yield the verified files of an UPLOADING version for the data port, from which the daemon copies them.
+
+        Their `ETag` is the id of the set, because the version has no fingerprint yet. Raises ResourceNotFound (VERSION_UNKNOWN).
+        """
+        name = f"models/{model}/versions/{number}"
+        with self._lock:
+            sets = ((each, found) for each in self._reservations.values() for found in each.sets.values())
+            served = next(((e, found) for e, found in sets if found.version == name and found.proof is not None), None)
+        if served is None:
+            raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold {name}")
+        reservation, found = served
+        yield ServedVersion(name, found.id, {file.path: file.size for file in reservation.files}, found.folder)
+
+    # With the lock
+
+    def _account(self) -> None:
+        sizes = (each.size * (len(each.sets) + each.making) for each in self._reservations.values())
+        self._copies.reserved_bytes = sum(sizes)
+
+    def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
+        found.version = order.version or found.version or "ended"
+        if order.state == State.VERIFYING and not found.reported:
+            self._work(self._verify, reservation, found)
+        elif order.state == State.READY and found.proof is not None:
+            self._work(self._hand_over, reservation, found)
+        elif order.state == State.ENDED or (order.state == State.READY and found.proof is None):
+            del reservation.sets[found.id]
+            self._recycle_soon(reservation, found.folder)
+
+    def _work(self, do: Callable[[ReservedSets, FileSet], None], reservation: ReservedSets, found: FileSet) -> None:
+        found.busy = True
+        self._pool.submit(self._guarded, do, reservation, found)
+
+    def _keep_ahead(self, reservation: ReservedSets, *, drained: bool) -> None:
+        """Have one free set, or none if the node is drained."""
+        free = [found for found in reservation.sets.values() if not found.version]
+        for found in free if drained else ():
+            del reservation.sets[found.id]
+            self._pool.submit(_remove, found.folder)
+            self._changed()
+        if not free and not drained and not reservation.making and self._clock() >= reservation.retry:
+            reservation.making += 1
+            self._pool.submit(self._make, reservation)
+
+    def _recycle_soon(self, reservation: ReservedSets, folder: Path) -> None:
+        reservation.making += 1
+        self._pool.submit(self._recycle, reservation, folder)
+
+    # On the threads of the pool
+
+    def _guarded(self, do: Callable[[ReservedSets, FileSet], None], reservation: ReservedSets, found: FileSet) -> None:
+        try:
+            do(reservation, found)
+        except (grpc.RpcError, OSError, DaemonError, ValueError) as error:
+            reason = (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else str(error)
+            _log.warning("set_failed", set=found.id, version=found.version, reason=reason)
+            self._closed.wait(_PAUSE)
+        except Exception as error:
+            _log.error("set_failed", set=found.id, version=found.version, exc_info=error)
+        with self._lock:
+            found.busy = False
+            if reservation.ended and found.id in reservation.sets:
+                _remove(found.folder)
+        self._changed()
+
+    def _make(self, reservation: ReservedSets) -> None:
+        """Lay out a set. A failure is the problem of the reservation until the next attempt."""
+        folder, problem = self._root / secrets.token_hex(8), ""
+        try:
+            if not reservation.files:
+                files = self._daemon.reserved_files(reservation.publisher, reservation.id, self._node)
+                with self._lock:
+                    reservation.files = files
+                    self._account()
+            self._copies.check_room(reservation.size)
+            failpoint("node.reserve")
+            make_folder(folder)
+            for file in reservation.files:
+                write_zeros(folder / file.path, file.header, file.size)
+                compile_for(ITEM_SIZES[placed.spec.dtype] for placed in file.tensors)  # now rather than in the first proof
+        except grpc.RpcError as error:
+            problem = f"the daemon: {error.details() or error.code().name}"
+        except (OSError, DaemonError, ValueError) as error:
+            problem = str(error)
+        except Exception as error:
+            problem = repr(error)
+            _log.error("layout_failed", publisher=reservation.publisher, exc_info=error)
+        if problem:
+            _remove(folder)
+            if problem != reservation.problem:
+                _log.warning("layout_failed", publisher=reservation.publisher, reason=problem)
+        self._made(reservation, folder if not problem else None, problem)
+
+    def _made(self, reservation: ReservedSets, folder: Path | None, problem: str = "") -> None:
+        with self._lock:
+            reservation.making -= 1
+            reservation.problem = problem
+            reservation.retry = self._clock() + _RETRY_SECONDS if problem else 0.0
+            if folder is not None and reservation.ended:
+                _remove(folder)
+            elif folder is not None:
+                reservation.sets[folder.name] = FileSet(folder.name, folder)
+            self._account()
+        self._changed()
+
+    def _verify(self, reservation: ReservedSets, found: FileSet) -> None:
+        """Verify a set once, and report the result until the daemon has it."""
+        if found.proof is None and not found.problem:
+            try:
+                failpoint("node.verify")
+                found.proof = prove_files(found.folder, reservation.files)
+            except ProofRefused as error:
+                found.problem = str(error)
+            except OSError as error:
+                found.problem = f"its files could not be verified: {error}"
+        self._daemon.put_proof(found.version, self._node, self._instance, found.id, found.problem, found.proof or {})
+        found.reported = True
+
+    def _hand_over(self, reservation: ReservedSets, found: FileSet) -> None:
+        """Let the READY version have the set's folder."""
+        assert found.proof is not None
+        remote = self._daemon.version(found.version)
+        failpoint("node.adopt")
+        held = self._copies.get(found.version) is not None  # fetched from elsewhere before
+        try:
+            if not held:
+                self._copies.adopt(remote, found.folder, reservation.files, reservation.id)
+        except ValueError as error:  # it is fetched from elsewhere then
+            held = True
+            _log.error("set_refused", set=found.id, version=found.version, reason=str(error))
+        with self._lock:
+            reservation.sets.pop(found.id, None)
+            if held:
+                self._recycle_soon(reservation, found.folder)
+            self._account()
+        _log.info("version_written_here", version=found.version, files=len(reservation.files))
+
+    def _take_back(self, reservation_id: str, folder: Path) -> bool:
+        """Use the files of a dropped version again. Returns False if its reservation has ended."""
+        with self._lock:
+            reservation = self._reservations.get(reservation_id)
+            if reservation is None or self._closed.is_set():
+                return False
+            target = self._root / secrets.token_hex(8)
+            try:
+                move(folder, target)  # from here on, no worker finds it
+            except OSError as error:
+                _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
+                return False
+            self._recycle_soon(reservation, target)
+            self._account()
+            return True
+
+    def _recycle(self, reservation: ReservedSets, folder: Path) -> None:
+        """Make a free set of the files of one that has ended, once no process has them open; unlink them after some seconds."""
+        target, kept = self._root / secrets.token_hex(8), {file.path: file for file in reservation.files}
+        try:
+            move(folder, target)  # a late rank does not find it
+            safe = _become_unused(reservation, target, self._closed)
+            for path in target.iterdir() if safe else ():
+                if path.name not in kept:
+                    path.unlink()
+            safe = safe and all((target / path).stat().st_size == file.size for path, file in kept.items())
+            for name, file in kept.items() if safe else ():
+                _write_header(target / name, file.header)
+        except OSError as error:
+            safe = False
+            _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
+        if not safe:
+            _remove(target)
+            _remove(folder)
+        self._made(reservation, target if safe else None)
+
+
+def _become_unused(reservation: ReservedSets, folder: Path, closed: threading.Event) -> bool:
+    """Wait until no process has the files of a set open or mapped. False after some seconds, or without further need of them."""
+    for _ in range(_ATTEMPTS):
+        if reservation.ended or closed.is_set():
+            return False
+        if all(unused_elsewhere(folder / file.path) for file in reservation.files):
+            return True
+        closed.wait(_PAUSE)
+    return False
+
+
+def _remove(folder: Path) -> None:
+    """Unlink a set. A process that has mapped its files keeps them."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def _write_header(path: Path, header: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        write_at(descriptor, header, 0)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""State of the register of files on nodes, and what follows from it for a version or a node: no method waits or calls a node."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+
+from resharder.converters.storage.files import FileLayout
+from resharder.server.ingest.homes import FileProof, HomeLost, Readable
+from resharder.server.node.reports import FileSetOrder, SetState, StateReport
+from resharder.server.state.errors import PermissionDenied, ResourceNotFound
+
+LAYOUT_SECONDS = 5.0
+"""Seconds that a version waits for a node that is laying out its files."""
+
+
+@dataclass
+class ReservedHomes:
+    """Files that nodes lay out for the versions of one epoch."""
+
+    publisher: str
+    files: tuple[FileLayout, ...]
+    homes: dict[str, tuple[FileLayout, ...]]  # by node
+    created: float
+    id: str = field(default_factory=lambda: token_hex(8))
+    taken: set[str] = field(default_factory=set)  # sets
+
+
+@dataclass
+class HomeNode:
+    """A live node."""
+
+    report: StateReport
+    caller: str
+    drained: bool
+    changed: Callable[[], object]
+    """Called when the node's orders change."""
+
+
+@dataclass
+class TakenSet:
+    """A set that a version has taken."""
+
+    set: str
+    folder: str
+    instance: str
+    reservation: ReservedHomes
+    proof: dict[str, FileProof] | None = None
+    problem: str = ""
+
+
+@dataclass
+class WrittenVersion:
+    """A version in files on nodes."""
+
+    homes: dict[str, TakenSet]  # by node
+    state: SetState = SetState.UPLOADING
+
+
+class HomeState:
+    """Nodes, reservations and versions. Callers hold the lock, `changed`."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.nodes: dict[str, HomeNode] = {}
+        self.reservations: dict[str, ReservedHomes] = {}  # by publisher
+        self.versions: dict[str, WrittenVersion] = {}
+        self.aside: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
+
+    def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
+        """Return the order for a set that a version has taken."""
+        for name, version in self.versions.items():
+            if (taken := version.homes.get(node)) is not None and taken.set == set:
+                ended = version.state is SetState.READY and name not in wanted
+                return FileSetOrder(set, name, SetState.ENDED if ended else version.state)
+        return FileSetOrder(set, "", SetState.ENDED)
+
+    def check_caller(self, node: str, caller: str) -> None:
+        """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
+        found = self.nodes.get(node)
+        if found is None:
+            raise ResourceNotFound("NODE_UNKNOWN", f"node {node!r} is not live")
+        if found.caller != caller:
+            raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
+
+    def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> StateReport | None:
+        """Return the report of a node whose host the ranks are on; None of one that is drained or set aside."""
+        found, reservation = self.nodes.get(node), self.reservations.get(publisher)
+        if (
+            found is None
+            or found.drained
+            or reservation is None
+            or node not in reservation.homes
+            or not found.report.data_address
+        ):
+            return None
+        instance, _, until = self.aside.get(node, ("", 0.0, 0.0))
+        if instance == found.report.instance and now < until:
+            return None
+        return found.report if all(reads_nonce(each, found.report) for each in read) else None
+
+    def is_coming(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> bool:
+        """Return whether a node is laying out a set for a version of these ranks, or has yet to learn that it should."""
+        report = self.usable(publisher, node, read, now)
+        if report is None or self.free(publisher, node, read, now) is not None:
+            return False
+        reservation = self.reservations[publisher]
+        known = [each.problem for each in report.reservations if each.id == reservation.id]
+        return not any(known) if known else now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
+
+    def free(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> TakenSet | None:
+        """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""
+        if (report := self.usable(publisher, node, read, now)) is None:
+            return None
+        reservation = self.reservations[publisher]
+        for each in report.reservations:
+            for id, folder in each.sets if each.id == reservation.id else ():
+                if id not in reservation.taken:
+                    return TakenSet(id, folder, report.instance, reservation)
+        return None
+
+    def problem(self, version: WrittenVersion) -> str:
+        """Return why a version has lost a home; empty if it has not."""
+        if version.state is SetState.READY:
+            return ""
+        for id, taken in version.homes.items():
+            node = self.nodes.get(id)
+            if node is None:
+                return f"nodes/{id}, into whose files ranks wrote, is gone"
+            if node.report.instance != taken.instance:
+                return f"nodes/{id}, into whose files ranks wrote, has restarted"
+            if taken.problem:
+                return f"nodes/{id}: {taken.problem}"
+        return ""
+
+    def live(self, version: str) -> WrittenVersion:
+        """Return a version that has lost no home. Raises HomeLost."""
+        found = self.versions.get(version)
+        if found is None:
+            raise HomeLost("the version is aborted")
+        if problem := self.problem(found):
+            raise HomeLost(problem)
+        return found
+
+    def tell(self, nodes: Iterable[str]) -> None:
+        """Notify nodes whose orders change, and all waiters."""
+        for node in {*nodes} & self.nodes.keys():
+            self.nodes[node].changed()
+        self.changed.notify_all()
+
+
+def reads_nonce(readable: Readable, report: StateReport) -> bool:
+    """Return whether a rank has read the present nonce of a node."""
+    return bool(report.nonce_file and report.nonce) and readable.get(report.nonce_file) == report.nonce

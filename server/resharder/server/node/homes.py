@@ -1,0 +1,262 @@
+"""The daemon's register of files on nodes into which ranks write: reservations of epochs, sets of files, and versions in them.
+
+A reservation names the files that nodes lay out for the versions of one epoch. A node reports sets of them. A version takes a set
+on each of its homes, once: a set that any version has taken is never given to another. Nodes follow the orders: they verify the
+set after the last seal, hold the version in it from READY on, and use its files again, under another id, once it has ended.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.range_client import DataAddress
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, Readable
+from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
+from resharder.server.node.reports import ReservationOrder, SetState, StateReport
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument
+from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.store.folder import StoreFolder
+from resharder.server.store.piece_fetch import PartSource
+
+_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
+AHEAD = 2
+"""Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
+
+
+class HomeRegister:
+    """Reservations, sets and versions of all nodes: `HomeNodes` of ingest. Thread-safe.
+
+    Its lock is below all others but those of change signals; nothing is called under it but a node's `changed`.
+
+    Args:
+        store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
+        connect: Function that returns how the daemon reaches a data port at `host:port`.
+    """
+
+    def __init__(
+        self,
+        store: StoreFolder | None = None,
+        connect: Callable[[str], DataAddress] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._connect, self._clock = store, connect or _plain, clock
+        self._state = HomeState()
+
+    # Reports of nodes
+
+    def reported(self, report: StateReport, caller: str, drained: bool, changed: Callable[[], object]) -> None:
+        """Record a node's report, in place of its earlier ones."""
+        with self._state.changed:
+            self._state.nodes[report.node] = HomeNode(report, caller, drained, changed)
+            self._state.changed.notify_all()
+
+    def gone(self, node: str) -> None:
+        """Forget a node that is lost or has left. Its sets are lost with it."""
+        with self._state.changed:
+            self._state.nodes.pop(node, None)
+            self._state.changed.notify_all()
+
+    def orders(self, node: str, wanted: Iterable[str]) -> tuple[ReservationOrder, ...]:
+        """Return the orders for a node, of all reservations that concern it. `wanted`: READY versions that it should hold."""
+        wanted = set(wanted)
+        with self._state.changed:
+            found = self._state.nodes.get(node)
+            if found is None:
+                return ()
+            reported = {each.id: each for each in found.report.reservations}
+            orders = []
+            for reservation in self._state.reservations.values():
+                if node in reservation.homes and not (found.drained and reservation.id not in reported):
+                    sets = [each.id for each in reported[reservation.id].sets] if reservation.id in reported else []
+                    taken = tuple(self._state.set_order(node, each, wanted) for each in sets if each in reservation.taken)
+                    orders.append(ReservationOrder(reservation.id, reservation.publisher, taken))
+            return tuple(orders)
+
+    def reserved_bytes(self, node: str) -> int:
+        """Return the bytes that a node keeps free for sets, beside the versions that it holds."""
+        with self._state.changed:
+            if (found := self._state.nodes.get(node)) is None:
+                return 0
+            sets = {each.id: len(each.sets) for each in found.report.reservations}
+            sizes = ((r.id, sum(file.size for file in r.homes.get(node, ()))) for r in self._state.reservations.values())
+            return sum(size * max(AHEAD, sets.get(id, 0)) for id, size in sizes)
+
+    def uploading(self, node: str) -> dict[str, tuple[tuple[FileLayout, ...], tuple[FileLayout, ...]]]:
+        """Return the files of UPLOADING versions on a node, and all files of each, by version."""
+        with self._state.changed:
+            return {
+                name: (version.homes[node].reservation.homes[node], version.homes[node].reservation.files)
+                for name, version in self._state.versions.items()
+                if node in version.homes and version.state is not SetState.READY
+            }
+
+    def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> tuple[FileLayout, ...]:
+        """Return the files that a node lays out.
+
+        Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (NODE_UNKNOWN), PermissionDenied (NOT_ALLOWED).
+        """
+        with self._state.changed:
+            self._state.check_caller(node, caller)
+            found = self._state.reservations.get(publisher)
+            if found is None or found.id != reservation or node not in found.homes:
+                raise FailedPrecondition("STALE_EPOCH", f"{publisher}: its reservation {reservation} on nodes/{node} has ended")
+            return found.homes[node]
+
+    def put_proof(
+        self, version: str, node: str, instance: str, set: str, caller: str, problem: str, files: Mapping[str, FileProof]
+    ) -> None:
+        """Record what a node has found in the files that ranks have written.
+
+        Raises:
+            ResourceNotFound: NODE_UNKNOWN: the node is not live.
+            PermissionDenied: NOT_ALLOWED: the node belongs to another identity.
+            FailedPrecondition: VERSION_CLOSED: the version does not wait for a proof of this set.
+            InvalidArgument: NODE: other files, or other numbers of tensors and parts.
+        """
+        with self._state.changed:
+            self._state.check_caller(node, caller)
+            found = self._state.versions.get(version)
+            taken = found.homes.get(node) if found is not None and found.state is SetState.VERIFYING else None
+            if taken is None or (taken.set, taken.instance) != (set, instance):
+                raise FailedPrecondition("VERSION_CLOSED", f"{version} waits for no proof of set {set[:80]!r} on nodes/{node}")
+            if not problem:
+                _check_proof(taken.reservation.homes[node], files)
+            if taken.proof is None and not taken.problem:
+                taken.proof, taken.problem = dict(files), problem
+            self._state.changed.notify_all()
+
+    # The daemon
+
+    def written(self, version: str) -> dict[str, tuple[FileLayout, ...]]:
+        """Return the files that ranks have written on nodes, by node; none of a version without homes."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            homes = found.homes.items() if found is not None else ()
+            return {node: taken.reservation.homes[node] for node, taken in homes}
+
+    def version_changed(self, record: VersionRecord) -> None:
+        """Follow a version's state. Of one that is READY, nodes hold what ranks have written, if it is wanted there."""
+        with self._state.changed:
+            found = self._state.versions.get(record.name)
+            if found is None or record.state not in (READY, ABORTED, RETIRED):
+                return
+            if record.state == READY:
+                found.state = SetState.READY
+            else:
+                del self._state.versions[record.name]
+            self._state.tell(found.homes)
+
+    # Ingest: `HomeNodes`
+
+    def nonce_files(self) -> list[str]:
+        """Return the paths of the nonce files of live nodes."""
+        with self._state.changed:
+            return list(
+                dict.fromkeys(n.report.nonce_file for n in self._state.nodes.values() if n.report.nonce_file and not n.drained)
+            )
+
+    def host_of(self, readable: Readable) -> str | None:
+        """Return the host of a rank, as `HomeNodes.host_of`."""
+        store = self._store
+        if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
+            return DAEMON_HOST
+        with self._state.changed:
+            return next((id for id, node in sorted(self._state.nodes.items()) if reads_nonce(readable, node.report)), None)
+
+    def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
+        """Have nodes lay out the files of an epoch, as `HomeNodes.reserve`."""
+        by_node: dict[str, tuple[FileLayout, ...]] = {}
+        for file in files:
+            if (node := homes.get(file.path)) is not None:
+                by_node[node] = (*by_node.get(node, ()), file)
+        with self._state.changed:
+            former = self._state.reservations.pop(publisher, None)
+            if by_node:
+                self._state.reservations[publisher] = ReservedHomes(publisher, tuple(files), by_node, self._clock())
+            self._state.tell([*(former.homes if former else ()), *by_node])
+
+    def release(self, publisher: str) -> None:
+        """End a reservation; a no-op without one."""
+        with self._state.changed:
+            former = self._state.reservations.pop(publisher, None)
+            self._state.tell(former.homes if former else ())
+
+    def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
+        """Take a set for a version on each node that has one, as `HomeNodes.take`."""
+        deadline = self._clock() + LAYOUT_SECONDS
+        with self._state.changed:
+            while any(self._state.is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
+                if (left := deadline - self._clock()) <= 0:
+                    break
+                self._state.changed.wait(left)
+            reservation = self._state.reservations.get(publisher)
+            now = self._clock()
+            free = {node: self._state.free(publisher, node, read, now) for node, read in ranks.items()}
+            taken = {node: found for node, found in free.items() if found is not None}
+            if reservation is None or not taken:
+                return ()
+            reservation.taken |= {each.set for each in taken.values()}
+            self._state.versions[version] = WrittenVersion(taken)
+            self._state.tell(taken)
+            files = {node: tuple(file.path for file in reservation.homes[node]) for node in taken}
+            return tuple(NodeHome(node, each.folder, files[node]) for node, each in taken.items())
+
+    def problem(self, version: str) -> str:
+        """Return why a version has lost a home; empty if it has not."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            return self._state.problem(found) if found is not None else ""
+
+    def verify(self, version: str) -> None:
+        """Have the version's homes verify their files."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            if found is not None and found.state is SetState.UPLOADING:
+                found.state = SetState.VERIFYING
+                self._state.tell(found.homes)
+
+    def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
+        """Wait for the proofs of all homes, and return them by file. Raises HomeLost."""
+        deadline = self._clock() + seconds
+        with self._state.changed:
+            while True:
+                found = self._state.live(version)
+                late = sorted(node for node, taken in found.homes.items() if taken.proof is None)
+                if not late:
+                    return {path: proof for taken in found.homes.values() for path, proof in (taken.proof or {}).items()}
+                if (left := deadline - self._clock()) <= 0:
+                    raise HomeLost(f"nodes/{late[0]} has not verified its files in {seconds:.0f} s")
+                self._state.changed.wait(min(left, 1.0))
+
+    def sources(self, version: str) -> Mapping[str, PartSource]:
+        """Return where the daemon fetches each of the files. Raises HomeLost."""
+        with self._state.changed:
+            sources = dict[str, PartSource]()
+            for node, taken in self._state.live(version).homes.items():
+                address = self._connect(self._state.nodes[node].report.data_address)
+                source = PartSource(f"nodes/{node}", address, taken.set)
+                sources |= {file.path: source for file in taken.reservation.homes[node]}
+            return sources
+
+    def set_aside(self, node: str) -> None:
+        """Take no files of a node for some time, twice as long each time, until it restarts."""
+        id = node.removeprefix("nodes/")
+        with self._state.changed:
+            if (found := self._state.nodes.get(id)) is not None:
+                instance, seconds, _ = self._state.aside.get(id, ("", 0.0, 0.0))
+                same = instance == found.report.instance
+                seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
+                self._state.aside[id] = found.report.instance, seconds, self._clock() + seconds
+
+
+def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) -> None:
+    expected = {file.path: (len(file.tensors), -(-file.size // PIECE_BYTES)) for file in files}
+    sizes = {path: (len(proof.digests), len(proof.checksums)) for path, proof in found.items()}
+    if sizes != expected:
+        raise InvalidArgument("NODE", f"expected digests and checksums of files {expected}, got {sizes}"[:1000])
+
+
+def _plain(address: str) -> DataAddress:
+    host, _, port = address.rpartition(":")
+    return DataAddress(host.strip("[]"), int(port))

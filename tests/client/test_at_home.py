@@ -1,0 +1,88 @@
+"""A slot divided between the files of a host's node and the daemon: each box goes one way, and digests keep their order."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resharder.client.transport.at_home import AtHome, PieceSubset
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.host_buffers import digests_of
+from resharder.client.transport.live_items import LiveItems
+from resharder.client.transport.shared_memory import SharedMemory
+from resharder.converters.geometry.layout import Piece, TensorSpec, contiguous_strides, full_box
+from resharder.converters.storage.files import lay_out
+from resharder.converters.storage.writable_files import WritableFiles
+from resharder.v1 import resources_pb2
+
+from tests.support.publishing import read_folder
+
+NAMES = ["away 1", "home 1", "away 2", "home 2", "home 3"]
+SPECS = [TensorSpec(name, "F32", (40 + i, 30)) for i, name in enumerate(NAMES)]
+HOME, AWAY = (1, 3, 4), (0, 2)
+SLOT = AssignedSlot(0, tuple(full_box(s.shape) for s in SPECS), tuple(SPECS), 1 << 20, "nodes/a", HOME)
+TENSORS = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(i)) for i, spec in enumerate(SPECS)}
+PIECES = [Piece(s.name, full_box(s.shape), s.name, 0, contiguous_strides(s.shape)) for s in SPECS]
+
+
+class Daemon:
+    """Takes the boxes that are sent to it."""
+
+    name, reason, mapped = "http", "a reason", False
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def deliver(self, version: Any, slot: AssignedSlot, items: Iterable[Any], releases: Any) -> list[int]:
+        kept = [(number, tensor.clone()) for number, tensor in items]
+        self.names = [slot.specs[number].name for number, _ in kept]
+        return digests_of(slot, kept)
+
+
+class Releases:
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def release(self, file: str, close: Callable[[], None]) -> None:
+        self.files.append(file)
+        close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="resharder-home-", dir="/dev/shm"))
+    for file in lay_out([SPECS[number] for number in HOME]):
+        (made / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+        WritableFiles(made, [file]).close()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.parametrize("kind", ["live", "iterator"])
+def test_boxes_of_the_node_are_written_there_and_the_others_are_sent(folder: Path, kind: str) -> None:
+    subsets, releases = (PieceSubset(), PieceSubset()), Releases()
+    for _ in range(2):
+        daemon = Daemon()
+        transport = AtHome(str(folder), SharedMemory(2), daemon, subsets)
+        version = resources_pb2.Version(name="models/policy/versions/1", folder="/the/daemons")
+        items = LiveItems(TENSORS, PIECES) if kind != "iterator" else iter([*LiveItems(TENSORS, PIECES)])
+        found = transport.deliver(version, SLOT, items, releases)
+        assert found == digests_of(SLOT, LiveItems(TENSORS, PIECES))
+        assert daemon.names == [NAMES[number] for number in AWAY]
+        assert (transport.name, transport.reason, transport.mapped) == ("node", "a reason", False)
+        written = read_folder(str(folder))
+        assert {name: array.tobytes() for name, array in written.items()} == {
+            NAMES[number]: TENSORS[NAMES[number]].numpy().tobytes() for number in HOME
+        }
+    assert set(releases.files) == {""}, "files of a node are closed, and reported to nobody"
+
+
+def test_a_slot_that_is_all_at_home_needs_no_way_to_the_daemon(folder: Path) -> None:
+    slot = AssignedSlot(0, SLOT.home.boxes, SLOT.home.specs, 1 << 20, "nodes/a", (0, 1, 2))
+    items = [(number, TENSORS[spec.name]) for number, spec in enumerate(slot.specs)]
+    transport = AtHome(str(folder), SharedMemory(1), None, (PieceSubset(), PieceSubset()))
+    assert transport.deliver(resources_pb2.Version(), slot, iter(items), Releases()) == digests_of(slot, items)
+    assert (slot.other_boxes, transport.reason, transport.mapped) == ((), "", False)

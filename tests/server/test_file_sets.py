@@ -1,0 +1,202 @@
+"""Sets of files on a node: laid out, verified, taken over by a READY version, and used again once nobody has them open."""
+
+import mmap
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, lay_out
+from resharder.server.ingest.homes import FileProof
+from resharder.server.node import file_proofs, file_sets
+from resharder.server.node.copies import NodeCopies
+from resharder.server.node.daemon_client import RemoteVersion
+from resharder.server.node.file_proofs import ProofRefused, prove_files
+from resharder.server.node.file_sets import FileSets
+from resharder.v1 import node_pb2
+
+from tests.support.observing import wait_until
+from tests.support.publishing import random_weights
+
+SPECS = [TensorSpec("a", "BF16", (3000, 1024)), TensorSpec("b", "F32", (64,)), TensorSpec("elsewhere", "BF16", (64, 64))]
+FILES = lay_out(SPECS, homes={"elsewhere": "another"})
+OWN = tuple(file for file in FILES if "a" in file.by_name)
+PUBLISHER, VERSION = "models/policy/publishers/1", "models/policy/versions/1"
+State = node_pb2.FileSetOrder.State
+WEIGHTS = random_weights(SPECS, 1)
+
+
+class Daemon:
+    """What a node asks of a daemon."""
+
+    def __init__(self) -> None:
+        self.proofs: list[tuple[str, str, dict[str, FileProof]]] = []
+
+    def reserved_files(self, publisher: str, reservation: str, node: str) -> tuple[FileLayout, ...]:
+        return OWN
+
+    def put_proof(self, version: str, node: str, instance: str, set: str, problem: str, files: dict[str, FileProof]) -> None:
+        self.proofs.append((set, problem, files))
+
+    def version(self, name: str) -> RemoteVersion:
+        return RemoteVersion(name, "fingerprint", FILES, "daemon:1")
+
+
+class Site:
+    """A node's sets and versions, in shared memory."""
+
+    def __init__(self, root: Path, limit: int = 1 << 30) -> None:
+        self.daemon, self.copies = Daemon(), NodeCopies(root, limit)
+        self.sets = FileSets(root, self.copies, self.daemon, "one", "instance")  # type: ignore[arg-type]
+
+    def follow(self, *sets: tuple[str, int], reservation: str = "r", drained: bool = False) -> None:
+        orders = [node_pb2.FileSetOrder(id=id, version=VERSION, state=state) for id, state in sets]  # type: ignore[arg-type]
+        self.sets.follow([node_pb2.ReservationOrder(id=reservation, publisher=PUBLISHER, sets=orders)], drained=drained)
+
+    def reported(self) -> dict[str, Path]:
+        return {found.id: Path(found.folder) for each in self.sets.report() for found in each.sets}
+
+    def free(self, reservation: str = "r") -> tuple[str, Path]:
+        """The first set that is laid out."""
+        self.follow(reservation=reservation)
+        wait_until(lambda: bool(self.reported()))
+        return next(iter(self.reported().items()))
+
+    def ready(self) -> Path:
+        """The folder of a version that ranks have written here."""
+        set, folder = self.free()
+        write(folder)
+        self.follow((set, State.UPLOADING))
+        self.follow((set, State.VERIFYING))
+        wait_until(lambda: not self.sets.has(VERSION) or (bool(self.daemon.proofs) and not self._busy(set)))
+        self.follow((set, State.READY))
+        wait_until(lambda: self.copies.get(VERSION) is not None)
+        version = self.copies.get(VERSION)
+        assert version is not None
+        return version.folder
+
+    def _busy(self, set: str) -> bool:
+        return any(found.busy for each in self.sets._reservations.values() for found in each.sets.values() if found.id == set)
+
+
+def write(folder: Path) -> None:
+    with MappedFiles(folder, OWN, writable=True) as maps:
+        for name in maps.specs:
+            maps.arrays[name][...] = WEIGHTS[name]
+
+
+def inodes(folder: Path) -> set[int]:
+    return {(folder / file.path).stat().st_ino for file in OWN}
+
+
+@pytest.fixture
+def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(file_sets, "_PAUSE", 0.02)
+    root = Path(tempfile.mkdtemp(prefix="resharder-sets-", dir="/dev/shm"))
+    made = Site(root)
+    yield made
+    made.sets.close()
+    shutil.rmtree(root)
+
+
+def test_a_proof_has_the_digests_of_what_ranks_have_written(site: Site) -> None:
+    _, folder = site.free()
+    write(folder)
+    (proof,) = prove_files(folder, OWN).values()
+    names = list(OWN[0].by_name)
+    arrays = {name: WEIGHTS[name].view(BITS[WEIGHTS[name].itemsize]) for name in names}
+    expected = [digest(array, full_box(array.shape), array.shape) for array in arrays.values()]
+    assert list(proof.digests) == expected
+    assert len(proof.checksums) == 1
+    with (folder / OWN[0].path).open("r+b"), pytest.raises(ProofRefused, match=r"open for writing after 0.05 s"):
+        prove_files(folder, OWN, 0.05)
+    with (folder / OWN[0].path).open("r+b") as file:
+        file.seek(20)
+        file.write(b"?")
+    with pytest.raises(ProofRefused, match="header was overwritten"):
+        prove_files(folder, OWN)
+
+
+def test_a_ready_version_has_the_files_of_its_set_and_holes_for_the_others(site: Site) -> None:
+    folder = site.ready()
+    version = site.copies.get(VERSION)
+    assert version is not None
+    own = {piece for file in OWN for piece in version.numbering.touched(file.path, 0, file.size)}
+    assert set(version.held()) == set(version.wanted()) == own < set(range(version.numbering.count))
+    with MappedFiles(folder, FILES) as maps:
+        assert all((maps.arrays[name] == WEIGHTS[name]).all() for name in ("a", "b"))
+    assert version.daemon_address == "daemon:1"
+    wait_until(lambda: site.copies.reserved_bytes == 2 * OWN[0].size or site.copies.reserved_bytes == OWN[0].size)
+
+
+def test_files_of_a_dropped_version_are_used_again_once_no_process_has_mapped_them(site: Site) -> None:
+    folder = site.ready()
+    used, before = inodes(folder), set(site.reported())
+    with (folder / OWN[0].path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        content = mapped[:]
+        assert not site.copies.drop(VERSION), "a worker has it mapped"
+        assert mapped[:] == content
+    assert site.copies.drop(VERSION)
+    assert not folder.exists()
+    wait_until(lambda: any(inodes(path) == used for path in site.reported().values()))
+    (again,) = (id for id, path in site.reported().items() if inodes(path) == used)
+    assert again not in before, "under another id"
+    assert sorted(path.name for path in site.reported()[again].iterdir()) == sorted(file.path for file in OWN)
+    write(site.reported()[again])
+    assert prove_files(site.reported()[again], OWN)
+
+
+def test_files_that_a_late_rank_keeps_open_are_unlinked_rather_than_used_again(site: Site) -> None:
+    set, folder = site.free()
+    with (folder / OWN[0].path).open("r+b") as late:
+        site.follow((set, State.UPLOADING))
+        former = inodes(folder)
+        site.follow((set, State.ENDED))
+        wait_until(lambda: not site.sets.unsettled() and not folder.exists())
+        late.write(b"too late")
+        late.flush()
+        site.free()
+        assert all(inodes(path).isdisjoint(former) for path in site.reported().values())
+
+
+def test_files_of_an_ended_reservation_are_never_used_again(site: Site) -> None:
+    folder = site.ready()
+    used = inodes(folder)
+    site.follow(reservation="of the next epoch")
+    assert site.copies.drop(VERSION)
+    wait_until(lambda: bool(site.reported()))
+    assert all(inodes(path).isdisjoint(used) for path in site.reported().values())
+    assert len(site.reported()) == 1
+
+
+def test_a_set_that_cannot_be_verified_is_reported_and_never_held(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_proofs, "PATIENCE", 0.05)
+    set, folder = site.free()
+    (folder / OWN[0].path).write_bytes(b"another content")
+    site.follow((set, State.UPLOADING))
+    site.follow((set, State.VERIFYING))
+    wait_until(lambda: bool(site.daemon.proofs))
+    ((reported, problem, files),) = site.daemon.proofs
+    assert (reported, files) == (set, {})
+    assert "its header was overwritten" in problem
+    wait_until(lambda: not site._busy(set))
+    site.follow((set, State.READY))
+    wait_until(lambda: set not in site.reported())
+    assert site.copies.get(VERSION) is None
+
+
+def test_a_node_without_memory_for_a_set_says_so(site: Site) -> None:
+    site.copies.limit_bytes = 1 << 20
+    site.follow()
+    wait_until(lambda: any("memory full: it needs" in each.problem for each in site.sets.report()))
+    assert site.reported() == {}
+
+
+def test_a_drained_node_has_no_free_set(site: Site) -> None:
+    _, folder = site.free()
+    site.follow(drained=True)
+    wait_until(lambda: not folder.exists())
+    assert site.reported() == {}

@@ -1,0 +1,41 @@
+"""Ranks and nodes with certificates: a node lays out files of the models that its fleets follow, and the daemon fetches them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from resharder.client.operator import Operator
+
+from tests.support.home_rank import Ranks, weights
+from tests.support.node import Node, stored
+from tests.support.observing import wait_until
+from tests.support.secure import PROBE, Authority, SecureDaemon
+
+SHAPE = [1000, 1024]
+
+
+@pytest.mark.parametrize(("fleet", "transport"), [("policy", "node"), ("other", "http")])
+def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(tmp_path: Path, fleet: str, transport: str) -> None:
+    authority = Authority(tmp_path / "pki")
+    roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator", "viewer"], "dns:one.test": [f"node:{fleet}"]}
+    options = {"data_listen": "127.0.0.1:0", "shared_memory": False}
+    with SecureDaemon(authority, roles, **options) as daemon, pytest.MonkeyPatch.context() as patch:
+        tls = authority.tls("one.test")
+        files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
+        for name, value in authority.environment(PROBE).items():
+            patch.setenv(name, value)
+        with Node(daemon.endpoint, "one", **files) as node, Operator(daemon.endpoint) as operator:
+            wait_until(lambda: [found.state.value for found in operator.nodes()] == ["LIVE"])
+            ranks = Ranks()
+            ranks.attach(daemon.endpoint, "job", {"0": [("a", SHAPE, 0, SHAPE[0])]}, 1)
+            ((version, used, _),) = ranks.publish(1)
+            ranks.wait(1)
+            assert used == transport
+            content = stored(daemon, version)
+            assert weights("a", SHAPE, 1).view(torch.uint8).numpy().tobytes() in content["model.safetensors"]
+            if transport == "node":
+                wait_until(lambda: list(node.folder.glob("versions/policy/*/held")))
+                assert node.files(version) == content
+            else:
+                assert "may not call GetReservedFiles" in node.log.read_text()
+            ranks.close()

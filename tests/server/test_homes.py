@@ -1,0 +1,165 @@
+"""Ranks hand over to the node of their host: real daemon, nodes and ranks, which read no other host's folder."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from resharder.converters.storage.files import read_layout
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+
+from tests.support.daemon import Daemon
+from tests.support.home_rank import HomeRanks, Rows, weights
+from tests.support.namespaces import unavailable
+from tests.support.node import Node, joined, nodes, stored
+from tests.support.observing import wait_until
+from tests.support.publishing import read_folder
+
+REASON = unavailable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+A, B, SPLIT = [6000, 1024], [4000, 1024], [1000, 512]  # of hosts a and b, and of both
+HOLDINGS: list[Rows] = [
+    [("a.up", A, 0, 3000), ("a.down", B, 0, 4000)],
+    [("a.up", A, 3000, 3000), ("split", SPLIT, 0, 500)],
+    [("b.up", A, 0, 6000), ("split", SPLIT, 500, 500)],
+    [("b.down", B, 0, 4000)],
+]
+SHAPES = {name: shape for rows in HOLDINGS for name, shape, _, _ in rows}
+HOSTS = "aabb"
+ABORTED = resources_pb2.Version.ABORTED
+ARRIVED = {"verified": True, "transport": "node", "reason": ""}
+STEPS = itertools.count(10)
+
+
+class Site:
+    """A daemon that no rank shares memory with, and two hosts with a node and two ranks each, in one process."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.daemon = stack.enter_context(Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=5, shared_memory=False))
+        self.nodes = {name: stack.enter_context(Node(self.daemon.endpoint, name)) for name in "ab"}
+        joined(self.daemon, *self.nodes)
+        hidden = {name: [node.root for other, node in self.nodes.items() if other != name] for name in "ab"}
+        self.ranks = {name: stack.enter_context(HomeRanks(hidden[name])) for name in "ab"}
+
+    def attach(self, job: str, **options: object) -> None:
+        for host, process in self.ranks.items():
+            holdings = {str(rank): rows for rank, rows in enumerate(HOLDINGS) if HOSTS[rank] == host}
+            process.call("attach", self.daemon.endpoint, job, holdings, len(HOLDINGS), **options)
+
+    def publish(self, step: int, **options: object) -> tuple[resources_pb2.Version, list[list[str]]]:
+        """The version once it is settled, and what each rank returned."""
+        found = [each for process in self.ranks.values() for each in process.call("publish", step, **options)]
+        return self.settled(found[0][0]), found
+
+    def publish_wrongly(self, step: int) -> resources_pb2.Version:
+        """The version after a byte that no rank has written, in a file of host b, before the last rank has sealed."""
+        name = self.ranks["a"].call("publish", step)[0][0]
+        folder = Path(next(home.folder for home in self.version(name).homes if home.node == "nodes/b"))
+        file = next(file for file in read_layout(folder) if "b.down" in file.by_name)
+        self.ranks["b"].call("publish", step, spoil=[str(folder / file.path), file.by_name["b.down"].offset + 4096])
+        return self.settled(name)
+
+    def begin_and_kill(self, step: int) -> resources_pb2.Version:
+        """The version whose home on host b is killed once three of four ranks have written theirs."""
+        name = self.ranks["a"].call("publish", step)[0][0]
+        self.ranks["b"].call("publish", step, only=["2"])
+        self.nodes["b"].kill()
+        return self.settled(name)
+
+    def settled(self, name: str) -> resources_pb2.Version:
+        wait_until(lambda: self.version(name).state != resources_pb2.Version.UPLOADING, 60)
+        return self.version(name)
+
+    def version(self, name: str) -> resources_pb2.Version:
+        stub = operator_pb2_grpc.OperatorServiceStub(self.daemon.channel)
+        return stub.GetVersion(operator_pb2.GetVersionRequest(version=name))
+
+    def check(self, version: resources_pb2.Version) -> None:
+        """The store has exactly what the ranks have published."""
+        assert version.state == resources_pb2.Version.READY, version.reason
+        folder = self.daemon.store / f"models/policy/versions/{version.number:08}"
+        for name, found in read_folder(str(folder)).items():
+            expected = weights(name, SHAPES[name], version.step)
+            assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(stack)
+
+
+def files_of(site: Site, host: str, version: resources_pb2.Version) -> dict[str, bytes]:
+    """The files on a node into which its ranks have written."""
+    own = {file.path for file in read_layout(site.daemon.store / f"models/policy/versions/{version.number:08}")
+           if any(name.startswith(f"{host}.") for name in file.by_name)}  # fmt: skip
+    return {name: content for name, content in site.nodes[host].files(version.name).items() if name in own}
+
+
+def received(site: Site) -> dict[str, int]:
+    """The bytes that each node has received."""
+    return {name: node.received_origin_bytes + node.received_peer_bytes for name, node in nodes(site.daemon).items()}
+
+
+def test_ranks_write_into_the_files_of_their_hosts_node_which_holds_them_from_ready_on(site: Site) -> None:
+    site.attach("first")
+    before = received(site)
+    for step in (1, 2, 3):
+        version, found = site.publish(step, once=step == 2)
+        assert [transport for _, transport, _ in found] == ["node"] * 4
+        site.check(version)
+    whole = stored(site.daemon, version.name)
+    for host in "ab":
+        wait_until(
+            lambda host=host: version.name in {c.version for c in nodes(site.daemon)[f"nodes/{host}"].copies if c.held_pieces}
+        )
+        held = files_of(site, host, version)
+        assert held
+        assert held == {name: whole[name] for name in held}
+    assert received(site) == before, "nothing was fetched"
+
+
+def test_a_hosts_worker_maps_what_its_ranks_have_written_and_fetches_the_rest(site: Site) -> None:
+    site.attach("second")
+    version, _ = site.publish(1)
+    before = received(site)["nodes/a"]
+    assert site.ranks["a"].call("stage", site.daemon.endpoint, version.name) == ARRIVED
+    own = sum(len(content) for content in files_of(site, "a", version).values())
+    assert received(site)["nodes/a"] - before <= version.size_bytes - own + (1 << 20)
+    assert site.nodes["a"].files(version.name) == stored(site.daemon, version.name)
+
+
+def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
+    site.attach("third")
+    site.publish(1)
+    assert "b.down" in site.publish_wrongly(2).reason
+    version, found = site.publish(2)
+    site.check(version)
+    assert found[3][1] == "node"
+
+
+@pytest.mark.parametrize("point", ["node.verify", "node.adopt", "while-writing"])
+def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -> None:
+    """Before READY the version is aborted with the reason; ranks then send to the daemon until they have read the new nonce."""
+    node = site.nodes["b"]
+    node.stop()
+    node.start(failpoint=f"{point}=kill" if point != "while-writing" else "")
+    joined(site.daemon, "b")
+    site.attach(f"dies in {point}")
+    version = site.begin_and_kill(1) if point == "while-writing" else site.publish(1)[0]
+    if point == "node.adopt":
+        site.check(version)
+    else:
+        assert (version.state, "nodes/b, into whose files ranks wrote, " in version.reason) == (ABORTED, True), version.reason
+    if point != "while-writing":
+        node.wait()
+    wait_until(lambda: nodes(site.daemon)["nodes/b"].state == resources_pb2.Node.LOST)
+    for step in (2, 3):
+        version, found = site.publish(step)
+        site.check(version)
+        assert [transport for _, transport, _ in found] == ["node", "node", "http", "http"]
+    node.start()
+    joined(site.daemon, "b")
+    wait_until(lambda: [transport for _, transport, _ in site.publish(next(STEPS))[1]] == ["node"] * 4, 60)

@@ -1,0 +1,144 @@
+"""Ranks on an emulated host, in one process: for each line of JSON `[method, arguments]`, a line with the result.
+
+with HomeRanks(hidden=[other.root]) as ranks:   # cannot read what is in `hidden`
+    ranks.call("attach", endpoint, "job", {0: rows, 1: rows}, 4)
+    ranks.call("publish", 1)
+"""
+
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from resharder.client import Publisher, connect
+
+from tests.support.staging_process import stage
+
+CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 32}
+Rows = list[tuple[str, list[int], int, int]]
+"""Name and shape of each tensor of which a rank has rows, the first row and the number of rows."""
+
+
+def weights(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
+    """The values of a tensor of a step."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(tuple(shape), generator=generator).to(torch.bfloat16)
+
+
+class Ranks:
+    """The methods that run in the process."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Rows] = {}
+        self._publishers: dict[str, Publisher] = {}
+
+    def attach(self, endpoint: str, job: str, ranks: dict[str, Rows], world_size: int, **options: Any) -> None:
+        self.close()
+        self._rows = ranks
+        for rank, rows in ranks.items():
+            self._publishers[rank] = connect(
+                endpoint, model="policy", job=job, rank=int(rank), world_size=world_size, config=CONFIG, **options
+            )
+            declared = [(name, torch.bfloat16, tuple(shape), (slice(at, at + count),)) for name, shape, at, count in rows]
+            self._publishers[rank].attach_tensors(declared, wait=False)
+
+    def publish(self, step: int, only: Sequence[str] = (), *, once: bool = False, spoil: Sequence[Any] = ()) -> list[list[str]]:
+        """Return the version, transport and reason of each rank.
+
+        `spoil`: file and offset of a byte that changes after the last rank has written its tensors.
+        """
+
+        def items(rank: str) -> Iterator[tuple[str, tuple[slice], torch.Tensor]]:
+            for name, shape, at, count in self._rows[rank]:
+                yield name, (slice(at, at + count),), weights(name, shape, step)[at : at + count]
+            if spoil and rank == max(self._rows):
+                change_byte(*spoil)
+
+        found = []
+        for rank in only or self._rows:
+            handle = self._publishers[rank].publish_tensors(step, items(rank) if once else partial(items, rank))
+            found.append([handle.name, handle.transport, handle.transport_reason])
+        return found
+
+    def wait(self, step: int) -> None:
+        """Wait until the last version is READY."""
+        for publisher in self._publishers.values():
+            newest = publisher._session.newest
+            if newest is None or newest.step != step:
+                raise AssertionError(f"expected step {step} as the last one, found {newest}")
+            newest.wait_ready(60)
+
+    def close(self) -> None:
+        for publisher in self._publishers.values():
+            publisher.close()
+
+    def stage(self, endpoint: str, version: str) -> dict[str, object]:
+        """Stage a version as a worker on this host."""
+        return stage(endpoint, version)
+
+
+def change_byte(path: str, offset: int) -> None:
+    """Change one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+class HomeRanks:
+    """The process of some ranks, on which `call` may block.
+
+    Args:
+        hidden: Folders that are empty to it.
+        command: Wrapper of its command line, as for a network namespace.
+        program: Arguments of Python, of a program that calls `serve`.
+    """
+
+    def __init__(
+        self,
+        hidden: Sequence[Path],
+        command: Sequence[str] = ("unshare", "--mount"),
+        program: Sequence[str] = ("-m", "tests.support.home_rank"),
+    ) -> None:
+        mounts = "; ".join([*(f"mount -t tmpfs none {folder}" for folder in hidden), 'exec "$@"'])
+        arguments = [*command, "sh", "-c", mounts, "sh", sys.executable, *program]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Return a method's result. Raises RuntimeError with the type and message of an error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([method, args, options]), file=self._process.stdin, flush=True)
+        result, error = json.loads(self._process.stdout.readline())
+        if error:
+            raise RuntimeError(error)
+        return result
+
+    def __enter__(self) -> "HomeRanks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def serve(role: object) -> None:
+    """Answer calls of an object's methods from the input until it ends."""
+    for line in sys.stdin:
+        method, args, options = json.loads(line)
+        try:
+            answer = [getattr(role, method)(*args, **options), ""]
+        except Exception as error:
+            answer = [None, f"{type(error).__name__}: {error}"]
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve(Ranks())
