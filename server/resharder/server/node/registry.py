@@ -6,17 +6,19 @@ need the node's capacity. After a restart of the daemon, nodes report what they 
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import xxhash
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
-from resharder.server.infra.change_signal import ChangeSignal, Waiting
+from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
+from resharder.server.node.known_node import KnownNode, model_of, readers_of, replaced
+from resharder.server.node.own_pieces import DAEMON as DAEMON
+from resharder.server.node.own_pieces import OwnPieces
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.reports import (
     CopyOrder,
@@ -28,37 +30,15 @@ from resharder.server.node.reports import (
     Orders,
     PeerSource,
     StateReport,
+    bitmap_of,
+    wanted_of,
 )
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
-from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
-
-DAEMON = "@daemon"
-"""Id of the daemon's own row in the table, which no node can have: it holds all of every READY version."""
-
-
-@dataclass
-class _Node:
-    report: StateReport
-    caller: str
-    reported_at: float
-    report_time: float
-    drained: bool = False
-    lost: bool = False
-    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    """Earlier processes of this id."""
-    wants: dict[str, set[str]] = field(default_factory=dict)
-    """Ids of the servers that asked for each version; versions in the order of their last new request."""
-    pieces: dict[str, Bitmap] = field(default_factory=dict)
-    """Pieces of each of these versions that workers on the host need."""
-    changed: ChangeSignal = field(default_factory=ChangeSignal)
-
-    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
-        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
-        self.wants[version] = self.wants.pop(version, set()).union(servers)
-        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
+from resharder.server.store.partial import PartialVersion
 
 
 class NodeRegistry:
@@ -71,6 +51,9 @@ class NodeRegistry:
         forget_seconds: Time after its last report at which a lost node is forgotten.
         note: Function that adds an event.
         drained: Ids of drained nodes; by default kept in memory alone.
+        partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
+        lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
+        certificate: Function that returns `sha256:HEX` of the daemon's certificate; empty without one.
     """
 
     def __init__(
@@ -82,6 +65,9 @@ class NodeRegistry:
         forget_seconds: float,
         note: Callable[[Kind, str, str, str], object],
         drained: DrainedNodes | None = None,
+        partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
+        lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
+        certificate: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -89,10 +75,12 @@ class NodeRegistry:
         self._forget_seconds, self._drained = forget_seconds, drained or DrainedNodes()
         self._clock, self._wall = clock, wall
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, KnownNode] = {}
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
+        self._partial, self._lose, self._certificate = partial, lose, certificate
+        self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
 
     # Calls of nodes
 
@@ -117,7 +105,7 @@ class NodeRegistry:
         while True:
             count = node.changed.count
             if node.report.instance != report.instance:
-                raise _replaced(report.node)
+                raise replaced(report.node)
             orders = self._orders(report.node)
             if orders.revision != seen or (left := until - self._clock()) <= 0:
                 return orders
@@ -138,7 +126,7 @@ class NodeRegistry:
         """Record that a caller may read a version's model, so that other nodes let it."""
         name = caller.rpartition("@")[0]
         with self._lock:
-            readers = self._readers.setdefault(_model_of(version), set())
+            readers = self._readers.setdefault(model_of(version), set())
             if not name or name in readers:
                 return
             readers.add(name)
@@ -164,7 +152,7 @@ class NodeRegistry:
         numbering = self._known(version)
         if numbering is None:
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
-        pieces = _wanted(numbering.count, version, needed)
+        pieces = wanted_of(numbering.count, version, needed)
         found = self._reading(dict(readable))
         if isinstance(found, HostCopy):
             return found
@@ -204,7 +192,7 @@ class NodeRegistry:
 
     def expire(self) -> None:
         """Note the nodes whose lease has ended, whose pieces count no longer, and forget those lost for long."""
-        now, lost = self._clock(), list[tuple[str, _Node]]()
+        now, lost = self._clock(), list[tuple[str, KnownNode]]()
         with self._lock:
             for id, node in self._nodes.items():
                 if not node.lost and now - node.reported_at > self.lease_seconds:
@@ -216,12 +204,30 @@ class NodeRegistry:
         for id, node in lost:
             node.changed.notify()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
+        self.own.update()
+        with self._lock:
+            gone = list(self.own.lost(now, {id for id, node in self._nodes.items() if not node.lost}))
+        for version, reason in gone:
+            self._lose(*parse_name(version, "versions"), reason)
+
+    def own_sources(self, version: str) -> list[PeerSource]:
+        """Return the live nodes with pieces that the daemon's store lacks of a version."""
+        if self._known(version) is None:
+            return []
+        with self._lock:
+            live = [(id, node) for id, node in self._nodes.items() if not node.lost and self.own.is_source(id, version)]
+            held = [self._tracker.table.bitmap(version, id) for id, _ in live]
+            offers = [PeerOffer(id, has, node.report.transfers) for (id, node), has in zip(live, held, strict=True)]
+            return [self._source(offer, version) for offer in offers]
 
     def version_changed(self, record: VersionRecord) -> None:
-        """Forget a version that is no longer READY."""
+        """Forget a version that is no longer READY, and let nodes keep one that the daemon's store does not hold completely."""
         if record.state == READY:
+            if self._partial(record.model, record.number) is not None:
+                self._known(record.name)
             return
         with self._lock:
+            self.own.drop(record.name)
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
             told = [node for node in self._nodes.values() if node.wants.pop(record.name, None) is not None]
@@ -240,24 +246,27 @@ class NodeRegistry:
             numbering = number_pieces(self._manifest(name, number).files)
         except DaemonError:
             return None
+        partial = self._partial(name, number)
+        held = partial.held() if partial is not None else Bitmap.full(numbering.count)
         with self._lock:
             self._numberings[version] = numbering
-            self._tracker.table.add_version(version, numbering.count)
-            self._tracker.table.add_origin(version, DAEMON)
-            self._tracker.table.report(version, DAEMON, Bitmap.full(numbering.count), whole=True)
+            lacking = self.own.add(version, numbering.count, partial, held, self._clock())
+            told = list(self._nodes.values()) if lacking else []
+        for node in told:
+            node.changed.notify()
         if self._record(name, number).state != READY:  # retired in the meantime, perhaps before the table had it
             self.version_changed(self._record(name, number))
             return None
         return numbering
 
-    def _record_report(self, report: StateReport, caller: str) -> _Node:
+    def _record_report(self, report: StateReport, caller: str) -> KnownNode:
         with self._lock:
             node = self._nodes.get(report.node)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.node in self._drained)
+                node = self._nodes[report.node] = KnownNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
             elif report.instance in node.former:
-                raise _replaced(report.node)
+                raise replaced(report.node)
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
@@ -265,14 +274,14 @@ class NodeRegistry:
             elif report.instance != node.report.instance:
                 node.former.append(node.report.instance)
                 self._tracker.remove_node(report.node)
-            self._record_pieces(report)
+            self._record_pieces(node, report)
             by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
             told = list(self._nodes.values()) if by_certificate else []
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
-                    node.want(copy.version, (), _wanted(numbering.count, copy.version, copy.wanted))
+                    node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
         for other in told:
             other.changed.notify()
         if joined:
@@ -280,13 +289,16 @@ class NodeRegistry:
             self._note("node", f"nodes/{report.node}", "joined", "")
         return node
 
-    def _record_pieces(self, report: StateReport) -> None:
+    def _record_pieces(self, node: KnownNode, report: StateReport) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
         reported = {copy.version: copy for copy in report.copies}
         for version, numbering in self._numberings.items():
-            copy = reported.get(version)
-            if copy is not None or report.node in self._tracker.table[version].index:
-                self._tracker.table.report(version, report.node, _bitmap(numbering.count, copy), whole=True)
+            copy, known = reported.get(version), self._tracker.table[version]
+            if copy is not None or report.node in known.index or report.node in known.awaited:
+                held = bitmap_of(numbering.count, copy)
+                self._tracker.table.report(version, report.node, held, whole=True)
+                if version in self.own and version not in node.wants and len(held):
+                    node.want(version, (), held)
 
     def _orders(self, id: str) -> Orders:
         with self._lock:
@@ -294,7 +306,7 @@ class NodeRegistry:
             if node is None:
                 return Orders(0, (), False, LONGEST)
             reported = {copy.version: copy for copy in node.report.copies}
-            wanted = [] if node.drained else self._chosen(node)
+            wanted = self._chosen(node)
             answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
@@ -302,32 +314,31 @@ class NodeRegistry:
             soonest = min((seconds for _, seconds in answers), default=LONGEST)
             return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest)
 
-    def _chosen(self, node: _Node) -> list[str]:
-        """Return the versions that a node should hold, the last requested first, as many as fit."""
-        left, chosen = node.report.capacity_bytes, list[str]()
-        for version in reversed([version for version in node.wants if version in self._numberings]):
+    def _chosen(self, node: KnownNode) -> list[str]:
+        """Return the versions that a node should hold: those with pieces that the daemon lacks, and unless it is drained the last
+        requested ones, as many as fit.
+        """
+        chosen = [version for version in node.wants if self.own.is_source(node.report.node, version)]
+        left = node.report.capacity_bytes - sum(self._numberings[version].size_of(node.pieces[version]) for version in chosen)
+        others = [version for version in node.wants if version in self._numberings and version not in chosen]
+        for version in reversed(others) if not node.drained else ():
             size = self._numberings[version].size_of(node.pieces[version])
             if not chosen or size <= left:
                 chosen.append(version)
                 left -= size
         return chosen
 
-    def _copy_order(self, id: str, node: _Node, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
-        held = _bitmap(self._numberings[version].count, copy)
+    def _copy_order(self, id: str, node: KnownNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
+        held = bitmap_of(self._numberings[version].count, copy)
         wanted = node.pieces[version]
         report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
         peers = [self._source(offer, version) for offer in answer.offers]
-        readers = tuple(sorted(self._admitted(_model_of(version))))
+        admitted = readers_of(self._readers.get(model_of(version), set()), self._nodes.values())
+        own = self._certificate() if any(model_of(name) == model_of(version) for name in self.own.partials()) else ""
+        readers = tuple(sorted(admitted | {own} if own else admitted))
         order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
         return order, answer.interval
-
-    def _admitted(self, model: str) -> set[str]:
-        """Return the identities that may read a model from nodes; nodes that call with tokens by their certificates."""
-        names = self._readers.get(model, set())
-        tokens = {name for name in names if name.startswith("token:")}
-        nodes = [node for node in self._nodes.values() if node.caller.rpartition("@")[0] in tokens]
-        return (names - tokens) | {node.report.certificate for node in nodes if node.report.certificate}
 
     def _source(self, offer: PeerOffer, version: str) -> PeerSource:
         if offer.peer == DAEMON:
@@ -337,7 +348,7 @@ class NodeRegistry:
         addresses = next((copy.addresses for copy in copies if copy.version == version), ())
         return PeerSource(offer, report.data_address, report.session, addresses)
 
-    def _reading(self, readable: Mapping[str, bytes]) -> "_Node | HostCopy":
+    def _reading(self, readable: Mapping[str, bytes]) -> "KnownNode | HostCopy":
         with self._lock:
             live = [node for node in self._nodes.values() if not node.lost and node.report.nonce_file]
         for node in live:
@@ -345,11 +356,11 @@ class NodeRegistry:
                 return node
         return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
 
-    def _host_copy(self, node: _Node, version: str, needed: Bitmap) -> HostCopy:
+    def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> HostCopy:
         with self._lock:
             name, numbering = f"nodes/{node.report.node}", self._numberings.get(version)
             copy = next((copy for copy in node.report.copies if copy.version == version), None)
-            held = _bitmap(needed.count, copy)
+            held = bitmap_of(needed.count, copy)
             whole = copy is not None and not len(needed - held)
             problem = copy.problem if copy is not None and not whole else ""
             if numbering is None:
@@ -362,10 +373,10 @@ class NodeRegistry:
                 return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
             return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
 
-    def _view(self, node: _Node) -> NodeView:
+    def _view(self, node: KnownNode) -> NodeView:
         state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
         reported = {copy.version: copy for copy in node.report.copies}
-        chosen = set(self._chosen(node)) if state is NodeState.LIVE else set()
+        chosen = set(self._chosen(node)) if state is not NodeState.LOST else set()
         copies = []
         for version in sorted({*reported, *node.wants}):
             numbering, copy = self._numberings.get(version), reported.get(version)
@@ -375,24 +386,3 @@ class NodeRegistry:
             wanted = len(node.pieces.get(version, ()))
             copies.append(CopyView(version, held, wanted, count, version in chosen, copy.problem if copy else "", servers))
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
-
-
-def _replaced(id: str) -> FailedPrecondition:
-    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
-
-
-def _wanted(count: int, version: str, pieces: bytes) -> Bitmap:
-    """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
-    return _bitmap(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
-
-
-def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
-    """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
-    try:
-        return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
-    except ValueError as error:
-        raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None
-
-
-def _model_of(version: str) -> str:
-    return version.split("/")[1]

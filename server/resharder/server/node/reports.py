@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from resharder.converters.wire.pieces import Bitmap
 from resharder.server.node.links import LinkReport
 from resharder.server.node.sources import PeerOffer
+from resharder.server.state.errors import InvalidArgument
 
 
 class NodeState(Enum):
@@ -120,3 +122,16 @@ class HostCopy:
     held_bytes: int = 0
     problem: str = ""
     nonce_files: tuple[str, ...] = ()
+
+
+def wanted_of(count: int, version: str, pieces: bytes) -> Bitmap:
+    """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
+    return bitmap_of(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
+
+
+def bitmap_of(count: int, copy: CopyReport | None) -> Bitmap:
+    """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
+    try:
+        return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
+    except ValueError as error:
+        raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None
