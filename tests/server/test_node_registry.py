@@ -17,6 +17,7 @@ from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
 from resharder.server.store.manifest import Manifest
+from resharder.server.store.partial import MissingPieces, PartialVersion
 from resharder.v1 import resources_pb2
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (40 << 10, 1024))]))
@@ -328,3 +329,95 @@ def test_nodes_that_call_with_a_token_are_admitted_by_their_certificates_also_la
     assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:2")
     sync("two", "sha256:3")
     assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:3")
+
+
+def lacking(world: World, held: Bitmap, nodes: tuple[str, ...]) -> tuple[PartialVersion, list[str]]:
+    """Let the daemon's store lack pieces of version 3; return what it has, and the reasons for which it is lost."""
+    missing, lost = MissingPieces(held, (0,) * PIECES, frozenset(nodes)), list[str]()
+    found = PartialVersion(Path("/nowhere"), Manifest(world.records[3], FILES, {}, ()), missing)
+    world.nodes = NodeRegistry(
+        lambda model, number: Manifest(world.records[number], FILES, {}, ()),
+        lambda model, number: world.records[number],
+        lease_seconds=LEASE,
+        forget_seconds=FORGET,
+        note=lambda kind, subject, what, reason: None,
+        partial=lambda model, number: found if number == 3 else None,
+        lose=lambda model, number, reason: lost.append(f"{model}/{number}: {reason}"),
+        clock=lambda: world.now,
+        wall=lambda: world.now,
+    )
+    return found, lost
+
+
+def pass_time(world: World, seconds: int, *reports: StateReport) -> None:
+    for _ in range(seconds):
+        world.now += 1
+        for each in reports:
+            world.sync(each)
+        world.nodes.expire()
+
+
+def test_a_piece_that_no_node_has_reported_yet_is_lost_once_no_expected_node_can_report_it(world: World) -> None:
+    _, lost = lacking(world, Bitmap.of(PIECES, [0]), ("one", "two"))
+    half, rest = Bitmap.of(PIECES, [1, 2]), Bitmap.full(PIECES) - Bitmap.of(PIECES, [0, 1, 2])
+    world.nodes.version_changed(world.records[3])
+    assert world.nodes.own.counts()[NAMES[2]][:4] == (0, 1, PIECES - 1, 0)
+    pass_time(world, int(LEASE) - 1, report("one", v3=half))
+    assert world.nodes.own.counts()[NAMES[2]][:4] == (0, 3, PIECES - 3, 0), "two may still report"
+    pass_time(world, 3, report("one", v3=half), report("two", v3=rest))
+    assert world.nodes.own.counts()[NAMES[2]][:4] == (0, PIECES, 0, 0)
+    pass_time(world, 30, report("one", v3=half), report("two", v3=rest))
+    assert lost == []
+    pass_time(world, int(LEASE) + 1, report("one", v3=half))
+    assert (lost, world.nodes.own.counts()[NAMES[2]].lost) == ([], PIECES - 3)
+    pass_time(world, 1, report("one", v3=half), report("two", v3=rest))
+    pass_time(world, int(LEASE) + 7, report("one", v3=half))
+    assert lost[0] == f"policy/3: neither the daemon nor a node holds {PIECES - 3} of {PIECES} pieces"
+
+
+def test_an_expected_node_that_never_returns_is_not_awaited_beyond_a_lease(world: World) -> None:
+    _, lost = lacking(world, Bitmap(PIECES), ("gone",))
+    world.nodes.version_changed(world.records[3])
+    pass_time(world, int(LEASE))
+    assert (lost, world.nodes.own.counts()[NAMES[2]].unknown) == ([], PIECES)
+    pass_time(world, 7)
+    assert len(lost) > 0
+
+
+def test_a_report_without_a_copy_counts_and_a_lasting_one_alone(world: World) -> None:
+    _, lost = lacking(world, Bitmap(PIECES), ("one",))
+    world.nodes.version_changed(world.records[3])
+    world.sync(report("one"))
+    assert world.nodes.own.counts()[NAMES[2]].lost == PIECES
+    world.nodes.expire()
+    pass_time(world, 30, report("one", v3=Bitmap.full(PIECES)))
+    assert lost == [], "a report that was under way is older than the version"
+
+
+def test_a_node_keeps_pieces_that_the_daemon_lacks_also_when_it_is_drained_or_full(world: World) -> None:
+    found, _ = lacking(world, Bitmap.full(PIECES) - Bitmap.of(PIECES, [1]), ("one",))
+    held = Bitmap.of(PIECES, [0, 1])
+    world.nodes.version_changed(world.records[3])
+    small = report("one", capacity=1, v3=held)
+    assert ordered(world.sync(small)) == [NAMES[2]]
+    world.want(NAMES[0])
+    assert ordered(world.sync(small)) == [NAMES[2]]
+    world.nodes.set_drained("one", True)
+    assert ordered(world.sync(small)) == [NAMES[2]]
+    (source,) = world.nodes.own_sources(NAMES[2])
+    assert (source.offer.peer, source.data_address, list(source.offer.held)) == ("one", "one:7679", [0, 1])
+    found._held = Bitmap.full(PIECES)
+    world.nodes.own.update()
+    assert ordered(world.sync(small)) == []
+    assert world.nodes.own_sources(NAMES[2]) == []
+
+
+def test_the_daemon_offers_other_nodes_the_pieces_alone_that_it_has(world: World) -> None:
+    lacking(world, Bitmap.of(PIECES, [0]), ("one",))
+    world.nodes.version_changed(world.records[3])
+    world.sync(report("one", v3=Bitmap.of(PIECES, [1])))
+    world.sync(report("two"))
+    world.want(NAMES[2], "two")
+    world.sync(report("two"))
+    (order,) = world.sync(report("two")).versions
+    assert {peer.offer.peer: list(peer.offer.held) for peer in order.peers} == {DAEMON: [0], "one": [1]}

@@ -22,5 +22,11 @@ def _store(random: Random, trace: Callable[[str], None]) -> Counter[str]:
     return simulate(random, trace)
 
 
-SIMULATIONS: dict[str, Simulation] = {"control": _control, "store": _store}
+def _pieces(random: Random, trace: Callable[[str], None]) -> Counter[str]:
+    from tests.simulation.store import simulate
+
+    return simulate(random, trace, partial=True)
+
+
+SIMULATIONS: dict[str, Simulation] = {"control": _control, "pieces": _pieces, "store": _store}
 """Every simulation by its name."""

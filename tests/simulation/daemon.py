@@ -17,6 +17,7 @@ from resharder.server.store.store import Store
 
 from tests.simulation.filesystem import ROOT
 from tests.simulation.medium import Crash, Medium
+from tests.simulation.node_pieces import NodePieces
 from tests.simulation.schedule import NOW, Process, Schedule, Task, Wait
 
 STORE = f"{ROOT}/store"
@@ -40,7 +41,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "WaitVersion": _VERSION,
     "AbortVersion": ("STALE_EPOCH", *_VERSION),
     "RetireVersions": (*_VERSION, *MEDIUM),
-    "Read": ("VERSION_GONE", *_VERSION, *MEDIUM),
+    "Read": ("VERSION_GONE", "PIECES_ELSEWHERE", *_VERSION, *MEDIUM),
 }  # fmt: skip
 """Reasons that each call may be refused with. Those of a medium need a fault."""
 _AT_START = MEDIUM
@@ -85,6 +86,7 @@ class SimulatedDaemon:
         self.counts: Counter[str] = Counter()
         self._shared, self._chunk, self.keep = shared, chunk, keep
         self.store: Store
+        self.nodes: NodePieces | None = None
         self.intake: Intake
 
     # Process
@@ -109,12 +111,16 @@ class SimulatedDaemon:
             self.counts["starts refused"] += 1
             self.process.dead = True
             return
+        if self.nodes is not None:
+            self.nodes.attach(store)
         self.store = store
         self.intake = Intake(
             store, lease_seconds=LEASE, chunk_bytes=self._chunk, writer_patience=PATIENCE, threads=1, clock=schedule.monotonic
         )
         self.is_up = True
         schedule.follow("leases", self.process, self._tick())
+        if (nodes := self.nodes) is not None:
+            schedule.start("fetch", self.process, lambda: nodes.fetch(lambda: self.store if self.is_up else None))
 
     def end(self) -> None:
         """Clean up after a process that is dead."""

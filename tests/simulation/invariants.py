@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.files import BITS, INDEX_FILE
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.manifest import MANIFEST_FILE
+from resharder.server.store.partial import PIECES_FILE
 
 from tests.simulation.daemon import STORE, Answer, SimulatedDaemon
 from tests.simulation.medium import Medium
 from tests.simulation.models import FILES, Model, Weights, layouts, part, weights
+from tests.simulation.node_pieces import NodePieces
 from tests.simulation.publishers import NAME, Job
 
 MODEL_FOLDER = f"{STORE}/models/{NAME}"
@@ -34,6 +37,7 @@ class Reference:
         self.delivered: dict[int, dict[int, dict[str, tuple[int, ...]]]] = defaultdict(lambda: defaultdict(dict))
         self.retired_on_command: set[int] = set()
         self._told_at: dict[int, int] = {}
+        self.nodes: NodePieces | None = None
         self._claims: list[str] = []
         self._claiming: list[str] = []  # jobs whose claims the daemon handles now
         self._checked: set[int] = set()
@@ -95,7 +99,10 @@ class Reference:
     def _check_ready(self, record: VersionRecord) -> None:
         known = self.ready.setdefault(record.number, record)
         assert known.fingerprint == record.fingerprint, f"version {record.number} has another fingerprint than before"
-        if record.number not in self._checked and self._medium.files.exists(self._folder(record.number)):
+        folder = self._folder(record.number)
+        if self.nodes is not None and self._medium.files.exists(folder) and self.nodes.is_partial(folder):
+            return
+        if record.number not in self._checked and self._medium.files.exists(folder):
             self._checked.add(record.number)
             self.check_content(record)
 
@@ -112,6 +119,7 @@ class Reference:
         names = {layout.path for layout in layouts(model)} | set(FILES) | {MANIFEST_FILE}
         names |= {INDEX_FILE} if len(layouts(model)) > 1 else set()
         found = set(files.names(folder))
+        found -= {HELD_FILE, PIECES_FILE} if self.nodes is not None else set()  # not removed yet
         assert found == names, f"version {record.number} has the files {sorted(found)}, expected {sorted(names)}"
         for name, small in FILES.items():
             assert files.find(f"{folder}/{name}").data == small, f"version {record.number} has another {name}"
@@ -170,7 +178,9 @@ class Reference:
         present = {record.number for record in ready}
         for number in [n for n, state in self.states.items() if state == READY and n not in present]:
             newer = sum(1 for other in self.ready if other > number)
-            assert newer >= daemon.keep or number in self.retired_on_command, (
+            is_lost = self.nodes is not None and number in self.nodes.gone
+            kept = max(1, daemon.keep - (self.nodes is not None))  # the newest whole version may take a place
+            assert newer >= kept or number in self.retired_on_command or is_lost, (
                 f"version {number} was told to be READY and is lost: {records.get(number)}"
             )
         for number, identity in self.identities.items():

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from resharder.converters.storage import files as storage_files
+from resharder.converters.wire import pieces
 from resharder.server.infra import change_signal
 from resharder.server.ingest import publishers, released_files, shared, steps, upload, uploads
 from resharder.server.store import (
@@ -24,9 +25,13 @@ from resharder.server.store import (
     folder,
     history,
     model_state,
+    partials,
     restore,
     retirement,
     verification,
+)
+from resharder.server.store import (
+    partial as partial_version,
 )
 
 from tests.simulation.filesystem import FIRST_DESCRIPTOR, ROOT
@@ -35,7 +40,7 @@ from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, Simu
 
 _NEVER = ("claim_unreadable",)
 """Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
-_LOGGING = (file_pool, folder, history, restore, retirement, verification, publishers, steps, uploads)
+_LOGGING = (file_pool, folder, history, restore, retirement, partials, verification, publishers, steps, uploads)
 
 
 class Log:
@@ -196,22 +201,29 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
 
     lock = partial(SimulatedLock, schedule)
     threading = SimpleNamespace(Condition=lock, RLock=lock, Thread=Thread)
-    yield from ((module, "threading", threading) for module in (shared, released_files, upload, uploads, change_signal))
+    waiting = (shared, released_files, upload, uploads, change_signal, partial_version)
+    yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
     yield from ((module, "ThreadPoolExecutor", executor) for module in (model_state, file_pool, digests, verification))
     yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, file_pool))
 
 
-def _other_calls(log: Log, file_bytes: int) -> Iterator[tuple[Any, str, Any]]:
+def _other_calls(log: Log, file_bytes: int, piece_bytes: int) -> Iterator[tuple[Any, str, Any]]:
     yield from ((module, "_log", log) for module in _LOGGING)
     yield from ((module, "forget_pages", lambda span: None) for module in (storage_files, digests))
+    yield pieces, "PIECE_BYTES", piece_bytes
     yield publishers, "lay_out", partial(storage_files.lay_out, max_file_bytes=file_bytes)
 
 
 @contextmanager
-def installed(medium: Medium, process: Callable[[], Process], log: Log, file_bytes: int) -> Iterator[None]:
-    """Replace the system calls. `process` returns the daemon's process, `file_bytes` bounds the tensors of one file."""
-    calls = [*_file_calls(medium), *_thread_calls(medium.schedule, process), *_other_calls(log, file_bytes)]
+def installed(
+    medium: Medium, process: Callable[[], Process], log: Log, file_bytes: int, piece_bytes: int = 16 << 20
+) -> Iterator[None]:
+    """Replace the system calls.
+
+    `process` returns the daemon's process, `file_bytes` bounds the tensors of one file, `piece_bytes` is the length of a piece.
+    """
+    calls = [*_file_calls(medium), *_thread_calls(medium.schedule, process), *_other_calls(log, file_bytes, piece_bytes)]
     before = [(module, name, getattr(module, name)) for module, name, _ in calls]
     for module, name, call in calls:
         setattr(module, name, call)

@@ -16,7 +16,8 @@ from tests.simulation.daemon import LEASE, STORE, Network, SimulatedDaemon
 from tests.simulation.filesystem import SimulatedFiles
 from tests.simulation.invariants import Reference
 from tests.simulation.medium import Crash, FaultPlan, Medium
-from tests.simulation.models import FILES, MODELS
+from tests.simulation.models import FILES, MODELS, layouts
+from tests.simulation.node_pieces import PIECE_BYTES, NodePieces
 from tests.simulation.publishers import NAME, Job, Rank
 from tests.simulation.schedule import Process, Schedule, Wait
 from tests.simulation.seams import Log, installed
@@ -28,10 +29,11 @@ _CAPACITY = 1 << 30
 _SMALL = 0.7  # share of schedules with fewer steps, which find most faults sooner
 
 
-def simulate(random: Random, trace: Callable[[str], None]) -> Counter[str]:
-    """Run one schedule of one model's store."""
-    world = _Site(random, trace)
-    with installed(world.medium, lambda: world.daemon.process, world.log, world.model.file_bytes):
+def simulate(random: Random, trace: Callable[[str], None], *, partial: bool = False) -> Counter[str]:
+    """Run one schedule of one model's store. `partial`: whether versions are READY while a node alone holds some pieces."""
+    world = _Site(random, trace, partial=partial)
+    piece_bytes = PIECE_BYTES if partial else 16 << 20
+    with installed(world.medium, lambda: world.daemon.process, world.log, world.model.file_bytes, piece_bytes):
         try:
             world.run()
         finally:
@@ -42,7 +44,7 @@ def simulate(random: Random, trace: Callable[[str], None]) -> Counter[str]:
 class _Site:
     """A host with one store, its daemon, and the jobs that publish to it."""
 
-    def __init__(self, random: Random, trace: Callable[[str], None]) -> None:
+    def __init__(self, random: Random, trace: Callable[[str], None], *, partial: bool) -> None:
         self.random, self.counts = random, Counter[str]()
         self.schedule = Schedule(random, trace, random.choice((0.0, 0.05, 0.3)))
         self.log = Log(self.schedule)
@@ -65,6 +67,8 @@ class _Site:
             chunk=self.model.chunk_bytes,
             keep=random.choice((1, 2)),
         )
+        if partial:
+            self.daemon.nodes = self.reference.nodes = NodePieces(random, self.medium)
         self.files.mkdir(STORE)
         self.files.fsync(self.files.root)
         self.supervisor = Process("supervisor")
@@ -103,6 +107,7 @@ class _Site:
         self._publish_in_peace()
         self._stop_and_restart()
         self.counts += self.daemon.counts + self.medium.counts
+        self.counts += self.daemon.nodes.counts if self.daemon.nodes is not None else Counter()
         self.counts["versions READY"] += len(self.reference.ready)
         self.counts["steps"] += schedule.steps
         self.counts["file operations"] += self.medium.operations
@@ -235,6 +240,8 @@ class _Site:
             content = self.reference.steps[record.epoch, record.step].get(number)
             found = b"".join(answer.result[spec.name] for spec in self.model.specs)
             assert content is None or found == content, f"a reader of version {number} found other bytes"
+            if self.daemon.nodes is not None and (held := self.daemon.nodes.tensors(number, layouts(self.model))):
+                assert answer.result == held, f"a reader of version {number} found bytes of missing pieces"
 
     # Peace
 
@@ -242,6 +249,8 @@ class _Site:
         """End all faults, and let every process live."""
         self.schedule.trace("PEACE")
         self.peaceful = True
+        if self.daemon.nodes is not None:
+            self.daemon.nodes.peaceful = True
         self.medium.plan = self.medium.crash = None
         self.daemon.crashes.clear()
         self.schedule.kill(self.daemon.messages)
@@ -283,7 +292,9 @@ class _Site:
         daemon = self.daemon
         if not daemon.is_up or daemon.intake.uploads.any():  # a rank that was restarted alone may have begun a step again
             return False
-        return not any(t.process is daemon.process and t.name != "leases" for t in self.schedule.tasks)
+        if daemon.store.partials.all():
+            return False
+        return not any(t.process is daemon.process and t.name not in ("leases", "fetch") for t in self.schedule.tasks)
 
     def _stop_and_restart(self) -> None:
         """Stop the daemon and start it again: it has the same versions, and whole ones."""

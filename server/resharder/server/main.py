@@ -46,6 +46,7 @@ from resharder.server.node.homes import HomeRegister
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
+from resharder.server.own_fetcher import certificate_of, fetcher, node_tls
 from resharder.server.rpc.direct_service import DirectService
 from resharder.server.rpc.dispatch import Dispatcher
 from resharder.server.rpc.node_service import NodeService
@@ -110,6 +111,7 @@ class Daemon:
             note=self.events.add,
             start_check=self.checks.start_for,
         )
+        tls = node_tls(config.security, config.node_tls_name)
         self.nodes = NodeRegistry(
             self.store.reader.manifest,
             self.store.catalogue.get,
@@ -118,6 +120,9 @@ class Daemon:
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
             homes=HomeRegister(self.store.folder, web.node_address(config.security)),
+            partial=self.store.partials.get,
+            lose=self.store.retirer.lose,
+            certificate=partial(certificate_of, tls),
         )
         self.store.catalogue.subscribe(self.nodes.version_changed)
         self.intake = Intake(
@@ -134,6 +139,7 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.observe(traced)
             self.fleets.steering.observe(traced)
+        self.fetcher = fetcher(self.store.partials, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets.roster)
@@ -262,6 +268,7 @@ class Daemon:
             say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
+        self.fetcher.start()
         self.shown.set_ready()
         listens = {"listen": self.config.listen, "web": self.shown.listen, "data": self._data_address()}
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
@@ -288,6 +295,7 @@ class Daemon:
         self.server.stop(grace=2)
         if self.data is not None:
             self.data.close()
+        self.fetcher.close()
         if self.archive is not None:
             self.archive.close()
         self.tracing.close()
@@ -311,6 +319,7 @@ def run(
     listen: Annotated[str | None, typer.Option(help="host:port")] = None,
     web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
     data_listen: Annotated[str | None, typer.Option(help="host:port of versions by HTTP, for other hosts; empty: none")] = None,
+    node_tls_name: Annotated[str | None, typer.Option(help="name in the certificates of nodes, if not their address")] = None,
     data_address: Annotated[str | None, typer.Option(help="host:port at which they reach it, if it is another one")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
     store_limit_bytes: Annotated[

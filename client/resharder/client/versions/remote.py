@@ -28,7 +28,10 @@ Needs = Mapping[str, tuple[Box, ...]]
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """Version as the daemon describes it: HF tensors with their digests, and the files in `folder` on the daemon's host."""
+    """Version as the daemon describes it: HF tensors with their digests, and the files in `folder` on the daemon's host.
+
+    `folder` is empty if they must not be mapped, as while the daemon fetches pieces of the version from nodes.
+    """
 
     name: str
     number: int

@@ -68,7 +68,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSo
         channel = stack.enter_context(Channel(found["endpoint"]))
         manifest = get_manifest(channel, name)
         store = operator.daemon().store
-        if shared and store is not None and shares_memory(store):
+        if shared and store is not None and manifest.folder and shares_memory(store):
             yield _SharedVersion(channel, manifest, _mapped(stack, Path(manifest.folder), manifest.files))
         else:
             yield _Version(channel, manifest)

@@ -224,16 +224,19 @@ class Archive:
             self.store.pins.release(record.model, record.number, _HOLDER)
 
     def _again(self, act: Callable[[], object], overtaken: Callable[[], bool] = lambda: False) -> None:
-        """Repeat an operation while the archive or the store's medium fails."""
-        for number in range(_TRIES):
+        """Repeat an operation while the archive or the store's medium fails, or the daemon fetches the version from nodes."""
+        number = 0
+        while True:
             try:
                 act()
                 return
             except Unavailable as error:
-                if error.reason not in ("ARCHIVE_FAILED", "STORE_FAILED") or number == _TRIES - 1 or overtaken():
+                number += error.reason != "PIECES_ELSEWHERE"
+                known = error.reason in ("ARCHIVE_FAILED", "STORE_FAILED", "PIECES_ELSEWHERE")
+                if not known or number == _TRIES or overtaken() or self._closed.is_set():
                     raise
-                _log.warning("archive_tried", tries=number + 1, reason=str(error))
-            self._closed.wait(backoff(number + 1, self._pause))
+                _log.warning("archive_tried", tries=number, reason=str(error))
+            self._closed.wait(backoff(max(number, 1), self._pause))
 
     def _failed(self, name: str, what: str, error: Exception) -> None:
         if not self._closed.is_set():
@@ -252,6 +255,7 @@ class Archive:
         return kept
 
     def _write(self, record: VersionRecord) -> Archived:
+        self.store.reader.await_tensors(record.model, record.number)
         manifest = self.store.reader.manifest(record.model, record.number)
         names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
         archived = self._checkpoints.write(record, self.store.folder.path(record), names)

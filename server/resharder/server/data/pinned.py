@@ -35,12 +35,17 @@ class PinnedVersion:
         return self._open[name], self.served.sizes[name]
 
     def boxes(self, request: server_pb2.BoxesRequest, manifest: Manifest) -> CheckedBoxes:
-        """Check a request for boxes, which may have `MOST_BODY_BYTES`. Raises InvalidArgument as `check_boxes` does."""
+        """Check a request for boxes, which may have `MOST_BODY_BYTES`.
+
+        Raises InvalidArgument as `check_boxes` does, Unavailable (PIECES_ELSEWHERE) for tensors of which the store lacks bytes.
+        """
         if request.version not in ("", self.served.name):
             raise InvalidArgument("BOX", f"expected boxes of {self.served.name}, got some of {request.version[:200]!r}")
         boxes = check_boxes(request, manifest)
         if not 0 < boxes.size <= MOST_BODY_BYTES:  # before they are cut: the chunks of a large version fill memory
             raise InvalidArgument("TOO_MANY_BOXES", f"expected boxes of 1 to {MOST_BODY_BYTES} bytes, got {boxes.size}")
+        if self.served.partial is not None:
+            self.served.partial.check_tensors({each.spec.name for each in boxes.boxes})
         return boxes
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from resharder.converters.wire.ranges import FilePart
 from resharder.server.store.manifest import Manifest
+from resharder.server.store.partial import PartialVersion
 from resharder.server.store.reader import VersionReader
 
 
@@ -24,9 +25,11 @@ class ServedVersion:
     sizes: Mapping[str, int]
     folder: Path
     lacks: Callable[[FilePart], str] = _lacks_nothing
-    """Returns why a part cannot be read yet; empty if it can."""
+    """Returns why a part cannot be read yet; empty if it can. May raise a DaemonError instead."""
     manifest: Manifest | None = None
     """Its manifest, for reads of boxes; None for a node, which sends pieces only."""
+    partial: PartialVersion | None = None
+    """Pieces that the store lacks; None for a whole version, and for a node."""
 
 
 class ServedVersions(Protocol):
@@ -37,7 +40,7 @@ class ServedVersions(Protocol):
 
 
 class StoredVersions:
-    """READY versions of the store, each whole."""
+    """READY versions of the store. Reads of pieces that it lacks raise Unavailable (PIECES_ELSEWHERE)."""
 
     def __init__(self, reader: VersionReader) -> None:
         self._reader = reader
@@ -46,5 +49,7 @@ class StoredVersions:
     def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
         """Pin a READY version meanwhile. Raises as `VersionReader.manifest` does."""
         with self._reader.folder(model, number) as (manifest, folder):
-            sizes = {file.path: file.size for file in manifest.files}
-            yield ServedVersion(manifest.record.name, manifest.record.fingerprint, sizes, folder, manifest=manifest)
+            sizes, record = {file.path: file.size for file in manifest.files}, manifest.record
+            partial = self._reader.partial(model, number)
+            lacks = partial.lacks if partial is not None else _lacks_nothing
+            yield ServedVersion(record.name, record.fingerprint, sizes, folder, lacks, manifest, partial)

@@ -70,6 +70,7 @@ class Fleets:
         self.sessions = Sessions(self.roster, seen, pinned, self.steering, attachments, first_term, note)
         self.changes = FleetChanges(self.roster, seen, self.steering, self.sessions, note)
         self.ticker = FleetTicker(self.roster, seen, pinned, self.steering, self.sessions, files, tick_seconds)
+        versions.subscribe(pinned.version_changed)
         versions.subscribe(lambda _: self.ticker.wake())
         offers.subscribe(self.ticker.wake)
 

@@ -23,10 +23,20 @@ class FleetPins:
     def __init__(self, pins: Pinnable) -> None:
         self._pins = pins
         self._pinned: dict[tuple[str, str], frozenset[int]] = {}
+        self._lost: frozenset[tuple[str, int]] = frozenset()
 
     def of(self, holder: str, model: str) -> frozenset[int]:
         """Return the numbers of the versions of a model that a holder has pinned."""
-        return self._pinned.get((holder, model), frozenset())
+        pinned, lost = self._pinned.get((holder, model), frozenset()), self._lost
+        return frozenset(number for number in pinned if (model, number) not in lost) if lost else pinned
+
+    def version_changed(self, record: VersionRecord) -> None:
+        """Drop the pins of a version that is lost: the only one that retires in spite of them. Any thread may call this."""
+        key = (record.model, record.number)
+        if record.is_lost:
+            self._lost |= {key}
+        elif key in self._lost:  # restored from an archive
+            self._lost -= {key}
 
     def pin(self, holder: str, model: str, numbers: Collection[int]) -> frozenset[int]:
         """Pin versions in addition to earlier ones, and return the numbers that are no longer READY."""

@@ -57,7 +57,7 @@ class Committer:
             if group:
                 first, *others = (ProvenVersion(each.record, found, each.slot_digests()) for each, found in group)
                 with self._timed("commit", upload):
-                    self._store.lifecycle.commit(*first, *others)
+                    self._store.lifecycle.commit(first.record, first.digests, first.slots, *others, missing=first.missing)
                 for each, _ in group:
                     self._forget(each)
         except ProofFailed as error:

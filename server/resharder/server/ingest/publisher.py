@@ -17,11 +17,13 @@ from resharder.converters.geometry.senders import senders, senders_by_host
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.homes import DAEMON_HOST, Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.store.manifest import MANIFEST_FILE
+from resharder.server.store.partial import PIECES_FILE
 
 REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED", "FENCED", "GONE"
 MAX_WORLD = 1 << 16
@@ -36,7 +38,7 @@ def check_files(files: Mapping[str, bytes]) -> None:
     if len(files) > MAX_FILES:
         raise InvalidArgument("MODEL_FILE", f"expected at most {MAX_FILES} files of a model, got {len(files)}")
     for name, content in files.items():
-        ours = name in (MANIFEST_FILE, INDEX_FILE) or name.endswith((".safetensors", ".part"))
+        ours = name in (MANIFEST_FILE, INDEX_FILE, HELD_FILE, PIECES_FILE) or name.endswith((".safetensors", ".part"))
         if ours or not _FILE_NAME.fullmatch(name):
             raise InvalidArgument("MODEL_FILE", f"expected a plain file name that is not the store's own, got {name!r}")
         if len(content) > MAX_FILE_BYTES:

@@ -18,6 +18,9 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
+from resharder.server.node.known_node import KnownNode, chosen_of, host_copy_of, model_of, readers_of, replaced
+from resharder.server.node.own_pieces import DAEMON as DAEMON
+from resharder.server.node.own_pieces import OwnPieces
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.reports import (
     CopyOrder,
@@ -28,19 +31,16 @@ from resharder.server.node.reports import (
     NodeView,
     Orders,
     PeerSource,
-    RegisteredNode,
     StateReport,
-    pieces_held,
-    pieces_wanted,
+    bitmap_of,
+    wanted_of,
 )
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
-from resharder.server.state.errors import DaemonError, FailedPrecondition, PermissionDenied, ResourceNotFound
+from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
-
-DAEMON = "@daemon"
-"""Id of the daemon's own row in the table, which no node can have: it holds all of every READY version."""
+from resharder.server.store.partial import PartialVersion
 
 
 class NodeRegistry:
@@ -54,6 +54,9 @@ class NodeRegistry:
         note: Function that adds an event.
         drained: Ids of drained nodes; by default kept in memory alone.
         homes: Register of the files on nodes into which ranks write.
+        partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
+        lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
+        certificate: Function that returns `sha256:HEX` of the daemon's certificate; empty without one.
     """
 
     def __init__(
@@ -66,6 +69,9 @@ class NodeRegistry:
         note: Callable[[Kind, str, str, str], object],
         drained: DrainedNodes | None = None,
         homes: HomeRegister | None = None,
+        partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
+        lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
+        certificate: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -74,10 +80,12 @@ class NodeRegistry:
         self._clock, self._wall, self.homes = clock, wall, homes or HomeRegister()
         self._longest = min(LONGEST, lease_seconds / 3)  # seconds between two reports of a node
         self._lock = threading.Lock()
-        self._nodes: dict[str, RegisteredNode] = {}
+        self._nodes: dict[str, KnownNode] = {}
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
+        self._partial, self._lose, self._certificate = partial, lose, certificate
+        self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
 
     # Calls of nodes
 
@@ -102,7 +110,7 @@ class NodeRegistry:
         while True:
             count = node.changed.count
             if node.report.instance != report.instance:
-                raise _replaced(report.node)
+                raise replaced(report.node)
             orders = self._orders(report.node)
             if orders.revision != seen or (left := until - self._clock()) <= 0:
                 return orders
@@ -124,7 +132,7 @@ class NodeRegistry:
         """Record that a caller may read a version's model, so that other nodes let it."""
         name = caller.rpartition("@")[0]
         with self._lock:
-            readers = self._readers.setdefault(_model_of(version), set())
+            readers = self._readers.setdefault(model_of(version), set())
             if not name or name in readers:
                 return
             readers.add(name)
@@ -150,8 +158,9 @@ class NodeRegistry:
         numbering = self._known(version)
         if numbering is None:
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
-        pieces = pieces_wanted(numbering.count, version, needed)
-        found = self._reading(dict(readable))
+        pieces = wanted_of(numbering.count, version, needed)
+        with self._lock:
+            found = _reading(self._nodes.values(), dict(readable))
         if isinstance(found, HostCopy):
             return found
         known = found.pieces.get(version, Bitmap(numbering.count))
@@ -191,7 +200,7 @@ class NodeRegistry:
 
     def expire(self) -> None:
         """Note the nodes whose lease has ended, whose pieces count no longer, and forget those lost for long."""
-        now, lost = self._clock(), list[tuple[str, RegisteredNode]]()
+        now, lost = self._clock(), list[tuple[str, KnownNode]]()
         with self._lock:
             for id, node in self._nodes.items():
                 if not node.lost and now - node.reported_at > self.lease_seconds:
@@ -204,15 +213,33 @@ class NodeRegistry:
         for id, node in lost:
             node.changed.notify()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
+        self.own.update()
+        with self._lock:
+            gone = list(self.own.lost(now, {id for id, node in self._nodes.items() if not node.lost}))
+        for version, reason in gone:
+            self._lose(*parse_name(version, "versions"), reason)
+
+    def own_sources(self, version: str) -> list[PeerSource]:
+        """Return the live nodes with pieces that the daemon's store lacks of a version."""
+        if self._known(version) is None:
+            return []
+        with self._lock:
+            live = [(id, node) for id, node in self._nodes.items() if not node.lost and self.own.is_source(id, version)]
+            held = [self._tracker.table.bitmap(version, id) for id, _ in live]
+            offers = [PeerOffer(id, has, node.report.transfers) for (id, node), has in zip(live, held, strict=True)]
+            return [self._source(offer, version) for offer in offers]
 
     def version_changed(self, record: VersionRecord) -> None:
-        """Forget a version that is no longer READY; of one that is, count the pieces that nodes hold since ranks wrote them."""
+        """Count and retain the pieces that nodes hold of a READY version; forget any other version."""
         for id, files in self.homes.written(record.name).items() if record.state == READY else ():
             self._hold(record.name, id, files)
         self.homes.version_changed(record)
         if record.state == READY:
+            if self._partial(record.model, record.number) is not None:
+                self._known(record.name)
             return
         with self._lock:
+            self.own.drop(record.name)
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
             told = [node for node in self._nodes.values() if node.wants.pop(record.name, None) is not None]
@@ -244,24 +271,27 @@ class NodeRegistry:
             numbering = number_pieces(self._manifest(name, number).files)
         except DaemonError:
             return None
+        partial = self._partial(name, number)
+        held = partial.held() if partial is not None else Bitmap.full(numbering.count)
         with self._lock:
             self._numberings[version] = numbering
-            self._tracker.table.add_version(version, numbering.count)
-            self._tracker.table.add_origin(version, DAEMON)
-            self._tracker.table.report(version, DAEMON, Bitmap.full(numbering.count), whole=True)
+            lacking = self.own.add(version, numbering.count, partial, held, self._clock())
+            told = list(self._nodes.values()) if lacking else []
+        for node in told:
+            node.changed.notify()
         if self._record(name, number).state != READY:  # retired in the meantime, perhaps before the table had it
             self.version_changed(self._record(name, number))
             return None
         return numbering
 
-    def _record_report(self, report: StateReport, caller: str) -> RegisteredNode:
+    def _record_report(self, report: StateReport, caller: str) -> KnownNode:
         with self._lock:
             node = self._nodes.get(report.node)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[report.node] = RegisteredNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
+                node = self._nodes[report.node] = KnownNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
             elif report.instance in node.former:
-                raise _replaced(report.node)
+                raise replaced(report.node)
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
@@ -269,14 +299,14 @@ class NodeRegistry:
             elif report.instance != node.report.instance:
                 node.former.append(node.report.instance)
                 self._tracker.remove_node(report.node)
-            self._record_pieces(report)
+            self._record_pieces(node, report)
             by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
             told = list(self._nodes.values()) if by_certificate else []
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
-                    node.want(copy.version, (), pieces_wanted(numbering.count, copy.version, copy.wanted))
+                    node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained, node.changed.notify)
         for other in told:
             other.changed.notify()
@@ -285,13 +315,16 @@ class NodeRegistry:
             self._note("node", f"nodes/{report.node}", "joined", "")
         return node
 
-    def _record_pieces(self, report: StateReport) -> None:
+    def _record_pieces(self, node: KnownNode, report: StateReport) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
         reported = {copy.version: copy for copy in report.copies}
         for version, numbering in self._numberings.items():
-            copy = reported.get(version)
-            if copy is not None or report.node in self._tracker.table[version].index:
-                self._tracker.table.report(version, report.node, pieces_held(numbering.count, copy), whole=True)
+            copy, known = reported.get(version), self._tracker.table[version]
+            if copy is not None or report.node in known.index or report.node in known.awaited:
+                held = bitmap_of(numbering.count, copy)
+                self._tracker.table.report(version, report.node, held, whole=True)
+                if version in self.own and version not in node.wants and len(held):
+                    node.want(version, (), held)
 
     def _orders(self, id: str) -> Orders:
         with self._lock:
@@ -299,7 +332,7 @@ class NodeRegistry:
             if node is None:
                 return Orders(0, (), False, self._longest)
             reported = {copy.version: copy for copy in node.report.copies}
-            wanted = [] if node.drained else _chosen(node, self._numberings, self.homes)
+            wanted = self._chosen(node)
             answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
@@ -308,22 +341,21 @@ class NodeRegistry:
             soonest = min((self._longest, *(seconds for _, seconds in answers)))
             return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest, reservations)
 
-    def _copy_order(self, id: str, node: RegisteredNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
-        held = pieces_held(self._numberings[version].count, copy)
+    def _chosen(self, node: KnownNode) -> list[str]:
+        id = node.report.node
+        return chosen_of(node, self._numberings, lambda version: self.own.is_source(id, version), self.homes.reserved_bytes(id))
+
+    def _copy_order(self, id: str, node: KnownNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
+        held = bitmap_of(self._numberings[version].count, copy)
         wanted = node.pieces[version]
         report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
         peers = [self._source(offer, version) for offer in answer.offers]
-        readers = tuple(sorted(self._admitted(_model_of(version))))
+        admitted = readers_of(self._readers.get(model_of(version), set()), self._nodes.values())
+        own = self._certificate() if any(model_of(name) == model_of(version) for name in self.own.partials()) else ""
+        readers = tuple(sorted(admitted | {own} if own else admitted))
         order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
         return order, answer.interval
-
-    def _admitted(self, model: str) -> set[str]:
-        """Return the identities that may read a model from nodes; nodes that call with tokens by their certificates."""
-        names = self._readers.get(model, set())
-        tokens = {name for name in names if name.startswith("token:")}
-        nodes = [node for node in self._nodes.values() if node.caller.rpartition("@")[0] in tokens]
-        return (names - tokens) | {node.report.certificate for node in nodes if node.report.certificate}
 
     def _source(self, offer: PeerOffer, version: str) -> PeerSource:
         if offer.peer == DAEMON:
@@ -333,35 +365,18 @@ class NodeRegistry:
         addresses = next((copy.addresses for copy in copies if copy.version == version), ())
         return PeerSource(offer, report.data_address, report.session, addresses)
 
-    def _reading(self, readable: Mapping[str, bytes]) -> "RegisteredNode | HostCopy":
+    def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> HostCopy:
         with self._lock:
-            live = [node for node in self._nodes.values() if not node.lost and node.report.nonce_file]
-        for node in live:
-            if readable.get(node.report.nonce_file) == node.report.nonce:
-                return node
-        return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
-
-    def _host_copy(self, node: RegisteredNode, version: str, needed: Bitmap) -> HostCopy:
-        with self._lock:
-            name, numbering = f"nodes/{node.report.node}", self._numberings.get(version)
-            copy = next((copy for copy in node.report.copies if copy.version == version), None)
-            held = pieces_held(needed.count, copy)
-            whole = copy is not None and not len(needed - held)
-            problem = copy.problem if copy is not None and not whole else ""
-            if numbering is None:
-                problem = f"{version} is no longer READY"
-            elif node.lost or self._nodes.get(node.report.node) is not node:
+            numbering = self._numberings.get(version)
+            problem = "" if numbering is not None else f"{version} is no longer READY"
+            if not problem and (node.lost or self._nodes.get(node.report.node) is not node):
                 problem = "it is lost"
-            elif node.drained:
-                problem = "it is drained"
-            if problem or copy is None or numbering is None:
-                return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
-            return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
+            return host_copy_of(node, version, needed, numbering.piece_bytes if numbering else 0, problem)
 
-    def _view(self, node: RegisteredNode) -> NodeView:
+    def _view(self, node: KnownNode) -> NodeView:
         state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
         reported = {copy.version: copy for copy in node.report.copies}
-        chosen = set(_chosen(node, self._numberings, self.homes)) if state is NodeState.LIVE else set()
+        chosen = set(self._chosen(node)) if state is not NodeState.LOST else set()
         copies = []
         for version in sorted({*reported, *node.wants}):
             numbering, copy = self._numberings.get(version), reported.get(version)
@@ -376,20 +391,10 @@ class NodeRegistry:
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
 
 
-def _replaced(id: str) -> FailedPrecondition:
-    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
-
-
-def _chosen(node: RegisteredNode, numberings: Mapping[str, PieceNumbering], homes: HomeRegister) -> list[str]:
-    """Return the versions that a node should hold, the last requested first, as many as fit beside the sets of files."""
-    left, chosen = node.report.capacity_bytes - homes.reserved_bytes(node.report.node), list[str]()
-    for version in reversed([version for version in node.wants if version in numberings]):
-        size = numberings[version].size_of(node.pieces[version])
-        if not chosen or size <= left:
-            chosen.append(version)
-            left -= size
-    return chosen
-
-
-def _model_of(version: str) -> str:
-    return version.split("/")[1]
+def _reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | HostCopy:
+    """Return the node whose nonce a caller has read; without one, the files that it should try to read."""
+    live = [node for node in nodes if not node.lost and node.report.nonce_file]
+    for node in live:
+        if readable.get(node.report.nonce_file) == node.report.nonce:
+            return node
+    return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))

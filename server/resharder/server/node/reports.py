@@ -1,13 +1,10 @@
 """Reports of nodes, the daemon's orders to them, and views of both for operators and workers."""
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.node.links import LinkReport
 from resharder.server.node.sources import PeerOffer
 from resharder.server.state.errors import InvalidArgument
@@ -174,36 +171,12 @@ class HostCopy:
     nonce_files: tuple[str, ...] = ()
 
 
-@dataclass
-class RegisteredNode:
-    """A node as the register has it."""
-
-    report: StateReport
-    caller: str
-    reported_at: float
-    report_time: float
-    drained: bool = False
-    lost: bool = False
-    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    """Earlier processes of this id."""
-    wants: dict[str, set[str]] = field(default_factory=dict)
-    """Ids of the servers that asked for each version; versions in the order of their last new request."""
-    pieces: dict[str, Bitmap] = field(default_factory=dict)
-    """Pieces of each of these versions that workers on the host need."""
-    changed: ChangeSignal = field(default_factory=ChangeSignal)
-
-    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
-        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
-        self.wants[version] = self.wants.pop(version, set()).union(servers)
-        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
-
-
-def pieces_wanted(count: int, version: str, pieces: bytes) -> Bitmap:
+def wanted_of(count: int, version: str, pieces: bytes) -> Bitmap:
     """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
-    return pieces_held(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
+    return bitmap_of(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
 
 
-def pieces_held(count: int, copy: CopyReport | None) -> Bitmap:
+def bitmap_of(count: int, copy: CopyReport | None) -> Bitmap:
     """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
     try:
         return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)

@@ -12,8 +12,8 @@ import numpy as np
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.node.copies import HeldVersion
 from resharder.server.node.links import LinkLog
+from resharder.server.node.piece_target import PieceTarget
 from resharder.server.node.sources import (
     LIMITS,
     PeerOffer,
@@ -77,7 +77,7 @@ class Swarm:
         with self._lock:
             return sum(map(len, self._requests.values()))
 
-    def fill(self, version: HeldVersion, offers: PieceOffers) -> int:
+    def fill(self, version: PieceTarget, offers: PieceOffers) -> int:
         """Start as many requests for pieces of a version as the limits allow, and return their number."""
         held, now = version.held(), self._clock()
         with self._lock:
@@ -108,7 +108,7 @@ class Swarm:
             self._pool.submit(self._fetch, id, version, choice, offers.sources[choice.peer])
         return len(started)
 
-    def _fetch(self, id: int, version: HeldVersion, choice: PieceChoice, source: PieceSource) -> None:
+    def _fetch(self, id: int, version: PieceTarget, choice: PieceChoice, source: PieceSource) -> None:
         began, failure, size, busy = self._clock(), "", 0, False
         try:
             failpoint("node.piece")

@@ -23,9 +23,9 @@ from resharder.converters.wire.range_client import (
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.infra.addresses import parse_listen
-from resharder.server.node.copies import HeldVersion
 from resharder.server.node.daemon_client import DaemonClient, NodeTls
 from resharder.server.node.memory import PieceTaken
+from resharder.server.node.piece_target import PieceTarget
 
 _BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
 _MOST_IDLE = 32
@@ -60,7 +60,7 @@ class PieceSource:
 class PieceTransfer(Protocol):
     """Way in which pieces come from a peer, for many threads at once."""
 
-    def fetch(self, version: HeldVersion, piece: int, source: PieceSource) -> int:
+    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
         """Bring a piece into the version's files, checked, and return its bytes.
 
         Args:
@@ -102,17 +102,24 @@ class ReceivedBytes:
             self.engine += size
 
 
+class PartChecksums(Protocol):
+    """Expected checksums of the parts of pieces."""
+
+    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+        """Return the checksum of a part. Raises grpc.RpcError, OSError."""
+
+
 class CheckedPieces:
     """The daemon's checksums of pieces, fetched in batches when first needed. Thread-safe. The data port shares `known`."""
 
     def __init__(self, daemon: DaemonClient) -> None:
         self._daemon, self.known = daemon, PieceChecksums()
 
-    def of(self, version: HeldVersion, part: PieceSpan) -> int:
+    def of(self, version: PieceTarget, part: PieceSpan) -> int:
         """Return the checksum of a part. Raises grpc.RpcError, OSError."""
         return self.known.get((version.fingerprint, part.file, part.start), lambda: self._fetch(version, part))
 
-    def _fetch(self, version: HeldVersion, part: PieceSpan) -> int:
+    def _fetch(self, version: PieceTarget, part: PieceSpan) -> int:
         begin = part.start - part.start % _BATCH_BYTES
         end = min(begin + _BATCH_BYTES, version.sizes[part.file])
         found = self._daemon.checksums(version.name, part.file, begin, end)
@@ -125,14 +132,14 @@ class HttpTransfer:
     """Fetcher of pieces from data ports. Connections and buffers are reused.
 
     Args:
-        checksums: The daemon's checksums.
+        checksums: The expected checksums.
         tls: Certificates; None connects without TLS.
         silent_seconds: Time without a byte after which a connection is given up.
     """
 
     def __init__(
         self,
-        checksums: CheckedPieces,
+        checksums: PartChecksums,
         tls: NodeTls | None,
         silent_seconds: float,
         clock: Callable[[], float] = time.monotonic,
@@ -143,7 +150,7 @@ class HttpTransfer:
         self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
         self._buffers: list[Array] = []
 
-    def fetch(self, version: HeldVersion, piece: int, source: PieceSource) -> int:
+    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
         """Fetch a piece from a data port, and return its bytes. Raises as `PieceTransfer.fetch` does."""
         try:
             with version.claims.fetching(piece, in_place=False):
@@ -151,7 +158,7 @@ class HttpTransfer:
         except PieceTaken as error:
             raise PieceBusy(str(error)) from error
 
-    def _fetch(self, version: HeldVersion, piece: int, source: PieceSource) -> int:
+    def _fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
             expected = self._checksums.of(version, part)

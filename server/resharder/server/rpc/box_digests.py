@@ -57,7 +57,7 @@ class BoxDigester:
     def _compute(self, boxes: CheckedBoxes, threads: int) -> list[int]:
         record, whole = boxes.manifest.record, boxes.manifest.digests
         parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
-        with self._reader.open(record.model, record.number) as files:
+        with self._reader.open(record.model, record.number, {each.spec.name for each in parts}) as files:
             found = iter(digest_boxes(files, parts, threads))
         return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
 

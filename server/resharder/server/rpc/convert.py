@@ -32,13 +32,18 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         tensor_count=record.tensor_count,
         create_time=timestamp(record.create_time),
         ready_time=timestamp(record.ready_time) if record.ready_time else None,
-        folder=str(store.folder.path(record)) if record.state == READY and store.folder.shared else "",
+        folder=str(store.folder.path(record)) if _is_mappable(store, record) else "",
         fingerprint=record.fingerprint,
         used_by=store.pins.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
         set_aside=record.set_aside,
     )
+
+
+def _is_mappable(store: Store, record: VersionRecord) -> bool:
+    """Return whether clients on this host may map a version's files: never while they lack pieces."""
+    return record.state == READY and store.folder.shared and store.reader.partial(record.model, record.number) is None
 
 
 def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:

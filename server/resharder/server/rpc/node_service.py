@@ -83,7 +83,9 @@ class NodeService:
             pieces = _pieces(request.start, request.end, size)
             with open(served.folder / request.file, "rb", buffering=0) as file:
                 found = [
-                    self._checksums.get((served.fingerprint, request.file, start), _reading(file.fileno(), start, end))
+                    served.partial.checksum(request.file, start)
+                    if served.partial is not None
+                    else self._checksums.get((served.fingerprint, request.file, start), _reading(file.fileno(), start, end))
                     for start, end in pieces
                 ]
         self._nodes.admit(request.version, CALLER.get())

@@ -148,6 +148,7 @@ def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
 
 def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
     """Yield files in the order of their names, the manifest last; an empty file is one empty part."""
+    store.reader.await_tensors(record.model, record.number)
     manifest = store.reader.manifest(record.model, record.number)
     names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
     for name in [*names, MANIFEST_FILE]:

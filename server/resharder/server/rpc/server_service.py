@@ -106,8 +106,11 @@ class ServerService:
     def DownloadChunks(self, request: server_pb2.BoxesRequest, call: Call) -> Iterator[bytes]:
         """Stream the bytes of boxes of a READY version, which is pinned until the call ends."""
         boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
-        record = boxes.manifest.record
-        with self._store.reader.open(record.model, record.number) as files, closing(packed_chunks(files.arrays, boxes)) as packed:
+        record, names = boxes.manifest.record, {each.spec.name for each in boxes.boxes}
+        with (
+            self._store.reader.open(record.model, record.number, names) as files,
+            closing(packed_chunks(files.arrays, boxes)) as packed,
+        ):
             for header, data in packed:
                 message = frame(header, data, record.model if header.index == 0 else "")
                 del data  # of a mapped file

@@ -10,6 +10,8 @@ from resharder.converters.json_input import check_fields
 LAST_NUMBER = (1 << 62) - 1
 """Highest number or epoch of a version; the next ones fit into the protocol as well."""
 UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
+LOST = "LOST"
+"""First word of the reason of a RETIRED version whose bytes are lost."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class VersionRecord:
     def name(self) -> str:
         """Resource name, `models/{model}/versions/{number}`."""
         return f"models/{self.model}/versions/{self.number}"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was READY, and neither the store nor a node has all of its bytes."""
+        return self.state == RETIRED and self.reason.startswith(f"{LOST}:")
 
     @property
     def ahead_fingerprint(self) -> str:

@@ -122,5 +122,5 @@ class Adopter:
         model.put(record)
         model.expected = False
         self._history.add(record)
-        if record in self._retention.surplus(ready):
+        if record in self._retention.surplus(ready, partial=model.partial):
             self._pins.pin(model.name, record.number, RESTORED, yielding=True)

@@ -17,8 +17,9 @@ from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.history import History
-from resharder.server.store.manifest import MANIFEST_FILE
+from resharder.server.store.manifest import MANIFEST_FILE, Manifest
 from resharder.server.store.model_state import Reservation, StoredModel
+from resharder.server.store.partial import MissingPieces, PartialVersion
 from resharder.server.store.renames import rename_together
 from resharder.server.store.retirement import Retirer
 
@@ -29,6 +30,8 @@ class ProvenVersion(NamedTuple):
     record: VersionRecord
     digests: Mapping[str, int]
     slots: tuple[tuple[int, str], ...]
+    missing: MissingPieces | None = None
+    """Pieces of which the nodes' bytes are verified, and that the store lacks; None if it has all."""
 
 
 class VersionLifecycle:
@@ -136,17 +139,25 @@ class VersionLifecycle:
 
     @medium_errors()
     def commit(
-        self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...], *others: ProvenVersion
+        self,
+        record: VersionRecord,
+        digests: Mapping[str, int],
+        slots: tuple[tuple[int, str], ...],
+        *others: ProvenVersion,
+        missing: MissingPieces | None = None,
     ) -> VersionRecord:
         """Make an UPLOADING version READY, together with `others`: all or none.
 
-        Their bytes must be complete and verified, and no process may still write to them.
+        Their bytes must be complete and verified, and no process may still write to them. Of a version with `missing`, this
+        holds for the bytes in the store and those on the nodes together; it is READY without the missing pieces, and
+        `PartialVersions` has it until they have been fetched.
 
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
         NO_DESCRIPTORS).
         """
-        proven = (ProvenVersion(record, digests, slots), *others)
+        proven = (ProvenVersion(record, digests, slots, missing), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
+        partial = [self._partial(each, done) for each, done in zip(proven, ready, strict=True)]
         with self._changed:
             models = [self._catalogue.model(each.record.model) for each in proven]
             for model, each in zip(models, proven, strict=True):
@@ -155,8 +166,9 @@ class VersionLifecycle:
                     raise FailedPrecondition("VERSION_ABORTED", f"{current.name} was aborted: {current.reason}")
             path = self._folder.path
             rename_together(self._folder.root, [(path(each.record), path(r)) for each, r in zip(proven, ready, strict=True)])
-            for model, done in zip(models, ready, strict=True):
+            for model, done, lacking in zip(models, ready, partial, strict=True):
                 model.put(done)
+                model.put_partial(done.number, lacking)
             retired = list[VersionRecord]()
             for model, done in zip(models, ready, strict=True):
                 self._history.add(done)
@@ -175,13 +187,23 @@ class VersionLifecycle:
             content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
         sizes = {name: len(content[name]) for name in names} | {k: v.size for k, v in layouts.items()}
         record = replace(record, slots=proven.slots, ready_time=round(self._clock(), 6))
-        encoded, fingerprint = manifest.encode(record, content, sizes, proven.digests)
+        encoded, fingerprint = manifest.encode(record, content, sizes, proven.digests, whole=proven.missing is None)
         for name in layouts:
             sync(folder / name)
+        if proven.missing is not None:
+            proven.missing.check(self.layouts(proven.record))
+            proven.missing.write(folder)
         failpoint("commit.before-manifest")
         write_file(folder / MANIFEST_FILE, encoded)
         failpoint("commit.after-manifest")
         return replace(record, state=READY, fingerprint=fingerprint)
+
+    def _partial(self, proven: ProvenVersion, ready: VersionRecord) -> PartialVersion | None:
+        """Return what the store lacks of a version whose manifest is written; None for a whole one."""
+        if proven.missing is None:
+            return None
+        found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=False)
+        return PartialVersion(self._folder.path(ready), found, proven.missing)
 
     def abort(self, name: str, number: int, reason: str) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.

@@ -2,7 +2,8 @@
 
 The manifest is written last, so a folder with a valid one is complete. Its `blake3` field is the hash of all its other fields.
 Its fingerprint, which identifies the version, is the blake3 of the manifest as first written. Format 1 has the digests of
-protocol revision 1, and its fingerprint is also the hash of the rest; `verification.py` converts it to format 2.
+protocol revision 1, and its fingerprint is also the hash of the rest; `verification.py` converts it to format 2. Format 3 is
+format 2 of a version whose files lack pieces (`partial.py`): it is replaced by format 2 once they are complete.
 """
 
 import errno
@@ -20,9 +21,9 @@ from resharder.converters.storage.files import FileLayout, check_homes, parse_he
 from resharder.server.state.version import READY, VersionRecord
 
 MANIFEST_FILE = "resharder.json"
-FORMAT = 2
+FORMAT, PARTIAL_FORMAT = 2, 3
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-_HASH = {1: "fingerprint", 2: "blake3"}
+_HASH = {1: "fingerprint", 2: "blake3", 3: "blake3"}
 """Field of each format that has the blake3 of all other fields."""
 
 
@@ -34,6 +35,8 @@ class Manifest:
     files: tuple[FileLayout, ...]
     digests: dict[str, int]
     other_files: tuple[str, ...]
+    whole: bool = True
+    """Whether its folder had all bytes when this was read; otherwise `partial.py` names the pieces."""
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -46,14 +49,15 @@ class BadManifest(ValueError):
 
 
 def encode(
-    record: VersionRecord, files: Mapping[str, bytes], sizes: Mapping[str, int], digests: Mapping[str, int]
+    record: VersionRecord, files: Mapping[str, bytes], sizes: Mapping[str, int], digests: Mapping[str, int], *, whole: bool = True
 ) -> tuple[bytes, str]:
     """Encode a manifest and return it with its fingerprint.
 
-    `files` maps each file to its content (safetensors files: the header), `sizes` to its size in bytes.
+    `files` maps each file to its content (safetensors files: the header), `sizes` to its size in bytes. `whole`: whether the
+    files have all bytes.
     """
     content: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT if whole else PARTIAL_FORMAT,
         "version": {k: v for k, v in asdict(record).items() if k not in ("fingerprint", "state", "reason", "end_time")},
         "files": {name: {"size": sizes[name], "blake3": blake3(files[name]).hexdigest()} for name in sorted(files)},
         "digests": _hexadecimal(digests),
@@ -65,6 +69,11 @@ def encode(
 def encode_again(content: Mapping[str, Any], digests: Mapping[str, int]) -> bytes:
     """Encode the content that `load` returned in the current format, with new digests and the same fingerprint."""
     return _encoded({**content, "format": FORMAT, "digests": _hexadecimal(digests)})
+
+
+def encode_whole(content: Mapping[str, Any]) -> bytes:
+    """Encode the content of format 3 that `load` returned as that of a whole version, with the same fingerprint."""
+    return _encoded({**content, "format": FORMAT})
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
@@ -109,7 +118,7 @@ def read(folder: Path) -> Manifest:
     Raises BadManifest (also for an older format, which has digests of another kind), or OSError.
     """
     content = load(folder)
-    if content["format"] != FORMAT:
+    if content["format"] not in (FORMAT, PARTIAL_FORMAT):
         raise BadManifest(f"{folder.name}: expected a manifest of format {FORMAT}, found {content['format']}")
     return parse(folder, content)
 
@@ -142,7 +151,7 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
         if error.errno not in _NO_SUCH_FILE:  # of the medium, not of the manifest
             raise
         raise BadManifest(f"{folder.name}: {error!r}") from error
-    return Manifest(record, tuple(layouts), digests, tuple(others))
+    return Manifest(record, tuple(layouts), digests, tuple(others), content["format"] != PARTIAL_FORMAT)
 
 
 def _check_file(path: Path, entry: Mapping[str, Any]) -> bytes:

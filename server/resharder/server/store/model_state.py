@@ -13,6 +13,7 @@ from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import write_file
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.store.partial import PartialVersion
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SWEPT = ("pool", "staging", "retired")
@@ -56,6 +57,7 @@ class StoredModel:
     number: int = 0  # the last version number assigned
     epoch: int = 0
     records: dict[int, VersionRecord] = field(default_factory=dict)
+    partial: dict[int, PartialVersion] = field(default_factory=dict)  # READY versions that lack pieces; replaced, never modified
     holders: dict[int, frozenset[str]] = field(default_factory=dict)
     reservation: Reservation | None = None
     yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) of pins that end when capacity is needed
@@ -73,6 +75,11 @@ class StoredModel:
     def of(self, state: str) -> list[VersionRecord]:
         """Return the records in a state."""
         return [record for record in self.records.values() if record.state == state]
+
+    def put_partial(self, number: int, partial: PartialVersion | None) -> None:
+        """Add a READY version that lacks pieces, or with None remove one that is whole or no longer READY."""
+        others = {n: other for n, other in self.partial.items() if n != number}
+        self.partial = others | {number: partial} if partial is not None else others
 
     def reserved(self, epoch: int) -> Reservation:
         """Return the reservation of the epoch. Raises FailedPrecondition (STALE_EPOCH) if a later one has replaced it."""

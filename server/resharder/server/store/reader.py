@@ -1,7 +1,7 @@
 """Reads of READY versions and of models' small files."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,14 +15,28 @@ from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.manifest_cache import ManifestCache
+from resharder.server.store.partial import PartialVersion
 from resharder.server.store.pins import VersionPins
+
+PATIENCE = 5.0
 
 
 class VersionReader:
-    """Reads of versions, each pinned meanwhile. Thread-safe; files are read without the lock."""
+    """Reads of versions, each pinned meanwhile. Thread-safe; files are read without the lock.
 
-    def __init__(self, folder: StoreFolder, catalogue: Catalogue, pins: VersionPins, manifests: ManifestCache) -> None:
+    `patience`: seconds for which a read waits for bytes that are being fetched from nodes.
+    """
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        catalogue: Catalogue,
+        pins: VersionPins,
+        manifests: ManifestCache,
+        patience: float = PATIENCE,
+    ) -> None:
         self._folder, self._catalogue, self._pins, self._manifests = folder, catalogue, pins, manifests
+        self._patience = patience
 
     @medium_errors()
     def manifest(self, name: str, number: int) -> Manifest:
@@ -42,17 +56,36 @@ class VersionReader:
             return known
 
     @contextmanager
-    def open(self, name: str, number: int) -> Iterator[MappedFiles]:
-        """Map the tensors of a READY version read-only. Arrays must not outlive the context. Raises as `manifest` does."""
-        with (
-            self._pinned(name, number, "reader") as record,
-            MappedFiles(self._folder.path(record), self.manifest(name, number).files) as files,
-        ):
-            yield files
+    def open(self, name: str, number: int, tensors: Collection[str] | None = None) -> Iterator[MappedFiles]:
+        """Map a READY version read-only, once the store has the bytes of some tensors, or with None all bytes.
+
+        Only these tensors may be read. Arrays must not outlive the context. Raises as `manifest` does, and Unavailable
+        (PIECES_ELSEWHERE) if the bytes have not been fetched from nodes after some seconds.
+        """
+        with self._pinned(name, number, "reader") as record:
+            self.await_tensors(name, number, tensors)
+            with MappedFiles(self._folder.path(record), self.manifest(name, number).files) as files:
+                yield files
+
+    def await_tensors(self, name: str, number: int, tensors: Collection[str] | None = None) -> None:
+        """Wait until the store has the bytes of some tensors of a READY version, or with None all bytes.
+
+        Raises ResourceNotFound (VERSION_GONE), Unavailable (PIECES_ELSEWHERE).
+        """
+        if (partial := self.partial(name, number)) is not None:
+            partial.await_tensors(tensors, self._patience)
+
+    def partial(self, name: str, number: int) -> PartialVersion | None:
+        """Return a READY version of which the store lacks pieces; None for any other."""
+        model = self._catalogue.find(name)
+        return model.partial.get(number) if model is not None else None
 
     @contextmanager
     def folder(self, name: str, number: int) -> Iterator[tuple[Manifest, Path]]:
-        """Pin a READY version meanwhile, and yield its manifest and folder. Raises as `manifest` does."""
+        """Pin a READY version meanwhile, and yield its manifest and folder. Raises as `manifest` does.
+
+        Readers of the folder's files have to ask `partial` first which bytes are there.
+        """
         with self._pinned(name, number, "reader") as record:
             yield self.manifest(name, number), self._folder.path(record)
 

@@ -12,6 +12,7 @@ from resharder.server.state.version import READY, RETIRED
 from resharder.server.store import manifest, model_files
 from resharder.server.store.history import read_history
 from resharder.server.store.model_state import MODEL_NAME, StoredModel, parse_claim
+from resharder.server.store.partial import PartialVersion, read_missing, remove_leftovers
 from resharder.server.store.renames import complete_decision
 from resharder.server.store.verification import redigest
 
@@ -41,6 +42,13 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
     return models
 
 
+def _remove_leftovers(folder: Path, found: manifest.Manifest) -> None:
+    try:
+        remove_leftovers(folder, found)
+    except OSError as error:  # nothing reads them
+        _log.warning("not_removed", folder=str(folder), error=str(error))
+
+
 def _read_claim(model: StoredModel) -> None:
     """Read the numbers assigned and the newest job. Damaged content is logged, and that of the versions and history counts."""
     with suppress(FileNotFoundError):
@@ -64,9 +72,14 @@ def _restore_model(folder: Path) -> StoredModel:
     for version in matching(folder / "versions", "[0-9]*"):
         try:
             redigest(version)
-            record = manifest.read(version).record
+            found = manifest.read(version)
+            record = found.record
             if record.model != model.name or record.number != int(version.name):
                 raise manifest.BadManifest(f"{version.name}: its manifest is that of {record.name}")
+            if found.whole:
+                _remove_leftovers(version, found)
+            else:
+                model.put_partial(record.number, PartialVersion(version, found, read_missing(version, found.files)))
             model.put(record)
         except ValueError as error:
             _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))

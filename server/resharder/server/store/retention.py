@@ -12,15 +12,24 @@ class Retention(NamedTuple):
     keep_count: int
     keep_bytes: int = 0
 
-    def surplus(self, ready: Iterable[VersionRecord], pinned: Collection[int] = ()) -> list[VersionRecord]:
-        """Return the READY versions to drop, oldest first. The newest and the pinned ones are never among them."""
+    def surplus(
+        self, ready: Iterable[VersionRecord], pinned: Collection[int] = (), partial: Collection[int] = ()
+    ) -> list[VersionRecord]:
+        """Return the READY versions to drop, oldest first.
+
+        The newest, the newest whole one and the pinned ones are never among them. `partial`: versions that are not whole.
+        """
         drop, size = [], 0
-        for count, record in enumerate(sorted(ready, key=lambda r: r.number, reverse=True), start=1):
+        newest_first = sorted(ready, key=lambda r: r.number, reverse=True)
+        whole = next((record for record in newest_first if record.number not in partial), None)
+        # The newest whole version counts as the second newest: bytes that only nodes hold may be lost.
+        order = sorted(newest_first, key=lambda r: (r is not newest_first[0], r is not whole))
+        for count, record in enumerate(order, start=1):
             size += record.size_bytes
             over = count > self.keep_count or (self.keep_bytes and size > self.keep_bytes)
-            if count > 1 and over and record.number not in pinned:
+            if count > 1 and over and record is not whole and record.number not in pinned:
                 drop.append(record)
-        return drop[::-1]
+        return sorted(drop, key=lambda r: r.number)
 
     def sets(self, size: int) -> int:
         """Return how many sets of files an epoch uses in turn: one to upload to, at least two for READY versions.

@@ -9,7 +9,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_folder, move
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import LOST, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder
@@ -82,6 +82,24 @@ class Retirer:
             self._catalogue.notify_subscribers([done])
             yield done
 
+    @medium_errors()
+    def lose(self, name: str, number: int, reason: str) -> VersionRecord:
+        """Retire a READY version that lacks pieces which no node can deliver, pinned or not; return any other as it is.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
+        NO_DESCRIPTORS).
+        """
+        with self._catalogue.changed:
+            model, record = self._catalogue.model(name), self._catalogue.get(name, number)
+            if number not in model.partial:
+                return record
+            done = self._retired(record, f"{LOST}: {reason}")
+            self.end(model, record, done)
+            self._catalogue.changed.notify_all()
+        _log.error("version_lost", version=record.name, reason=reason)
+        self._catalogue.notify_subscribers([done])
+        return done
+
     def retain(self, model: StoredModel) -> list[VersionRecord]:
         """Retire the versions beyond retention. A version whose files cannot be moved stays READY until the next call."""
         retired: list[VersionRecord] = []
@@ -106,7 +124,7 @@ class Retirer:
     def _retain(self, model: StoredModel, retired: list[VersionRecord], *, despite_yielding: bool = False) -> None:
         pins = {(number, holder) for number, holders in model.holders.items() for holder in holders}
         pinned = {number for number, _ in (pins - model.yielding if despite_yielding else pins)}
-        for record in self._retention.surplus(model.of(READY), pinned):
+        for record in self._retention.surplus(model.of(READY), pinned, model.partial):
             done = self._retired(record, "newer versions took its place")
             self.end(model, record, done)
             retired.append(done)
@@ -131,6 +149,9 @@ class Retirer:
             path = self._folder.path(record)
         failpoint("leave.after-rename")
         model.put(done)
+        if (partial := model.partial.get(done.number)) is not None:
+            model.put_partial(done.number, None)
+            partial.end()
         model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
         self._manifests.remove(model.name, done.number)
         self._history.add(done)

@@ -5,7 +5,7 @@
                           files/<epoch>.<n>/    config.json, tokenizer, index of the newest ACTIVE publisher
                           pool/<epoch>-<n>/     safetensors files for future versions, with headers and allocated pages
                           staging/<number>/     UPLOADING
-                          versions/<number>/    READY: a complete checkpoint and resharder.json
+                          versions/<number>/    READY: a complete checkpoint and resharder.json (or what partial.py describes)
                           retired/<number>/     being removed
 
 A version's files move pool -> staging -> versions -> retired -> pool by rename. They return to the pool only within their epoch,
@@ -26,6 +26,7 @@ from resharder.server.store.folder import StoreFolder
 from resharder.server.store.history import History
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.manifest_cache import ManifestCache
+from resharder.server.store.partials import PartialVersions
 from resharder.server.store.pins import VersionPins
 from resharder.server.store.reader import VersionReader
 from resharder.server.store.restore import restore_models
@@ -72,6 +73,7 @@ class Store:
         self.retirer = Retirer(folder, catalogue, pool, retention, history, manifests, clock)
         self.lifecycle = VersionLifecycle(folder, catalogue, self.capacity, pool, self.retirer, history, clock)
         self.pins = VersionPins(catalogue, self.retirer)
+        self.partials = PartialVersions(catalogue, self.retirer)
         self.reader = VersionReader(folder, catalogue, self.pins, manifests)
         self.adopter = Adopter(folder, catalogue, self.capacity, pool, retention, self.retirer, self.pins, history)
 

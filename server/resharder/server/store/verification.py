@@ -12,7 +12,7 @@ from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DataLoss
 from resharder.server.store import manifest
 from resharder.server.store.digests import digest_tensors
-from resharder.server.store.manifest import FORMAT, MANIFEST_FILE, BadManifest, Manifest
+from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest
 
 _log = structlog.get_logger("resharder.store")
 
@@ -28,6 +28,8 @@ def verify(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
         found = manifest.read(folder)
     except BadManifest as error:
         raise DataLoss("CHECKSUM", f"{what}: {error}") from error
+    if not found.whole:
+        raise DataLoss("CHECKSUM", f"{what}: expected all bytes of the version, its manifest is that of one that lacks pieces")
     record = found.record
     if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
         raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
@@ -46,7 +48,7 @@ def redigest(folder: Path) -> None:
     Every tensor is verified by its old digest first. A no-op for a manifest of the current format. Raises BadManifest or OSError.
     """
     content = manifest.load(folder)
-    if content["format"] == FORMAT:
+    if content["format"] != 1:
         return
     found = manifest.parse(folder, content)
     with MappedFiles(folder, found.files) as files:

@@ -1,7 +1,8 @@
 """The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
 
-On the daemon's host, the store's files are mapped, and on a host with a node, the node's. On other hosts, a helper process fills
-a sparse copy of the same files in shared memory, from the data port or by the gRPC stream.
+On the daemon's host, the store's files are mapped, and on a host with a node, the node's. On other hosts, and on the daemon's
+while its store lacks pieces of the version, a helper process fills a sparse copy of the same files in shared memory, from the
+data port or by the gRPC stream.
 """
 
 import json
@@ -145,7 +146,8 @@ class Stager:
             expected = expected_digests(self._channel, manifest, needs)
             fetched = {name: boxes for name, boxes in needs.items() if name not in without}
             failpoint("worker.stage.map")
-            if self.shared:
+            if self.shared and manifest.folder:
+                self.transport, self.transport_reason = SHARED, ""
                 files = self._next.take(Path(manifest.folder), manifest.files)
                 source = VersionSource(manifest, files, SHARED, expected)
             elif not without and (found := self._from_node(manifest, needs, expected)) is not None:

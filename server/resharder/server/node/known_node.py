@@ -1,0 +1,95 @@
+"""A node as the daemon's register has it."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering
+from resharder.server.infra.change_signal import ChangeSignal
+from resharder.server.node.reports import HostCopy, StateReport, bitmap_of
+from resharder.server.state.errors import FailedPrecondition
+
+
+@dataclass
+class KnownNode:
+    """The last report of a node, and what workers on its host need."""
+
+    report: StateReport
+    caller: str
+    reported_at: float
+    report_time: float
+    drained: bool = False
+    lost: bool = False
+    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    """Earlier processes of this id."""
+    wants: dict[str, set[str]] = field(default_factory=dict)
+    """Ids of the servers that asked for each version; versions in the order of their last new request."""
+    pieces: dict[str, Bitmap] = field(default_factory=dict)
+    """Pieces of each of these versions that workers on the host need."""
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
+
+    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
+        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
+        self.wants[version] = self.wants.pop(version, set()).union(servers)
+        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
+
+
+def chosen_of(
+    node: KnownNode, numberings: Mapping[str, PieceNumbering], is_source: Callable[[str], bool], reserved: int
+) -> list[str]:
+    """Return the versions that a node should hold.
+
+    These are the ones with pieces that the daemon's store lacks, and unless the node is drained the last requested ones that fit.
+
+    Args:
+        node: The node.
+        numberings: Numbering of the pieces of each READY version.
+        is_source: Function that returns whether the node has pieces of a version that the daemon's store lacks.
+        reserved: Bytes of the node's capacity that are reserved for versions that ranks write.
+    """
+    chosen = [version for version in node.wants if is_source(version)]
+    left = node.report.capacity_bytes - reserved - sum(numberings[version].size_of(node.pieces[version]) for version in chosen)
+    others = [version for version in node.wants if version in numberings and version not in chosen]
+    for version in reversed(others) if not node.drained else ():
+        size = numberings[version].size_of(node.pieces[version])
+        if not chosen or size <= left:
+            chosen.append(version)
+            left -= size
+    return chosen
+
+
+def host_copy_of(node: KnownNode, version: str, needed: Bitmap, piece_bytes: int, problem: str) -> HostCopy:
+    """Return how much of a version the node of a worker's host holds.
+
+    Args:
+        node: The node.
+        version: Resource name.
+        needed: Pieces that the worker needs.
+        piece_bytes: Length of a piece.
+        problem: Reason for which the node holds nothing of the version; empty for none.
+    """
+    copy = next((copy for copy in node.report.copies if copy.version == version), None)
+    held = bitmap_of(needed.count, copy)
+    whole = copy is not None and not len(needed - held)
+    problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
+    name = f"nodes/{node.report.node}"
+    if problem or copy is None:
+        return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
+    return HostCopy(name, copy.folder, whole, len(held) * piece_bytes)
+
+
+def replaced(id: str) -> FailedPrecondition:
+    """Return the error for a node whose id another process has."""
+    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
+
+
+def model_of(version: str) -> str:
+    """Return the model in `models/{model}/versions/{number}`."""
+    return version.split("/")[1]
+
+
+def readers_of(names: set[str], nodes: Iterable[KnownNode]) -> set[str]:
+    """Return the identities that nodes admit of the callers that may read a model; nodes with tokens by their certificates."""
+    tokens = {name for name in names if name.startswith("token:")}
+    callers = [node for node in nodes if node.caller.rpartition("@")[0] in tokens]
+    return (names - tokens) | {node.report.certificate for node in callers if node.report.certificate}

@@ -1,0 +1,308 @@
+"""READY versions of which the store lacks pieces, because nodes hold them.
+
+    versions/<number>/    held           packed bitmap of the pieces that the store holds, as nodes write it
+                          pieces.json    checksums of all pieces, and the nodes that held the missing ones at the commit
+                          resharder.json in format 3
+
+Files have their full size and headers, and any bytes in missing pieces: those of an earlier version, if the files were recycled.
+A piece is written, synced, and then added to `held`. Once all are held and every tensor has its digest, the manifest is replaced
+by one of format 2, which makes the version whole; only then are the other two files removed.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from blake3 import blake3
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.json_input import is_text, parse_json
+from resharder.converters.storage.digest import Array
+from resharder.converters.storage.files import FileLayout, MappedFiles
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE, FilePart
+from resharder.server.infra.filesystem import sync, touching, write_at, write_file
+from resharder.server.state.errors import DaemonError, ResourceNotFound, Unavailable
+from resharder.server.store import manifest
+from resharder.server.store.digests import TensorBox, digest_boxes
+from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest
+
+PIECES_FILE = "pieces.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class MissingPieces:
+    """Pieces of a version that the store lacks.
+
+    Attributes:
+        held: Pieces that its files have.
+        checksums: xxh3_64 of each part of the pieces (`PieceNumbering.parts`), in order.
+        nodes: Ids of the nodes that hold the others.
+    """
+
+    held: Bitmap
+    checksums: tuple[int, ...]
+    nodes: frozenset[str]
+
+    def check(self, files: Sequence[FileLayout]) -> None:
+        """Raise ValueError unless these are the pieces of a version with these files."""
+        numbering = number_pieces(files)
+        parts = sum(1 for piece in range(numbering.count) for _ in numbering.parts(piece))
+        if (self.held.count, len(self.checksums)) != (numbering.count, parts):
+            raise ValueError(
+                f"expected {numbering.count} pieces with {parts} checksums, got {self.held.count} with {len(self.checksums)}"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Write the files of a version that is about to be committed, durably. Raises MediumRefused."""
+        content = {"format": _FORMAT, "nodes": sorted(self.nodes), "checksums": [f"{value:016x}" for value in self.checksums]}
+        write_file(folder / PIECES_FILE, json.dumps(content | {"blake3": _hash(content)}).encode())
+        write_file(folder / HELD_FILE, self.held.to_bytes())
+
+
+def read_missing(folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
+    """Read the pieces of a version whose manifest is of format 3. A damaged `held` is that of a version that lacks all of them.
+
+    Raises BadManifest for other content of `pieces.json`, or OSError.
+    """
+    count = number_pieces(files).count
+    try:
+        content: dict[str, Any] = parse_json((folder / PIECES_FILE).read_bytes())
+        if content.pop("blake3") != _hash(content) or content["format"] != _FORMAT:
+            raise ValueError(f"expected format {_FORMAT} and the hash of the rest, found format {content.get('format')!r}")
+        if not all(is_text(node) for node in content["nodes"]):
+            raise ValueError("expected the ids of nodes")
+        found = MissingPieces(Bitmap(count), tuple(int(value, 16) for value in content["checksums"]), frozenset(content["nodes"]))
+        found.check(files)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadManifest(f"{folder.name}, {PIECES_FILE}: {error!r}") from error
+    try:
+        held = Bitmap.from_bytes(count, (folder / HELD_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        held = Bitmap(count)
+    return MissingPieces(held, found.checksums, found.nodes)
+
+
+def remove_leftovers(folder: Path, whole: Manifest) -> None:
+    """Remove what a daemon that was killed has left of a version that is whole. Raises MediumRefused."""
+    for name in (HELD_FILE, PIECES_FILE):
+        if name not in whole.other_files:
+            with touching(folder / name, "removing"):
+                (folder / name).unlink(missing_ok=True)
+
+
+class PartialVersion:
+    """A READY version of which the store lacks pieces. Thread-safe.
+
+    Args:
+        folder: Its folder, while it is READY.
+        found: Its manifest.
+        missing: Its pieces.
+    """
+
+    def __init__(self, folder: Path, found: Manifest, missing: MissingPieces) -> None:
+        self.record, self.folder, self.nodes = found.record, folder, missing.nodes
+        self.files, self._digests = found.files, found.digests
+        self.sizes: Mapping[str, int] = {file.path: file.size for file in found.files}
+        self.numbering = number_pieces(found.files)
+        parts = [part for piece in range(self.numbering.count) for part in self.numbering.parts(piece)]
+        self._checksums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums, strict=True)}
+        self._pieces = {
+            placed.spec.name: self.numbering.touched(file.path, placed.offset, placed.offset + placed.spec.size)
+            for file in found.files
+            for placed in file.tensors
+        }
+        self._changed = threading.Condition()
+        self._held = missing.held
+        self._verified: frozenset[str] = frozenset()
+        self._whole = self._ended = False
+
+    @property
+    def name(self) -> str:
+        """Resource name."""
+        return self.record.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the version."""
+        return self.record.fingerprint
+
+    def held(self) -> Bitmap:
+        """Return the pieces that the store holds."""
+        with self._changed:
+            return Bitmap(self._held.count, self._held.bits.copy())
+
+    def checksum(self, file: str, start: int) -> int:
+        """Return the checksum of a part of a piece, by its first byte. Raises KeyError."""
+        return self._checksums[file, start]
+
+    # Pieces that arrive
+
+    def write(self, part: PieceSpan, content: Array) -> None:
+        """Write a part of a piece, and sync it.
+
+        Raises:
+            ValueError: The bytes have another checksum.
+            OSError: They cannot be written, also because the version is no longer READY.
+        """
+        computed, expected = xxhash.xxh3_64_intdigest(content.data), self.checksum(part.file, part.start)
+        if computed != expected:
+            raise ValueError(f"{self.name}: expected checksum {expected:016x} of {part}, got {computed:016x}")
+        path = self.folder / part.file
+        with touching(path, "writing", len(content)):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                write_at(descriptor, content.data, part.start)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def add(self, piece: int) -> None:
+        """Count a piece as held, durably, once all its parts are written. Raises OSError; the piece is missing then."""
+        with self._changed:
+            held = Bitmap(self._held.count, self._held.bits.copy())
+            held.add(piece)
+            write_file(self.folder / HELD_FILE, held.to_bytes())
+            self._held = held
+            self._changed.notify_all()
+
+    def verify(self, threads: int) -> str:
+        """Digest the tensors whose pieces are all held and that are not verified yet.
+
+        Pieces that do not have their checksums are missing again. If all have them, and a tensor does not have its digest, the
+        version is damaged.
+
+        Returns why the version is damaged; empty if it is not. Raises OSError.
+        """
+        with self._changed:
+            due = {name for name, pieces in self._pieces.items() if self._is_held(pieces)} - self._verified
+        if not due:
+            return ""
+        files = [file for file in self.files if not due.isdisjoint(file.by_name)]
+        with touching(self.folder, "verifying"), MappedFiles(self.folder, files) as mapped:
+            boxes = [TensorBox(spec, full_box(spec.shape)) for name, spec in mapped.specs.items() if name in due]
+            digests = digest_boxes(mapped, boxes, threads)
+        wrong = [box.spec.name for box, found in zip(boxes, digests, strict=True) if found != self._digests[box.spec.name]]
+        if wrong:
+            if damaged := [piece for piece in self._touched(wrong) if not self._is_intact(piece)]:
+                self._drop(damaged)
+            else:
+                return f"{wrong[0]} is not what was published, although its pieces have their checksums"
+        with self._changed:
+            self._verified |= due - set(wrong)
+            self._changed.notify_all()
+        return ""
+
+    def is_whole(self) -> bool:
+        """Return whether all pieces are held and all tensors verified."""
+        with self._changed:
+            return self._held.whole() and len(self._verified) == len(self._pieces)
+
+    def complete(self) -> None:
+        """Make the version whole, durably, after `is_whole`.
+
+        Raises OSError; it may be whole at the next start then. Raises BadManifest if the files do not have their headers.
+        """
+        for name in self.sizes:
+            sync(self.folder / name)
+        with touching(self.folder, "reading"):
+            content = manifest.load(self.folder)
+            manifest.parse(self.folder, content)
+        write_file(self.folder / MANIFEST_FILE, manifest.encode_whole(content))
+
+    def finish(self) -> None:
+        """Let readers of the whole version continue, because it is whole."""
+        with self._changed:
+            self._whole = True
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Refuse waiting readers and later ones, because the version is no longer READY."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    # Reads
+
+    def lacks(self, part: FilePart) -> str:
+        """Return an empty text if all bytes of a part of a file are there. Raises Unavailable (PIECES_ELSEWHERE)."""
+        with self._changed:
+            if self._ended or not self._is_held(self.numbering.touched(part.file, part.start, part.end)):
+                raise self._elsewhere()
+        return ""
+
+    def check_tensors(self, names: Collection[str]) -> None:
+        """Raise Unavailable (PIECES_ELSEWHERE) unless these tensors are verified."""
+        self.await_tensors(names, 0.0)
+
+    def await_tensors(self, names: Collection[str] | None, seconds: float) -> None:
+        """Wait until tensors are verified, or with None until the version is whole.
+
+        Raises Unavailable (PIECES_ELSEWHERE) once the seconds have passed, ResourceNotFound (VERSION_GONE).
+        """
+
+        def is_there() -> bool:
+            return self._whole if names is None else self._verified.issuperset(names)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or is_there(), seconds)
+            if self._ended or not is_there():
+                raise self._elsewhere()
+
+    def _elsewhere(self) -> DaemonError:
+        if self._ended:
+            return ResourceNotFound("VERSION_GONE", f"{self.name} is no longer READY")
+        held, count = len(self._held), self._held.count
+        nodes = ", ".join(sorted(self.nodes)[:8]) or "none"
+        if held == count:
+            return Unavailable(
+                "PIECES_ELSEWHERE", f"{self.name}: the daemon holds all {count} pieces, and verifies them; try again"
+            )
+        return Unavailable(
+            "PIECES_ELSEWHERE",
+            f"{self.name}: the daemon holds {held} of {count} pieces and fetches the others; nodes that held them: {nodes}; "
+            "try again",
+        )
+
+    # Callers of what follows hold the lock, or have no need of it
+
+    def _is_held(self, pieces: range) -> bool:
+        return all(piece in self._held for piece in pieces)
+
+    def _touched(self, names: Collection[str]) -> list[int]:
+        return sorted({piece for name in names for piece in self._pieces[name]})
+
+    def _is_intact(self, piece: int) -> bool:
+        for part in self.numbering.parts(piece):
+            with touching(self.folder / part.file, "verifying"):
+                descriptor = os.open(self.folder / part.file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    block = bytearray(part.end - part.start)
+                    if _filled(descriptor, block, part.start) != self.checksum(part.file, part.start):
+                        return False
+                finally:
+                    os.close(descriptor)
+        return True
+
+    def _drop(self, pieces: Collection[int]) -> None:
+        with self._changed:
+            held = self._held - Bitmap.of(self._held.count, pieces)
+            write_file(self.folder / HELD_FILE, held.to_bytes())
+            self._held = held
+
+
+def _filled(descriptor: int, block: bytearray, start: int) -> int:
+    """Return the checksum of the bytes of a file from `start` on, as many as `block` has."""
+    at, view = 0, memoryview(block)
+    while at < len(block) and (found := os.preadv(descriptor, [view[at:]], start + at)):
+        at += found
+    return xxhash.xxh3_64_intdigest(view[:at])
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return str(blake3(json.dumps(content, sort_keys=True).encode()).hexdigest())

@@ -1,0 +1,286 @@
+"""READY versions of which the store lacks pieces: what can be read, how they become whole, and what a restart finds."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from resharder.converters.wire import pieces
+from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE, FilePart
+from resharder.server.ingest.publisher import check_files
+from resharder.server.state.errors import DaemonError, InvalidArgument, ResourceNotFound, Unavailable
+from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.store import manifest
+from resharder.server.store.partial import PIECES_FILE, MissingPieces, PartialVersion
+from resharder.server.store.retention import Retention
+from resharder.server.store.store import Store
+from resharder.server.store.verification import verify
+
+from tests.support.partial_versions import SMALL_PIECES, blot, contents, deliver, missing_of, publish_partial
+from tests.support.store_versions import FILES, LAYOUTS, SPECS, claim, numbers, publish, settle
+
+WHOLE = {*FILES, manifest.MANIFEST_FILE, LAYOUTS[0].path}
+FILE = LAYOUTS[0].path
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", SMALL_PIECES)
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    made = opened(root)
+    yield made
+    made.close()
+
+
+def opened(root: Path, keep: int = 3) -> Store:
+    store = Store(root / "store", limit_bytes=1 << 24, keep_count=keep)
+    store.reader._patience = 0.0
+    return store
+
+
+def count() -> int:
+    return number_pieces(LAYOUTS).count
+
+
+def partial_of(store: Store, number: int = 1) -> PartialVersion:
+    found = store.partials.get("policy", number)
+    assert found is not None
+    return found
+
+
+def read(store: Store, number: int, tensors: set[str] | None = None) -> dict[str, bytes]:
+    with store.reader.open("policy", number, tensors) as files:
+        return {spec.name: files.arrays[spec.name].tobytes() for spec in SPECS if tensors is None or spec.name in tensors}
+
+
+def refused(store: Store, number: int, tensors: set[str] | None = None) -> str:
+    with pytest.raises(DaemonError) as refusal:
+        read(store, number, tensors)
+    return f"{refusal.value.reason}: {refusal.value}"
+
+
+def test_a_version_that_lacks_pieces_is_ready_and_not_a_byte_of_a_missing_piece_is_read(store: Store) -> None:
+    record, _ = publish_partial(store, claim(store), 0, [1, count() - 1], ["two", "one"])
+    assert (record.state, store.catalogue.newest("policy")) == (READY, record)
+    assert set(path.name for path in store.folder.path(record).iterdir()) == WHOLE | {HELD_FILE, PIECES_FILE}
+    assert refused(store, 1) == (
+        f"PIECES_ELSEWHERE: models/policy/versions/1: the daemon holds {count() - 2} of {count()} pieces and fetches the others; "
+        "nodes that held them: one, two; try again"
+    )
+    partial = partial_of(store)
+    for piece in range(count()):
+        span = partial.numbering.span(piece)
+        part = FilePart("policy", 1, FILE, span.start, span.end)
+        if piece in (1, count() - 1):
+            with pytest.raises(Unavailable, match="holds"):
+                partial.lacks(part)
+            with pytest.raises(Unavailable):
+                partial.lacks(part._replace(start=part.end - 1))
+        else:
+            assert partial.lacks(part) == ""
+
+
+def test_once_its_pieces_have_arrived_it_is_an_ordinary_version(store: Store) -> None:
+    record, content = publish_partial(store, claim(store), 0, [0, 2])
+    partial, folder = partial_of(store), store.folder.path(record)
+    deliver(partial, content, [2])
+    assert not store.partials.settle(partial, 1)
+    assert (folder / HELD_FILE).read_bytes() == partial.held().to_bytes()
+    deliver(partial, content, [0])
+    assert refused(store, 1).startswith("PIECES_ELSEWHERE: models/policy/versions/1: the daemon holds all")
+    assert store.partials.settle(partial, 1)
+    assert store.partials.all() == []
+    assert contents(folder, LAYOUTS) == content
+    assert set(path.name for path in folder.iterdir()) == WHOLE
+    assert set(read(store, 1)) == {spec.name for spec in SPECS}
+    assert verify(folder, "policy", 1, record.fingerprint).whole
+
+
+def test_a_tensor_can_be_read_once_its_own_pieces_are_there_and_verified(store: Store) -> None:
+    _, content = publish_partial(store, claim(store), 0, range(count()))
+    partial = partial_of(store)
+    deliver(partial, content, [0])
+    assert refused(store, 1, {"b"}).startswith("PIECES_ELSEWHERE")
+    assert not store.partials.settle(partial, 1)
+    small = SPECS[1]
+    assert (small.name, partial._touched([small.name])) == ("b", [0])
+    assert read(store, 1, {"b"})["b"] == np.full(small.shape, 1, np.uint32).tobytes()
+    assert refused(store, 1, {"a", "b"}).startswith("PIECES_ELSEWHERE")
+    assert refused(store, 1).startswith("PIECES_ELSEWHERE")
+
+
+def test_bytes_with_another_checksum_are_never_written(store: Store) -> None:
+    record, content = publish_partial(store, claim(store), 0, [1])
+    before = contents(store.folder.path(record), LAYOUTS)
+    wrong = {path: bytes(len(data)) for path, data in content.items()}
+    with pytest.raises(ValueError, match="expected checksum"):
+        deliver(partial_of(store), wrong, [1])
+    assert contents(store.folder.path(record), LAYOUTS) == before
+    assert 1 not in partial_of(store).held()
+
+
+def test_a_piece_that_the_medium_has_damaged_is_fetched_again(store: Store) -> None:
+    record, content = publish_partial(store, claim(store), 0, [1, 2])
+    partial = partial_of(store)
+    deliver(partial, content, [1, 2])
+    blot(store.folder.path(record), partial.numbering, [2], LAYOUTS, 0x11)
+    assert not store.partials.settle(partial, 1)
+    assert list(partial.held().missing()) == [2]
+    deliver(partial, content, [2])
+    assert store.partials.settle(partial, 1)
+    assert contents(store.folder.path(record), LAYOUTS) == content
+
+
+def test_a_tensor_without_its_digest_is_named_and_its_version_never_served(store: Store) -> None:
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    record = store.lifecycle.begin("policy", epoch, 1, "job")
+    content = contents(store.folder.path(record), LAYOUTS)
+    store.lifecycle.commit(record, {"a": 1, "b": 2}, (), missing=missing_of(content, LAYOUTS, [1], ["one"]))
+    partial = partial_of(store, 2)
+    deliver(partial, content, [1])
+    assert store.partials.settle(partial, 1)
+    lost = store.catalogue.get("policy", 2)
+    assert (lost.state, lost.reason) == (
+        RETIRED, "LOST: b is not what was published, although its pieces have their checksums",
+    )  # fmt: skip
+    assert refused(store, 2).startswith("VERSION_GONE")
+    assert numbers(store) == [1]
+
+
+def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root: Path) -> None:
+    store = opened(root)
+    publish_partial(store, claim(store), 0, [1])
+    partial = partial_of(store)
+    store.pins.pin("policy", 1, "servers/one")
+    told = []
+    store.catalogue.subscribe(told.append)
+    lost = store.retirer.lose("policy", 1, "1 of its pieces has no holder")
+    assert told == [lost]
+    assert (lost.state, lost.reason) == (RETIRED, "LOST: 1 of its pieces has no holder")
+    with pytest.raises(ResourceNotFound, match="no longer READY"):
+        partial.await_tensors(["b"], 0.0)
+    with pytest.raises(DaemonError):
+        partial.lacks(FilePart("policy", 1, FILE, 0, 1))
+    with pytest.raises(OSError, match="No such file"):
+        partial.add(1)
+    assert store.retirer.lose("policy", 1, "again") == lost
+    settle(store)
+    store.close()
+    again = opened(root)
+    assert (again.catalogue.get("policy", 1).reason, again.partials.all()) == (lost.reason, [])
+    again.close()
+
+
+def test_a_whole_version_is_never_lost(store: Store) -> None:
+    record = publish(store, claim(store), 0)
+    assert store.retirer.lose("policy", 1, "no") == record
+    assert read(store, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_restarts_find_what_had_arrived_and_never_a_hole(root: Path, seed: int) -> None:
+    random, store = Random(seed), opened(root)
+    lacks = random.sample(range(count()), random.randint(1, count()))
+    record, content = publish_partial(store, claim(store), 3, lacks, ["one", "two"])
+    while store.partials.get("policy", 1) is not None:
+        partial = partial_of(store)
+        assert partial.nodes == {"one", "two"}
+        left = list(partial.held().missing())
+        arrived = random.sample(left, random.randint(0, len(left)))
+        deliver(partial, content, arrived)
+        held = partial.held()
+        if random.random() < 0.5:
+            store.close()
+            if random.random() < 0.2:
+                shutil.copyfile(store.folder.path(record) / HELD_FILE, root / "kept")
+                (store.folder.path(record) / HELD_FILE).write_bytes(b"damaged" * 9)
+            store = opened(root)
+            found = partial_of(store).held()
+            assert found == held or (found.bits == 0).all()
+            assert store.catalogue.get("policy", 1) == record
+        if partial_of(store).held().whole():
+            assert store.partials.settle(partial_of(store), 1)
+        else:
+            assert refused(store, 1).startswith("PIECES_ELSEWHERE")
+    assert contents(store.folder.path(record), LAYOUTS) == content
+    store.close()
+    store = opened(root)
+    assert store.partials.all() == []
+    assert set(read(store, 1)) == {"a", "b"}
+    store.close()
+
+
+def test_without_its_checksums_a_version_cannot_be_completed_and_is_dropped_as_damaged(root: Path) -> None:
+    store = opened(root)
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    record, _ = publish_partial(store, epoch, 1, [1])
+    path = store.folder.path(record) / PIECES_FILE
+    store.close()
+    path.write_bytes(path.read_bytes().replace(b'"one"', b'"two"'))
+    again = opened(root)
+    assert numbers(again) == [1]
+    again.close()
+
+
+def test_files_of_the_pieces_that_a_killed_daemon_left_of_a_whole_version_are_removed(root: Path) -> None:
+    store = opened(root)
+    record, content = publish_partial(store, claim(store), 0, [1])
+    deliver(partial_of(store), content, [1])
+    folder = store.folder.path(record)
+    left = {name: (folder / name).read_bytes() for name in (HELD_FILE, PIECES_FILE)}
+    assert store.partials.settle(partial_of(store), 1)
+    store.close()
+    for name, data in left.items():
+        (folder / name).write_bytes(data)
+    again = opened(root)
+    assert (numbers(again), again.partials.all()) == ([1], [])
+    assert set(path.name for path in folder.iterdir()) == WHOLE
+    again.close()
+
+
+def test_pieces_of_another_version_are_refused_before_anything_is_ready(store: Store) -> None:
+    record = store.lifecycle.begin("policy", claim(store), 0, "job")
+    with pytest.raises(ValueError, match="pieces with"):
+        store.lifecycle.commit(record, {"a": 0, "b": 0}, (), missing=MissingPieces(Bitmap(3), (1, 2, 3), frozenset(["one"])))
+    assert numbers(store) == []
+
+
+def test_the_newest_whole_version_outlives_newer_ones_that_lack_pieces(root: Path) -> None:
+    store = opened(root, keep=2)
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    published = [publish_partial(store, epoch, step, [1]) for step in (1, 2, 3)]
+    assert numbers(store) == [1, 4]
+    deliver(partial_of(store, 4), published[-1][1], [1])
+    assert store.partials.settle(partial_of(store, 4), 1)
+    publish(store, epoch, 4)
+    assert numbers(store) == [4, 5]
+    settle(store)
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_retention_keeps_the_newest_and_the_newest_whole_version_and_no_more_than_it_may(seed: int) -> None:
+    random = Random(seed)
+    ready = [VersionRecord("m", n, READY, 1, n, "j", 10, 1, 0.0) for n in random.sample(range(1, 30), random.randint(1, 8))]
+    partial = {record.number for record in ready if random.random() < 0.5}
+    keep = random.randint(1, 4)
+    kept = {r.number for r in ready} - {r.number for r in Retention(keep).surplus(ready, (), partial)}
+    whole = {record.number for record in ready} - partial
+    assert max(record.number for record in ready) in kept
+    assert not whole or max(whole) in kept
+    assert len(kept) <= max(keep, 2)
+
+
+def test_a_models_files_cannot_have_the_names_of_the_stores_own(store: Store) -> None:
+    for name in (HELD_FILE, PIECES_FILE):
+        with pytest.raises(InvalidArgument, match="not the store's own"):
+            check_files({name: b""})
