@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 from resharder.server.config import ConfigError, load
+from resharder.server.fleets import canary_checks
 from resharder.server.fleets.canary_checks import Checks, _Run, environment
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, Move, MoveState
 from structlog.testing import capture_logs
@@ -135,7 +137,7 @@ def test_a_command_that_is_cancelled_before_it_starts_does_not_run(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_log_names_each_check_with_its_result_and_why_it_could_not_be_kept() -> None:
+def test_the_log_names_each_check_with_its_result_and_why_it_could_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, threads = Checks({"check": ("sh", "-c", "echo why; exit 3")}, 60), queue.SimpleQueue[threading.Thread]()
 
     def refuse(ok: bool, message: str) -> None:
@@ -143,6 +145,7 @@ def test_the_log_names_each_check_with_its_result_and_why_it_could_not_be_kept()
         raise OSError(5, "Input/output error", "fleets/policy.json")
 
     with capture_logs() as logs:
+        monkeypatch.setattr(canary_checks, "_log", structlog.get_logger())  # one that no other test has configured
         checks.start("check", "fleets/policy/1", {}, refuse)
         thread = threads.get(timeout=60)
         thread.join(60)
