@@ -190,7 +190,7 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
 
 def test_a_new_epoch_ends_the_reservation_of_the_former_one_and_its_sets(world: World) -> None:
     former = world.reservation()
-    world.homes.release(PUBLISHER)
+    world.homes.reserve(PUBLISHER, (), {})
     assert world.homes.orders("one", ()) == ()
     with pytest.raises(FailedPrecondition, match="has ended"):
         world.homes.reserved_files(PUBLISHER, former, "one", "")

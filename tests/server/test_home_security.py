@@ -14,11 +14,13 @@ from tests.support.secure import PROBE, Authority, SecureDaemon
 SHAPE = [1000, 1024]
 
 
-@pytest.mark.parametrize(("fleet", "transport"), [("policy", "node"), ("other", "http")])
-def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(tmp_path: Path, fleet: str, transport: str) -> None:
+@pytest.mark.parametrize(("fleet", "transport", "replicas"), [("policy", "node", 2), ("policy", "node", 1), ("other", "http", 2)])
+def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
+    tmp_path: Path, fleet: str, transport: str, replicas: int
+) -> None:
     authority = Authority(tmp_path / "pki")
     roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator", "viewer"], "dns:one.test": [f"node:{fleet}"]}
-    options = {"data_listen": "127.0.0.1:0", "shared_memory": False}
+    options = {"data_listen": "127.0.0.1:0", "shared_memory": False, "replicas": replicas, "node_tls_name": "one.test"}
     with SecureDaemon(authority, roles, **options) as daemon, pytest.MonkeyPatch.context() as patch:
         tls = authority.tls("one.test")
         files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
@@ -31,6 +33,8 @@ def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(tmp_path
             ((version, used, _),) = ranks.publish(1)
             ranks.wait(1)
             assert used == transport
+            wait_until(lambda: not list(daemon.store.glob("models/policy/versions/*/held")))
+            assert ("version_lacks_pieces" in daemon.log.read_text()) == (replicas == 1), "it was READY before"
             content = stored(daemon, version)
             assert weights("a", SHAPE, 1).view(torch.uint8).numpy().tobytes() in content["model.safetensors"]
             if transport == "node":

@@ -3,86 +3,21 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-import torch
 from resharder.converters.storage.files import read_layout
-from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+from resharder.v1 import resources_pb2
 
-from tests.support.daemon import Daemon
-from tests.support.home_rank import HomeRanks, Rows, weights
+from tests.support.home_site import Site
 from tests.support.namespaces import unavailable
-from tests.support.node import Node, joined, nodes, stored
+from tests.support.node import joined, nodes, stored
 from tests.support.observing import wait_until
-from tests.support.publishing import read_folder
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-A, B, SPLIT = [6000, 1024], [4000, 1024], [1000, 512]  # of hosts a and b, and of both
-HOLDINGS: list[Rows] = [
-    [("a.up", A, 0, 3000), ("a.down", B, 0, 4000)],
-    [("a.up", A, 3000, 3000), ("split", SPLIT, 0, 500)],
-    [("b.up", A, 0, 6000), ("split", SPLIT, 500, 500)],
-    [("b.down", B, 0, 4000)],
-]
-SHAPES = {name: shape for rows in HOLDINGS for name, shape, _, _ in rows}
-HOSTS = "aabb"
 ABORTED = resources_pb2.Version.ABORTED
 ARRIVED = {"verified": True, "transport": "node", "reason": ""}
 STEPS = itertools.count(10)
-
-
-class Site:
-    """A daemon that no rank shares memory with, and two hosts with a node and two ranks each, in one process."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.daemon = stack.enter_context(Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=5, shared_memory=False))
-        self.nodes = {name: stack.enter_context(Node(self.daemon.endpoint, name)) for name in "ab"}
-        joined(self.daemon, *self.nodes)
-        hidden = {name: [node.root for other, node in self.nodes.items() if other != name] for name in "ab"}
-        self.ranks = {name: stack.enter_context(HomeRanks(hidden[name])) for name in "ab"}
-
-    def attach(self, job: str, **options: object) -> None:
-        for host, process in self.ranks.items():
-            holdings = {str(rank): rows for rank, rows in enumerate(HOLDINGS) if HOSTS[rank] == host}
-            process.call("attach", self.daemon.endpoint, job, holdings, len(HOLDINGS), **options)
-
-    def publish(self, step: int, **options: object) -> tuple[resources_pb2.Version, list[list[str]]]:
-        """The version once it is settled, and what each rank returned."""
-        found = [each for process in self.ranks.values() for each in process.call("publish", step, **options)]
-        return self.settled(found[0][0]), found
-
-    def publish_wrongly(self, step: int) -> resources_pb2.Version:
-        """The version after a byte that no rank has written, in a file of host b, before the last rank has sealed."""
-        name = self.ranks["a"].call("publish", step)[0][0]
-        folder = Path(next(home.folder for home in self.version(name).homes if home.node == "nodes/b"))
-        file = next(file for file in read_layout(folder) if "b.down" in file.by_name)
-        self.ranks["b"].call("publish", step, spoil=[str(folder / file.path), file.by_name["b.down"].offset + 4096])
-        return self.settled(name)
-
-    def begin_and_kill(self, step: int) -> resources_pb2.Version:
-        """The version whose home on host b is killed once three of four ranks have written theirs."""
-        name = self.ranks["a"].call("publish", step)[0][0]
-        self.ranks["b"].call("publish", step, only=["2"])
-        self.nodes["b"].kill()
-        return self.settled(name)
-
-    def settled(self, name: str) -> resources_pb2.Version:
-        wait_until(lambda: self.version(name).state != resources_pb2.Version.UPLOADING, 60)
-        return self.version(name)
-
-    def version(self, name: str) -> resources_pb2.Version:
-        stub = operator_pb2_grpc.OperatorServiceStub(self.daemon.channel)
-        return stub.GetVersion(operator_pb2.GetVersionRequest(version=name))
-
-    def check(self, version: resources_pb2.Version) -> None:
-        """The store has exactly what the ranks have published."""
-        assert version.state == resources_pb2.Version.READY, version.reason
-        folder = self.daemon.store / f"models/policy/versions/{version.number:08}"
-        for name, found in read_folder(str(folder)).items():
-            expected = weights(name, SHAPES[name], version.step)
-            assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes(), name
 
 
 @pytest.fixture(scope="module")

@@ -361,15 +361,15 @@ def test_a_piece_that_no_node_has_reported_yet_is_lost_once_no_expected_node_can
     _, lost = lacking(world, Bitmap.of(PIECES, [0]), ("one", "two"))
     half, rest = Bitmap.of(PIECES, [1, 2]), Bitmap.full(PIECES) - Bitmap.of(PIECES, [0, 1, 2])
     world.nodes.version_changed(world.records[3])
-    assert world.nodes.own.counts()[NAMES[2]][:4] == (0, 1, PIECES - 1, 0)
+    assert world.nodes._tracker.table.counts(NAMES[2])[:4] == (0, 1, PIECES - 1, 0)
     pass_time(world, int(LEASE) - 1, report("one", v3=half))
-    assert world.nodes.own.counts()[NAMES[2]][:4] == (0, 3, PIECES - 3, 0), "two may still report"
+    assert world.nodes._tracker.table.counts(NAMES[2])[:4] == (0, 3, PIECES - 3, 0), "two may still report"
     pass_time(world, 3, report("one", v3=half), report("two", v3=rest))
-    assert world.nodes.own.counts()[NAMES[2]][:4] == (0, PIECES, 0, 0)
+    assert world.nodes._tracker.table.counts(NAMES[2])[:4] == (0, PIECES, 0, 0)
     pass_time(world, 30, report("one", v3=half), report("two", v3=rest))
     assert lost == []
     pass_time(world, int(LEASE) + 1, report("one", v3=half))
-    assert (lost, world.nodes.own.counts()[NAMES[2]].lost) == ([], PIECES - 3)
+    assert (lost, world.nodes._tracker.table.counts(NAMES[2]).lost) == ([], PIECES - 3)
     pass_time(world, 1, report("one", v3=half), report("two", v3=rest))
     pass_time(world, int(LEASE) + 7, report("one", v3=half))
     assert lost[0] == f"policy/3: neither the daemon nor a node holds {PIECES - 3} of {PIECES} pieces"
@@ -379,7 +379,7 @@ def test_an_expected_node_that_never_returns_is_not_awaited_beyond_a_lease(world
     _, lost = lacking(world, Bitmap(PIECES), ("gone",))
     world.nodes.version_changed(world.records[3])
     pass_time(world, int(LEASE))
-    assert (lost, world.nodes.own.counts()[NAMES[2]].unknown) == ([], PIECES)
+    assert (lost, world.nodes._tracker.table.counts(NAMES[2]).unknown) == ([], PIECES)
     pass_time(world, 7)
     assert len(lost) > 0
 
@@ -388,7 +388,7 @@ def test_a_report_without_a_copy_counts_and_a_lasting_one_alone(world: World) ->
     _, lost = lacking(world, Bitmap(PIECES), ("one",))
     world.nodes.version_changed(world.records[3])
     world.sync(report("one"))
-    assert world.nodes.own.counts()[NAMES[2]].lost == PIECES
+    assert world.nodes._tracker.table.counts(NAMES[2]).lost == PIECES
     world.nodes.expire()
     pass_time(world, 30, report("one", v3=Bitmap.full(PIECES)))
     assert lost == [], "a report that was under way is older than the version"

@@ -39,6 +39,12 @@ class Config(BaseSettings):
     store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
     keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
+    replicas: int = Field(
+        2,
+        ge=1,
+        le=2,
+        description="holders of each piece of a READY version; 1: the daemon copies from nodes after READY",
+    )
     shared_memory: bool = Field(
         True, description="whether clients on this host may map the store; false: all data goes over the network"
     )

@@ -130,6 +130,7 @@ class Daemon:
             lease_seconds=config.lease_seconds,
             chunk_bytes=config.chunk_bytes,
             threads=config.digest_threads,
+            replicas=config.replicas,
             nodes=self.nodes.homes,
             audience=self.fleets.roster.serving,
         )
@@ -322,11 +323,10 @@ def run(
     node_tls_name: Annotated[str | None, typer.Option(help="name in the certificates of nodes, if not their address")] = None,
     data_address: Annotated[str | None, typer.Option(help="host:port at which they reach it, if it is another one")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
-    store_limit_bytes: Annotated[
-        int | None, typer.Option(help="bound on the bytes of versions; 0: 80 % of the free space")
-    ] = None,
+    store_limit_bytes: Annotated[int | None, typer.Option(help="bound on versions' bytes; 0: 80 % of the free space")] = None,
     keep_count: Annotated[int | None, typer.Option(help="READY versions retained of each model")] = None,
     keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions retained of each model; 0: no bound")] = None,
+    replicas: Annotated[int | None, typer.Option(help="holders of each piece of a READY version: 2, or 1")] = None,
     shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="duration of leases")] = None,
     forget_seconds: Annotated[float | None, typer.Option(help="time after which a LOST server is forgotten")] = None,
@@ -344,9 +344,7 @@ def run(
     pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,
     archive_url: Annotated[str | None, typer.Option(help="folder or fsspec URL of the archive")] = None,
     archive_every: Annotated[int | None, typer.Option(help="archive every n-th version; 0: on command")] = None,
-    archive_restore: Annotated[
-        bool | None, typer.Option(help="restore the newest archived version of models without one")
-    ] = None,
+    archive_restore: Annotated[bool | None, typer.Option(help="restore models without a version from the archive")] = None,
     check_seconds: Annotated[float | None, typer.Option(help="bound on a check")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,

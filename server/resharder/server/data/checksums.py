@@ -1,14 +1,9 @@
 """Checksums of the pieces of READY versions, computed when first requested."""
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-import xxhash
-from resharder.server.state.errors import Unavailable
-
-_BLOCK_BYTES = 1 << 20
 _MOST_CACHED = 1 << 20  # pieces; 16 TiB of versions
 
 
@@ -35,15 +30,3 @@ class PieceChecksums:
             self._known[key] = checksum
             while len(self._known) > self._most:
                 self._known.popitem(last=False)
-
-
-def checksum_of(descriptor: int, start: int, end: int) -> int:
-    """Return the xxh3_64 of bytes of a file, read in blocks that stay in the cache. Raises Unavailable (STORE_FAILED)."""
-    state, block, at = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK_BYTES)), start
-    while at < end:
-        found = os.preadv(descriptor, [block[: end - at]], at)
-        if not found:
-            raise Unavailable("STORE_FAILED", f"expected {end} bytes in a file of the store, it ends at {at}")
-        state.update(block[:found])
-        at += found
-    return state.intdigest()

@@ -20,11 +20,12 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_body import BOXES, LENGTH, BoxesPart, body_size, parse_boxes, parse_chunks_path
 from resharder.converters.wire.chunk_frame import frame_head
 from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
-from resharder.server.data.checksums import PieceChecksums, checksum_of
+from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
 from resharder.server.data.pinned import PinnedVersion
 from resharder.server.data.versions import ServedVersions
 from resharder.server.infra.addresses import names_address
+from resharder.server.infra.checksums import checksum_of
 from resharder.server.state.errors import (
     DaemonError,
     DataLoss,

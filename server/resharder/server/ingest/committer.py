@@ -24,6 +24,7 @@ class Committer:
         shared: State that the parts of ingest share.
         groups: Groups of versions that become READY together.
         patience: Seconds to wait for the last writer to close a version's files.
+        replicas: Holders that every piece of a version must have before it is READY, 1 or 2.
         forget: Removes a version from the UPLOADING ones.
         abort: Aborts a version and its group, with a reason.
     """
@@ -33,11 +34,12 @@ class Committer:
         shared: IngestShared,
         groups: VersionGroups,
         patience: float,
+        replicas: int,
         forget: Callable[[Upload], None],
         abort: Callable[[Upload, str], object],
     ) -> None:
         self._shared, self._store, self._groups = shared, shared.store, groups
-        self._patience, self._forget, self._abort = patience, forget, abort
+        self._patience, self._replicas, self._forget, self._abort = patience, replicas, forget, abort
 
     @contextmanager
     def _timed(self, phase: Phase, upload: Upload) -> Iterator[None]:
@@ -51,11 +53,13 @@ class Committer:
         try:
             failpoint("commit.before-proof")
             with self._timed("verify", upload):
-                digests = upload.prove(self._patience)
+                proof = upload.prove(self._patience, self._replicas)
             failpoint("commit.after-proof")
-            group = self._groups.prove(upload, digests)
+            group = self._groups.prove(upload, proof)
             if group:
-                first, *others = (ProvenVersion(each.record, found, each.slot_digests()) for each, found in group)
+                first, *others = (
+                    ProvenVersion(each.record, found.digests, each.slot_digests(), found.missing) for each, found in group
+                )
                 with self._timed("commit", upload):
                     self._store.lifecycle.commit(first.record, first.digests, first.slots, *others, missing=first.missing)
                 for each, _ in group:

@@ -36,6 +36,8 @@ class Intake:
         chunk_bytes: Size of the chunks that ranks send.
         writer_patience: Seconds to wait for the last writer to close a version's files.
         threads: Threads of a verification.
+        replicas: Holders that every piece of a version must have before it is READY: 2, or 1 to let the daemon copy afterwards
+            what ranks have written on nodes.
         clock: Monotonic clock in seconds.
         nodes: Nodes into whose files ranks may write; None for none.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
@@ -50,6 +52,7 @@ class Intake:
         chunk_bytes: int = 1 << 20,
         writer_patience: float = 10.0,
         threads: int = 2,
+        replicas: int = 2,
         clock: Callable[[], float] = time.monotonic,
         nodes: HomeNodes | None = None,
         audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),
@@ -57,7 +60,7 @@ class Intake:
         self.store = store
         self.nodes: HomeNodes = nodes or NoNodes()
         self._shared = IngestShared(store, clock, self.nodes)
-        self.uploads = Uploads(self._shared, writer_patience)
+        self.uploads = Uploads(self._shared, writer_patience, replicas)
         self.publishers = Publishers(self._shared, self.uploads, lease_seconds)
         self.exchange = MaximaExchange(self._shared, self.publishers)
         self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes, threads)

@@ -12,7 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.packed_boxes import PackedBoxes
+from resharder.server.store.partial import MissingPieces
 from resharder.server.store.piece_fetch import FetchFailed, PartSource, fetch_parts, parts_of
 
 DAEMON_HOST = ""
@@ -56,11 +59,8 @@ class HomeNodes(Protocol):
         Args:
             publisher: Resource name of the publisher.
             files: All files of a version.
-            homes: Id of the node of each file whose home is one, by path.
+            homes: Id of the node of each file whose home is one, by path; none to end the publisher's reservation.
         """
-
-    def release(self, publisher: str) -> None:
-        """End a reservation; a no-op without one."""
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
@@ -100,9 +100,6 @@ class NoNodes:
 
     def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
         """Do nothing: without nodes there are no homes."""
-
-    def release(self, publisher: str) -> None:
-        """Do nothing."""
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Return no home."""
@@ -177,15 +174,15 @@ class HomeFiles:
             found |= zip(file.by_name, proofs[file.path].digests, strict=True)
         return found
 
-    def fetch(self, folder: Path, stopped: Callable[[], bool]) -> None:
-        """Copy all files from the nodes into a folder that has their layout, by the checksums of the proofs.
+    def fetch(self, folder: Path, stopped: Callable[[], bool], *, whole: bool) -> None:
+        """Copy the files from the nodes into a folder that has their layout, by the checksums of the proofs.
 
-        Raises HomeLost, OSError.
+        Unless `whole`, only the first part of each file, which shows that the daemon reaches the nodes. Raises HomeLost, OSError.
         """
         if not self.files:
             return
         proofs, sources = self._proofs(), self._nodes.sources(self._version)
-        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums)]
+        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums) if whole or not part.start]
 
         def gone() -> str:
             return self._nodes.problem(self._version) or ("the version is aborted" if stopped() else "")
@@ -196,6 +193,19 @@ class HomeFiles:
             if error.source:
                 self._nodes.set_aside(error.source)
             raise HomeLost(str(error)) from error
+
+    def missing(self, folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
+        """Return the pieces of these files, as pieces of a version with `files`, the others of which are in `folder`.
+
+        Raises HomeLost, OSError.
+        """
+        proofs, numbering = self._proofs(), number_pieces(files)
+        own = {file.path: part_checksums(folder / file.path, file.size) for file in files if file.path not in self.paths}
+        checksums = [value for file in files for value in own.get(file.path) or proofs[file.path].checksums]
+        held = Bitmap.of(
+            numbering.count, (n for file in files if file.path in own for n in numbering.touched(file.path, 0, file.size))
+        )
+        return MissingPieces(held, tuple(checksums), self.nodes)
 
     def _proofs(self) -> Mapping[str, FileProof]:
         if not self.files:

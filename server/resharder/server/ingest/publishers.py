@@ -97,7 +97,7 @@ class Publishers:
         if earlier is None:
             return
         earlier.state = FENCED
-        self._nodes.release(earlier.name)
+        self._nodes.reserve(earlier.name, (), {})
         _log.info("publisher_fenced", model=model, job=earlier.job, epoch=earlier.epoch, reason=_OVER)
         self._uploads.abort_model(model, _OVER)
         self._shared.changed.notify()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecond
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.digests import digest_tensors
+from resharder.server.store.partial import MissingPieces
 
 MAPPED = "shared-memory"
 """Transport of slots that ranks write into mapped files."""
@@ -47,6 +49,13 @@ class SlotDelivery:
     size_bytes: int
     trace: str
     home_bytes: int = 0
+
+
+class Proof(NamedTuple):
+    """Verified digest of every tensor of a version, and the pieces that nodes alone hold; None if the daemon holds all."""
+
+    digests: dict[str, int]
+    missing: MissingPieces | None = None
 
 
 class Upload:
@@ -256,14 +265,15 @@ class Upload:
         """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
-    def prove(self, patience: float) -> dict[str, int]:
+    def prove(self, patience: float, replicas: int = 2) -> Proof:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
         Digests that were taken early, of files that no process has opened for writing since, are not taken again. Files on nodes
-        are verified there, then copied into the version's folder, and verified again as all others.
+        are verified there. With two `replicas` they are then copied into the version's folder, and verified again as all others.
 
         Args:
             patience: Seconds to wait for other processes that have the files open for writing.
+            replicas: Holders that every piece must have, 1 or 2. With 1, the daemon may lack pieces that a node holds.
 
         Raises ProofFailed, OSError.
         """
@@ -277,15 +287,19 @@ class Upload:
         said = self._said()
         _compare(taken, said, "the store holds")
         try:
-            _compare(self.homes.digests(), said, "a node holds")
-            self.homes.fetch(self.folder, lambda: self._aborted)
+            at_home = self.homes.digests()
+            _compare(at_home, said, "a node holds")
+            self.homes.fetch(self.folder, lambda: self._aborted, whole=replicas > 1)
         except HomeLost as error:
             raise ProofFailed(str(error)) from error
+        missing = None
         with touching(self.folder, "verifying"):
-            taken |= self._digest(self.homes.files, patience)
+            if self.homes.files and replicas == 1:
+                missing = self.homes.missing(self.folder, self._files)
+            taken |= at_home if missing is not None else self._digest(self.homes.files, patience)
         found = {name: taken[name] for file in self._files for name in file.by_name}
         _compare(found, said, "the store holds")
-        return found
+        return Proof(found, missing)
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
         """Digest files once no process has them open for writing."""

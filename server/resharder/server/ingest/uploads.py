@@ -28,13 +28,14 @@ class Uploads:
     Args:
         shared: State that the parts of ingest share.
         writer_patience: Seconds to wait for the last writer to close a version's files.
+        replicas: Holders that every piece of a version must have before it is READY, 1 or 2.
     """
 
-    def __init__(self, shared: IngestShared, writer_patience: float) -> None:
+    def __init__(self, shared: IngestShared, writer_patience: float, replicas: int) -> None:
         self._shared, self._store = shared, shared.store
         self._open: dict[tuple[str, int], Upload] = {}
         self._groups = VersionGroups(shared.lock)
-        self._committer = Committer(shared, self._groups, writer_patience, self._forget, self._abort)
+        self._committer = Committer(shared, self._groups, writer_patience, replicas, self._forget, self._abort)
 
     def add(self, upload: Upload) -> None:
         """Add a version that a rank has begun. Callers hold the shared lock."""

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from resharder.server.ingest.upload import Upload
+from resharder.server.ingest.upload import Proof, Upload
 
 GroupKey = tuple[str, int, frozenset[str]]
 """Job, step and models."""
@@ -22,7 +22,7 @@ class VersionGroup:
 
     models: frozenset[str]
     uploads: dict[str, Upload] = field(default_factory=dict)
-    proofs: dict[str, dict[str, int]] = field(default_factory=dict)  # digests of verified versions, by model
+    proofs: dict[str, Proof] = field(default_factory=dict)  # of verified versions, by model
 
     def add(self, upload: Upload) -> None:
         """Add a version that has begun."""
@@ -34,11 +34,11 @@ class VersionGroup:
             del self.uploads[upload.record.model]
             self.proofs.pop(upload.record.model, None)
 
-    def prove(self, upload: Upload, digests: dict[str, int]) -> list[Upload]:
+    def prove(self, upload: Upload, proof: Proof) -> list[Upload]:
         """Record a verified version. Return all versions of the group once all are verified, else none."""
         if self.uploads.get(upload.record.model) is not upload:
             return []
-        self.proofs[upload.record.model] = digests
+        self.proofs[upload.record.model] = proof
         return list(self.uploads.values()) if self.proofs.keys() == self.models else []
 
     def open_ranks(self, world_size: int, among: Iterable[int] | None = None) -> list[int]:
@@ -73,11 +73,11 @@ class VersionGroups:
             if not group.uploads:
                 self._groups.pop(key_of(upload), None)
 
-    def prove(self, upload: Upload, digests: dict[str, int]) -> list[tuple[Upload, dict[str, int]]]:
-        """Record a verified version. Return all versions of its group with their digests once all are verified, else none."""
+    def prove(self, upload: Upload, proof: Proof) -> list[tuple[Upload, Proof]]:
+        """Record a verified version. Return all versions of its group with their proofs once all are verified, else none."""
         with self._lock:
             group = self._of(upload)
-            return [(each, group.proofs[each.record.model]) for each in group.prove(upload, digests)]
+            return [(each, group.proofs[each.record.model]) for each in group.prove(upload, proof)]
 
     def others(self, upload: Upload) -> list[Upload]:
         """Return the other UPLOADING versions of a version's group."""

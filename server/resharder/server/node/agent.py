@@ -188,6 +188,7 @@ class NodeAgent:
 
     def _report(self, wait_seconds: float, *, leaving: bool = False) -> node_pb2.SyncNodeRequest:
         sent, transfers = self._sent()
+        reservations = self._sets.report()  # before the versions, which take over the folders of sets
         return node_pb2.SyncNodeRequest(
             node=f"nodes/{self._identity.id}",
             instance=self._instance,
@@ -207,7 +208,7 @@ class NodeAgent:
             leaving=leaving,
             certificate=self._daemon.certificate(),
             links=[link.to_proto() for link in self._swarm.links.all()],
-            reservations=self._sets.report(),
+            reservations=reservations,
         )
 
     def _versions(self) -> list[node_pb2.NodeVersion]:

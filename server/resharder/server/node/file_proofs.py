@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from resharder.converters.storage.files import FileLayout, MappedFiles
-from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.data.checksums import checksum_of
+from resharder.server.infra.checksums import part_checksums
 from resharder.server.infra.filesystem import ReadLease, read_lease
 from resharder.server.ingest.homes import FileProof
 from resharder.server.store.digests import digest_tensors
@@ -49,9 +48,7 @@ def prove_files(
         with MappedFiles(folder, files) as maps:
             digests = digest_tensors(maps, threads)
         for file in files:
-            with (folder / file.path).open("rb", buffering=0) as opened:
-                parts = [(at, min(at + PIECE_BYTES, file.size)) for at in range(0, file.size, PIECE_BYTES)]
-                checksums = tuple(checksum_of(opened.fileno(), start, end) for start, end in parts)
+            checksums = part_checksums(folder / file.path, file.size)
             found[file.path] = FileProof(tuple(digests[name] for name in file.by_name), checksums)
         if broken := [file.path for file, lease in zip(files, leases, strict=True) if not lease.is_intact]:
             raise ProofRefused(f"a process has opened {broken[0]} for writing while it was verified")

@@ -135,6 +135,19 @@ class HomeRegister:
             homes = found.homes.items() if found is not None else ()
             return {node: taken.reservation.homes[node] for node, taken in homes}
 
+    def not_adopted(self, report: StateReport) -> dict[str, tuple[FileLayout, ...]]:
+        """Return the verified files of versions that a node holds in sets which it has yet to take over, by version."""
+        sets = {id for each in report.reservations for id, _ in each.sets}
+        with self._state.changed:
+            return {
+                name: taken.reservation.homes[report.node]
+                for name, version in self._state.versions.items()
+                if (taken := version.homes.get(report.node)) is not None
+                and taken.proof is not None
+                and taken.set in sets
+                and taken.instance == report.instance
+            }
+
     def version_changed(self, record: VersionRecord) -> None:
         """Follow a version's state. Of one that is READY, nodes hold what ranks have written, if it is wanted there."""
         with self._state.changed:
@@ -175,12 +188,6 @@ class HomeRegister:
             if by_node:
                 self._state.reservations[publisher] = ReservedHomes(publisher, tuple(files), by_node, self._clock())
             self._state.tell([*(former.homes if former else ()), *by_node])
-
-    def release(self, publisher: str) -> None:
-        """End a reservation; a no-op without one."""
-        with self._state.changed:
-            former = self._state.reservations.pop(publisher, None)
-            self._state.tell(former.homes if former else ())
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Take a set for a version on each node that has one, as `HomeNodes.take`."""

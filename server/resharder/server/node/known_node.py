@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.node.reports import HostCopy, StateReport, bitmap_of
@@ -81,6 +82,11 @@ def host_copy_of(node: KnownNode, version: str, needed: Bitmap, piece_bytes: int
 def replaced(id: str) -> FailedPrecondition:
     """Return the error for a node whose id another process has."""
     return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
+
+
+def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
+    """Return all pieces of some files of a version."""
+    return Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
 
 
 def model_of(version: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from resharder.converters.wire.pieces import Bitmap
 from resharder.server.ingest.shared import parse_name
-from resharder.server.node.piece_table import PieceCounts, PieceTable
+from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.tracker import LONGEST
 from resharder.server.store.partial import PartialVersion
 
@@ -28,7 +28,7 @@ class _Partial:
 
 
 class OwnPieces:
-    """READY versions as the daemon's store holds them. Callers of methods other than `update` and `counts` hold the lock.
+    """READY versions as the daemon's store holds them. Callers of methods other than `update` and `missing` hold the lock.
 
     Args:
         table: The table, in which this has the row `DAEMON`.
@@ -86,10 +86,10 @@ class OwnPieces:
         """Return whether a node holds pieces that the store lacks."""
         return version in self._partials and len(self._table.bitmap(version, node) - self._table.bitmap(version, DAEMON)) > 0
 
-    def counts(self) -> dict[str, PieceCounts]:
-        """Return the pieces by state of each version that lacks some; `short` are those of one holder. Takes the lock."""
+    def missing(self) -> int:
+        """Return the number of pieces of READY versions that the store lacks. Takes the lock."""
         with self._lock:
-            return {version: self._table.counts(version, 2) for version in self._partials}
+            return sum(self._table[version].count - len(self._table.bitmap(version, DAEMON)) for version in self._partials)
 
     def lost(self, now: float, live: Collection[str]) -> Iterable[tuple[str, str]]:
         """Yield the versions that have lost pieces for good, and why.

@@ -18,7 +18,7 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
-from resharder.server.node.known_node import KnownNode, chosen_of, host_copy_of, model_of, readers_of, replaced
+from resharder.server.node.known_node import KnownNode, chosen_of, host_copy_of, model_of, pieces_of, readers_of, replaced
 from resharder.server.node.own_pieces import DAEMON as DAEMON
 from resharder.server.node.own_pieces import OwnPieces
 from resharder.server.node.piece_table import PieceTable
@@ -252,7 +252,7 @@ class NodeRegistry:
         """Let a node hold the verified files of a version that its ranks have written."""
         if (numbering := self._known(version)) is None:
             return
-        pieces = Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
+        pieces = pieces_of(numbering, files)
         with self._lock:
             node = self._nodes.get(id)
             if node is None or node.lost or version not in self._numberings:
@@ -317,11 +317,11 @@ class NodeRegistry:
 
     def _record_pieces(self, node: KnownNode, report: StateReport) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
-        reported = {copy.version: copy for copy in report.copies}
+        reported, written = {copy.version: copy for copy in report.copies}, self.homes.not_adopted(report)
         for version, numbering in self._numberings.items():
             copy, known = reported.get(version), self._tracker.table[version]
-            if copy is not None or report.node in known.index or report.node in known.awaited:
-                held = bitmap_of(numbering.count, copy)
+            if copy is not None or version in written or report.node in known.index or report.node in known.awaited:
+                held = bitmap_of(numbering.count, copy) | pieces_of(numbering, written.get(version, ()))
                 self._tracker.table.report(version, report.node, held, whole=True)
                 if version in self.own and version not in node.wants and len(held):
                     node.want(version, (), held)

@@ -46,6 +46,7 @@ class Snapshot:
     fleets: Sequence[FleetView]
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
     nodes: Sequence[NodeView] = ()
+    missing_pieces: int = 0  # of READY versions in the store
 
     def lag(self, view: FleetView) -> Lag:
         """Return the lag of a fleet in this snapshot."""
@@ -80,6 +81,7 @@ def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[],
         roster.fleets(),
         servers,
         nodes.views(),
+        nodes.own.missing(),
     )
 
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Iterable
 
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
-from resharder.server.data.checksums import PieceChecksums, checksum_of
+from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
+from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.shared import parse_name

@@ -136,6 +136,11 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
         "Bytes from other nodes that the present processes of nodes have received by a transfer engine",
         value=sum(r.received_engine_bytes for r in reports),
     )
+    own = GaugeMetricFamily(
+        "resharder_store_missing_pieces",
+        "Pieces of READY versions that the daemon has yet to copy from nodes",
+        value=now.missing_pieces,
+    )
     wanted = [copy for view in live for copy in view.copies if copy.wanted and not copy.uploading]
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
@@ -145,4 +150,4 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     stuck = GaugeMetricFamily(
         "resharder_node_stuck_copies", "Versions that do not arrive on a node", value=sum(bool(copy.problem) for copy in wanted)
     )
-    yield from (states, memory, limit, received, engine, missing, stuck)
+    yield from (states, memory, limit, received, engine, own, missing, stuck)
