@@ -1,6 +1,7 @@
 """A READY version that only a node holds completely: a real daemon fetches its pieces, after restarts and kills too."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,12 +104,15 @@ def test_a_daemon_fetches_the_pieces_that_a_node_alone_holds_and_serves_no_byte_
         content = take_away(daemon, version, "home")
         daemon.start(failpoint="node.held@2=kill")
         daemon.wait()
-        daemon.start(failpoint="node.piece@1=delay:6")
+        assert node.process is not None
+        node.process.send_signal(signal.SIGSTOP)  # no piece arrives meanwhile
+        daemon.start()
         known = version_of(daemon, version)
         assert (known.state, known.folder) == (resources_pb2.Version.READY, ""), "no process may map what is not there"
         assert checksums(daemon, version) == expected, "of missing pieces too, for other nodes"
         with pytest.raises(Cut):
             read_piece(daemon, version, known.fingerprint, content)
+        node.process.send_signal(signal.SIGCONT)
         weights = random_weights(SPECS, 1)
         with open_source(f"{SCHEME}{daemon.endpoint}/{version}") as source:  # before the pieces have arrived: it waits
             for at, box, array in source.parts([(spec.name, full_box(spec.shape)) for spec in SPECS]):

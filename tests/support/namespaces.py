@@ -87,6 +87,7 @@ class Hosts:
         _run("ip", "-n", _name(host), "route", "add", "unreachable", f"{address}/32")
 
     def __enter__(self) -> "Hosts":
+        self.close()  # what a killed process with this id has left
         try:
             _run("ip", "link", "add", self._bridge, "type", "bridge")
             for address in (self.address, self.second_address):
@@ -114,6 +115,7 @@ class Hosts:
     def close(self) -> None:
         """Remove the hosts, with the processes' connections."""
         for number in range(self._count):
+            subprocess.run(["ip", "link", "del", self._link(number)], capture_output=True)  # the kernel is late with it
             subprocess.run(["ip", "netns", "del", _name(number)], capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 

@@ -1,15 +1,17 @@
 """A server that boots keeps its claim for as long as it lives, and is LOST a lease after it dies; helpers die with it."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from resharder.client.inference.worker.boot_lease import Renewal
 from resharder.client.operator import Operator
 from resharder.client.operator.states import ServerState
 from resharder.v1 import resources_pb2
@@ -30,6 +32,20 @@ def daemon() -> Iterator[Daemon]:
         publish_all(publishers, 1, weights(1))[0].wait_ready(60)
         publishers[0].close()
         yield running
+
+
+def test_a_helper_starts_where_many_descriptors_are_open(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ENDPOINT": daemon.endpoint, "SERVER_ID": "many", "MODEL": "policy"}.items():
+        monkeypatch.setenv(f"RESHARDER_{name}", value)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 14), hard))
+    try:
+        with ExitStack() as stack:
+            for _ in range(1100):
+                stack.enter_context(open(os.devnull, "rb"))
+            Renewal().close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import select
+import selectors
 import subprocess
 import sys
 import weakref
@@ -32,7 +32,9 @@ class Renewal:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.close = weakref.finalize(self, _end, self._process)
         assert self._process.stdout is not None
-        there, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
+        with selectors.DefaultSelector() as waiting:  # `select.select` refuses descriptors above 1,023
+            waiting.register(self._process.stdout, selectors.EVENT_READ)
+            there = waiting.select(_START_SECONDS)
         if not there or not self._process.stdout.readline():
             self.close()
             raise RenewalFailed(f"expected the helper that renews the server's claim to start within {_START_SECONDS:g} s")
