@@ -30,7 +30,7 @@ WEIGHTS = random_weights(SPECS, 1)
 
 
 class Daemon:
-    """What a node asks of a daemon."""
+    """Requests of a node to a daemon."""
 
     def __init__(self) -> None:
         self.proofs: list[tuple[str, str, dict[str, FileProof]]] = []

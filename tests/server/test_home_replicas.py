@@ -35,7 +35,7 @@ def lacked(site: Site, name: str) -> bool:
 
 
 def copies(site: Site, host: str, name: str) -> list[resources_pb2.NodeCopy]:
-    """What a node reports of a version."""
+    """Copies of a version that a node reports."""
     return [copy for copy in nodes(site.daemon)[f"nodes/{host}"].copies if copy.version == name]
 
 
