@@ -43,7 +43,7 @@ class Config(BaseSettings):
         2,
         ge=1,
         le=2,
-        description="holders of each piece of a READY version; 1: the daemon copies from nodes after READY",
+        description="holders of each piece that ranks write on nodes; 1: the daemon copies it after READY",
     )
     shared_memory: bool = Field(
         True, description="whether clients on this host may map the store; false: all data goes over the network"
