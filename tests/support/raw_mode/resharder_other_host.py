@@ -9,13 +9,13 @@ from pathlib import Path
 
 def register() -> None:
     from resharder.client.inference.worker import host_node, source
+    from resharder.client.transport.shared_memory import read_nonces
 
-    plain = host_node._read
-    if "RESHARDER_OTHER_HOST" not in os.environ or plain.__name__ != "_read":
-        return
+    if "RESHARDER_OTHER_HOST" not in os.environ or host_node._read is not read_nonces:
+        return  # not wanted, or done already: vLLM loads plugins more than once
 
     def read_here(paths):  # type: ignore[no-untyped-def]
-        return plain([path for path in paths if Path(path).parent == Path(os.environ["RESHARDER_OTHER_HOST"])])
+        return read_nonces(path for path in paths if Path(path).parent == Path(os.environ["RESHARDER_OTHER_HOST"]))
 
     source.shares_memory = lambda access: False
     host_node._read = read_here
