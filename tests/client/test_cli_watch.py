@@ -59,6 +59,29 @@ def test_events_follow_goes_on_after_what_it_has_told_and_ends_by_ctrl_c(fake: F
     assert [(first.last, first.after), (second.last, second.after)] == [(20, 0), (0, 7)]  # type: ignore[attr-defined]
 
 
+INTERRUPTED_IN_NEXT = """
+import sys, time
+from resharder.client import cli
+
+def interrupt(frame, event, argument):
+    inside = frame.f_code.co_filename.endswith("grpc/_channel.py") and frame.f_code.co_name == "_next"
+    if inside and event == "c_return" and getattr(argument, "__name__", "") == "add":
+        sys.setprofile(None)
+        raise KeyboardInterrupt
+
+sys.setprofile(interrupt)
+try:
+    cli.main(["events", "--follow", "--endpoint", sys.argv[1]])
+finally:
+    time.sleep(0.5)  # in which another thread would poll the closed channel
+"""
+
+
+def test_ctrl_c_that_arrives_within_a_stream_ends_the_command(fake: FakeOperator) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IN_NEXT, fake.endpoint], capture_output=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 INTERRUPTED_IN_DEL = """
 import os, signal, sys, time
 from resharder.client import cli

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+import grpc.experimental
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
 from resharder.client.rpc.secure_channel import SecureChannel
 from resharder.client.rpc.tls import Tls
@@ -27,6 +28,9 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # bound on one attempt to connect, handshake included; not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Else a second thread polls for streams of answers, and ends the process by SIGSEGV if Ctrl-C arrives within `next` and the
+    # channel is closed afterwards (grpcio 1.85): the call then awaits an operation that was never begun, and the thread polls on.
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 
