@@ -1,6 +1,7 @@
 """Options of a node: a wrong one is one line with its name, what was expected and what came."""
 
 import pytest
+from resharder.server import node_main
 from resharder.server.config import ConfigError
 from resharder.server.node_main import load
 
@@ -34,3 +35,28 @@ def test_flags_precede_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     found = load({"endpoint": "daemon:7677", "listen": "0.0.0.0:7679", **TLS})
     assert (found.endpoint, found.limit_bytes) == ("daemon:7677", 1000)
     assert found.tls is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "route", "address"),
+    [
+        ({}, "127.0.0.1", "127.0.0.1:1"),
+        ({"listen": "0.0.0.0:7679", **TLS}, "10.0.0.5", "10.0.0.5:1"),
+        ({"listen": "[::]:7679", **TLS}, "fd00::5", "[fd00::5]:1"),
+        ({"address": "gateway:17679"}, "10.0.0.5", "gateway:17679"),
+    ],
+)
+def test_the_offered_address_is_one_that_other_hosts_reach(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, object], route: str, address: str
+) -> None:
+    monkeypatch.setattr(node_main, "_route", lambda endpoint: route)
+    assert node_main._address(load({"endpoint": "daemon:7677"} | flags), 1) == address
+
+
+@pytest.mark.parametrize("flags", [{}, {"listen": "0.0.0.0:7679", "address": "localhost:7679", **TLS}])
+def test_a_loopback_address_is_refused_if_the_daemon_is_on_another_host(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, object]
+) -> None:
+    monkeypatch.setattr(node_main, "_route", lambda endpoint: "10.0.0.5")
+    with pytest.raises(ConfigError, match=r"--listen: .* the daemon at daemon:7677 is on another host, got (127|localhost)"):
+        node_main._address(load({"endpoint": "daemon:7677"} | flags), 1)

@@ -157,7 +157,7 @@ class Node:
             raise ConfigError(
                 f"--listen: cannot listen on {config.listen}: {why_not_bound(config.listen) or error.strerror}"
             ) from error
-        self.address = config.address or _address(config, self.port.port)
+        self.address = _address(config, self.port.port)
         transfer: PieceTransfer = HttpTransfer(checksums, tls, LIMITS.stalled)
         if self.engine is not None:
             transfer = EngineTransfer(self.engine, checksums, transfer, received)
@@ -236,7 +236,7 @@ def _engine(config: NodeConfig) -> MemoryEngine | None:
     if config.transfer == "http":
         return None
     try:
-        return MooncakeEngine(parse_listen(config.address or _address(config, 1))[0], config.transfer_protocol)
+        return MooncakeEngine(parse_listen(_address(config, 1))[0], config.transfer_protocol)
     except EngineFailed as error:
         raise ConfigError(f"--transfer {config.transfer} --transfer-protocol {config.transfer_protocol}: {error}") from error
 
@@ -246,18 +246,32 @@ def _session(engine: MemoryEngine | None) -> str:
 
 
 def _address(config: NodeConfig, port: int) -> str:
-    """Return host:port at which other nodes reach a port; for every address, this host's one on the route to the daemon."""
-    found = reachable_at(config.listen, port)
-    if not found.startswith(":"):
-        return found
+    """Return host:port at which other hosts reach a port; for every address, this host's one on the route to the daemon.
+
+    Raises ConfigError if the daemon is on another host and the address is a loopback one: pieces that this node holds, and what
+    ranks write here, would be out of reach.
+    """
+    found = config.address or reachable_at(config.listen, port)
+    if found.startswith(":"):
+        here = _route(config.endpoint)
+        return f"[{here}]{found}" if ":" in here else f"{here}{found}"
+    if is_loopback(found) and not is_loopback(f"{_route(config.endpoint)}:0"):
+        raise ConfigError(
+            f"--listen: expected an address that other hosts reach, because the daemon at {config.endpoint} is on another host, "
+            f"got {found}: set it to 0.0.0.0:{port}, with certificates or with --insecure"
+        )
+    return found
+
+
+def _route(endpoint: str) -> str:
+    """Return this host's address on the route to an endpoint. Raises ConfigError if there is none."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(*parse_listen(config.endpoint), type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(*parse_listen(endpoint), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as trial:  # sends nothing
             trial.connect(target)
-            host = str(trial.getsockname()[0])
+            return str(trial.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"--endpoint: no route to {config.endpoint}: {error.strerror or error}") from error
-    return f"[{host}]{found}" if ":" in host else f"{host}{found}"
+        raise ConfigError(f"--endpoint: no route to {endpoint}: {error.strerror or error}") from error
 
 
 def load(flags: dict[str, Any]) -> NodeConfig:
