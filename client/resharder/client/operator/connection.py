@@ -37,7 +37,8 @@ class DaemonConnection:
         connect_timeout: float | None = 2.0,
         tls: Tls | None = None,
     ) -> None:
-        self._channel, self._timeout = Channel(endpoint_or_default(endpoint), connect_timeout, tls), timeout
+        self._channel = Channel(endpoint_or_default(endpoint), connect_timeout, tls, interruptible=True)
+        self._timeout = timeout
         self._stub = operator_pb2_grpc.OperatorServiceStub(self._channel.grpc)
 
     @property

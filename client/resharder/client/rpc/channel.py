@@ -28,6 +28,8 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # bound on one attempt to connect, handshake included; not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+_INTERRUPTIBLE = (
     # Else a second thread polls for streams of answers, and ends the process by SIGSEGV if Ctrl-C arrives within `next` and the
     # channel is closed afterwards (grpcio 1.85): the call then awaits an operation that was never begun, and the thread polls on.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
@@ -105,6 +107,7 @@ class Channel:
         endpoint: Address as `host:port`.
         patience: Seconds of retries; None is no bound.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables, if any.
+        interruptible: Whether Ctrl-C may interrupt the threads that read its streams, which then take a third longer.
 
     Raises:
         UsageError: The endpoint or the TLS settings are invalid.
@@ -112,13 +115,16 @@ class Channel:
 
     _closed = False
 
-    def __init__(self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None) -> None:
+    def __init__(
+        self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None, *, interruptible: bool = False
+    ) -> None:
         _, colon, port = endpoint.rpartition(":")
         if not colon or not port.isdigit():
             raise UsageError(f"expected an endpoint as host:port, got {endpoint!r}")
         self.endpoint, self.patience = endpoint, bound(patience)
         self.tls = tls or Tls.from_environment()
-        options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))))
+        agent = ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder")))
+        options = (*_OPTIONS, *(_INTERRUPTIBLE if interruptible else ()), agent)
         self.grpc: grpc.Channel = (
             SecureChannel(endpoint, self.tls, options) if self.tls else grpc.insecure_channel(endpoint, options=options)
         )
