@@ -1,4 +1,4 @@
-"""With one replica, a version is READY once nodes have verified what ranks wrote there; the daemon copies it afterwards."""
+"""With one replica, the default, a version is READY once nodes have verified it; the daemon copies it afterwards."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ READY, RETIRED = resources_pb2.Version.READY, resources_pb2.Version.RETIRED
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with ExitStack() as stack:
-        yield Site(stack, replicas=1)
+        yield Site(stack)
 
 
 def is_whole(site: Site, name: str) -> bool:

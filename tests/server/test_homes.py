@@ -1,4 +1,4 @@
-"""Ranks hand over to the node of their host: real daemon, nodes and ranks, which read no other host's folder."""
+"""Ranks hand over to the node of their host, with two replicas: real processes, which read no other host's folder."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ STEPS = itertools.count(10)
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with ExitStack() as stack:
-        yield Site(stack)
+        yield Site(stack, replicas=2)
 
 
 def files_of(site: Site, host: str, version: resources_pb2.Version) -> dict[str, bytes]:

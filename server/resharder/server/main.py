@@ -326,7 +326,7 @@ def run(
     store_limit_bytes: Annotated[int | None, typer.Option(help="bound on versions' bytes; 0: 80 % of the free space")] = None,
     keep_count: Annotated[int | None, typer.Option(help="READY versions retained of each model")] = None,
     keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions retained of each model; 0: no bound")] = None,
-    replicas: Annotated[int | None, typer.Option(help="holders, at READY, of what ranks write on nodes: 2, or 1")] = None,
+    replicas: Annotated[int | None, typer.Option(help="holders, at READY, of what ranks write on nodes: 1 or 2")] = None,
     shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="duration of leases")] = None,
     forget_seconds: Annotated[float | None, typer.Option(help="time after which a LOST server is forgotten")] = None,

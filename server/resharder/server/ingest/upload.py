@@ -265,7 +265,7 @@ class Upload:
         """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
-    def prove(self, patience: float, replicas: int = 2) -> Proof:
+    def prove(self, patience: float, replicas: int) -> Proof:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
         Digests that were taken early, of files that no process has opened for writing since, are not taken again. Files on nodes

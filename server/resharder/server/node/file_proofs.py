@@ -14,6 +14,8 @@ from resharder.server.store.digests import digest_tensors
 
 PATIENCE = 10.0
 """Seconds to wait for the last rank to close the files."""
+THREADS = max(1, min(4, os.cpu_count() or 1))
+"""Threads of a verification."""
 _PAUSE = 0.005
 SetProof = dict[str, FileProof]
 """Proof of each file of a set."""
@@ -36,7 +38,7 @@ def prove_files(
 
     Raises ProofRefused, OSError.
     """
-    threads, found = max(1, min(4, os.cpu_count() or 1)), dict[str, FileProof]()
+    found = dict[str, FileProof]()
     with ExitStack() as stack:
         leases = _leases(folder, files, clock() + patience, patience, clock)
         for lease in leases:
@@ -46,7 +48,7 @@ def prove_files(
                 if opened.read(len(file.header)) != file.header:
                     raise ProofRefused(f"{file.path}: its header was overwritten")
         with MappedFiles(folder, files) as maps:
-            digests = digest_tensors(maps, threads)
+            digests = digest_tensors(maps, THREADS)
         for file in files:
             checksums = part_checksums(folder / file.path, file.size)
             found[file.path] = FileProof(tuple(digests[name] for name in file.by_name), checksums)
