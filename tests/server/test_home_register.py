@@ -124,6 +124,9 @@ def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World
     world.report("one", "s")
     world.take()
     assert world.states() == [FileSetOrder("s", NAMES[0], SetState.UPLOADING)]
+    (path,) = PROOF
+    world.homes.closed(NAMES[0], [path, "of another node"])
+    assert world.states() == [FileSetOrder("s", NAMES[0], SetState.UPLOADING, (path,))]
     world.homes.verify(NAMES[0])
     assert world.states() == [FileSetOrder("s", NAMES[0], SetState.VERIFYING)]
     world.homes.put_proof(NAMES[0], "one", "i", "s", "", "", PROOF)

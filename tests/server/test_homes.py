@@ -69,7 +69,7 @@ def test_a_hosts_worker_maps_what_its_ranks_have_written_and_fetches_the_rest(si
 def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
     site.attach("third")
     site.publish(1)
-    assert "b.down" in site.publish_wrongly(2).reason
+    assert "b.up" in site.publish_wrongly(2).reason
     version, found = site.publish(2)
     site.check(version)
     assert found[3][1] == "node"

@@ -4,7 +4,7 @@ A file's home is a node if ranks on the node's host send all tensors of the file
 layout of an epoch; whether it has that home in one version, when the version begins.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -74,6 +74,9 @@ class HomeNodes(Protocol):
     def problem(self, version: str) -> str:
         """Return why a version cannot complete because it has lost a home; empty if it has not."""
 
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Have the version's homes verify some of their files, which all ranks have closed, while ranks still write others."""
+
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files: all ranks have sealed."""
 
@@ -108,6 +111,9 @@ class NoNodes:
     def problem(self, version: str) -> str:
         """Return no problem."""
         return ""
+
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Do nothing."""
 
     def verify(self, version: str) -> None:
         """Do nothing."""
@@ -162,6 +168,11 @@ class HomeFiles:
         """Ids of the nodes."""
         return frozenset(home.node for home in self.homes)
 
+    def closed(self, files: Collection[str]) -> None:
+        """Have the nodes verify some of their files, which all ranks have closed."""
+        if files:
+            self._nodes.closed(self._version, files)
+
     def verify(self) -> None:
         """Have the nodes verify their files: all ranks have sealed."""
         if self.files:
@@ -177,12 +188,15 @@ class HomeFiles:
     def fetch(self, folder: Path, stopped: Callable[[], bool], *, whole: bool) -> None:
         """Copy the files from the nodes into a folder that has their layout, by the checksums of the proofs.
 
-        Unless `whole`, only the first part of each file, which shows that the daemon reaches the nodes. Raises HomeLost, OSError.
+        Unless `whole`, only the shortest part of each node, which shows that the daemon reaches it. Raises HomeLost, OSError.
         """
         if not self.files:
             return
         proofs, sources = self._proofs(), self._nodes.sources(self._version)
-        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums) if whole or not part.start]
+        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums)]
+        if not whole:
+            of_node = ([part for part in parts if part.file in home.files] for home in self.homes)
+            parts = [min(some, key=lambda part: part.end - part.start) for some in of_node]
 
         def gone() -> str:
             return self._nodes.problem(self._version) or ("the version is aborted" if stopped() else "")

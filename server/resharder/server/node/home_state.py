@@ -45,6 +45,7 @@ class TakenSet:
     folder: str
     instance: str
     reservation: ReservedHomes
+    closed: tuple[str, ...] = ()  # files that all ranks have closed
     proof: dict[str, FileProof] | None = None
     problem: str = ""
 
@@ -72,7 +73,8 @@ class HomeState:
         for name, version in self.versions.items():
             if (taken := version.homes.get(node)) is not None and taken.set == set:
                 ended = version.state is SetState.READY and name not in wanted
-                return FileSetOrder(set, name, SetState.ENDED if ended else version.state)
+                state = SetState.ENDED if ended else version.state
+                return FileSetOrder(set, name, state, taken.closed if state is SetState.UPLOADING else ())
         return FileSetOrder(set, "", SetState.ENDED)
 
     def check_caller(self, node: str, caller: str) -> None:

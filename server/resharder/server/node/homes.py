@@ -6,7 +6,7 @@ set after the last seal, hold the version in it from READY on, and use its files
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.range_client import DataAddress
@@ -214,6 +214,15 @@ class HomeRegister:
         with self._state.changed:
             found = self._state.versions.get(version)
             return self._state.problem(found) if found is not None else ""
+
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Have the version's homes verify some of their files, which all ranks have closed."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            for node, taken in found.homes.items() if found is not None and found.state is SetState.UPLOADING else ():
+                if own := [file.path for file in taken.reservation.homes[node] if file.path in {*files} - {*taken.closed}]:
+                    taken.closed += tuple(own)
+                    self._state.tell([node])
 
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files."""
