@@ -104,7 +104,7 @@ def test_a_worker_maps_its_hosts_files_and_gets_the_rest_from_other_nodes(site: 
 def test_a_daemon_that_is_killed_copies_after_its_restart(site: Site) -> None:
     site.attach("fourth")
     site.daemon.stop()
-    site.daemon.start(failpoint="node.piece@1=kill")
+    site.daemon.start(failpoint="node.piece@3=kill")  # the first two are requests before READY
     joined(site.daemon, *site.nodes)
     site.attach("fifth")
     for process in site.ranks.values():

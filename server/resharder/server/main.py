@@ -119,7 +119,7 @@ class Daemon:
             forget_seconds=config.forget_seconds,
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
-            homes=HomeRegister(self.store.folder, web.node_address(config.security)),
+            homes=HomeRegister(self.store.folder, tls),
             partial=self.store.partials.get,
             lose=self.store.retirer.lose,
             certificate=partial(certificate_of, tls),

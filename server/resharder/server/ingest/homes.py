@@ -16,7 +16,6 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.store.partial import MissingPieces
-from resharder.server.store.piece_fetch import FetchFailed, PartSource, fetch_parts, parts_of
 
 DAEMON_HOST = ""
 """Host of the daemon, among the hosts of ranks; others are ids of nodes."""
@@ -83,11 +82,20 @@ class HomeNodes(Protocol):
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
         """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
 
-    def sources(self, version: str) -> Mapping[str, PartSource]:
-        """Return where the daemon fetches each of the files. Raises HomeLost."""
+    def fetch(
+        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
+    ) -> None:
+        """Copy the files of all homes into the version's folder. A node that does not deliver them is no home for some time.
 
-    def set_aside(self, node: str) -> None:
-        """Take no files of a node for some time, because the daemon cannot fetch what was written there. `node`: its name."""
+        Args:
+            version: Resource name of the UPLOADING version.
+            folder: Its folder.
+            proofs: Proofs of the files.
+            stopped: Returns whether the version is aborted.
+            whole: Copy all; otherwise only the shortest part of each node, which shows that the daemon reaches it.
+
+        Raises HomeLost, OSError.
+        """
 
 
 class NoNodes:
@@ -122,11 +130,9 @@ class NoNodes:
         """Return no proof."""
         return {}
 
-    def sources(self, version: str) -> Mapping[str, PartSource]:
-        """Return no source."""
-        return {}
-
-    def set_aside(self, node: str) -> None:
+    def fetch(
+        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
+    ) -> None:
         """Do nothing."""
 
 
@@ -190,23 +196,8 @@ class HomeFiles:
 
         Unless `whole`, only the shortest part of each node, which shows that the daemon reaches it. Raises HomeLost, OSError.
         """
-        if not self.files:
-            return
-        proofs, sources = self._proofs(), self._nodes.sources(self._version)
-        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums)]
-        if not whole:
-            of_node = ([part for part in parts if part.file in home.files] for home in self.homes)
-            parts = [min(some, key=lambda part: part.end - part.start) for some in of_node]
-
-        def gone() -> str:
-            return self._nodes.problem(self._version) or ("the version is aborted" if stopped() else "")
-
-        try:
-            fetch_parts(folder, self._version, parts, lambda part: [sources[part.file]], gone)
-        except FetchFailed as error:
-            if error.source:
-                self._nodes.set_aside(error.source)
-            raise HomeLost(str(error)) from error
+        if self.files:
+            self._nodes.fetch(self._version, folder, self._proofs(), stopped, whole=whole)
 
     def missing(self, folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
         """Return the pieces of these files, as pieces of a version with `files`, the others of which are in `folder`.

@@ -169,21 +169,10 @@ class NodeAgent:
                 self._orders, self._has_orders = orders, True
                 self._sets.follow(orders.reservations, drained=orders.drained)
                 self._changed.notify_all()
-            pause, wait = self._interval(orders.report_seconds)
+            pause, wait = _interval(orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete())
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, min(pause, _SHORTEST_REPORT))
                 self._changed.wait_for(lambda: self._ended or self._report_now, max(0.0, pause - _SHORTEST_REPORT))
-
-    def _interval(self, longest: float) -> tuple[float, float]:
-        """Return the seconds until the next report, and those that the daemon may take to answer it while no order changes.
-
-        A pause ends once there is something to report. While ranks write here, the next order is awaited instead.
-        """
-        unsettled, uploading = self._sets.work()
-        if unsettled:
-            shortest = min(longest, _UNSETTLED_SECONDS)
-            return (0.0, shortest) if uploading else (shortest, 0.0)
-        return (longest, 0.0) if self._is_incomplete() else (0.0, longest)
 
     def _is_incomplete(self) -> bool:
         """Return whether a piece of an ordered version is missing and may arrive."""
@@ -370,6 +359,17 @@ class _Problems:
         """Forget the problem of a version."""
         with self._lock:
             self._found.pop(name, None)
+
+
+def _interval(longest: float, unsettled: bool, uploading: bool, *, incomplete: bool) -> tuple[float, float]:
+    """Return the seconds until the next report, and for how many the daemon may wait for a change of orders to answer it.
+
+    A pause ends once there is something to report. While ranks write into a set, the next order is awaited instead.
+    """
+    if unsettled:
+        shortest = min(longest, _UNSETTLED_SECONDS)
+        return (0.0, shortest) if uploading else (shortest, 0.0)
+    return (longest, 0.0) if incomplete else (0.0, longest)
 
 
 def _refused(error: Exception, failures: int, endpoint: str) -> None:

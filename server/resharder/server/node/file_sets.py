@@ -10,7 +10,6 @@ The daemon's orders move a set from one state to the next. A set is used again w
 has ended are unlinked.
 """
 
-import os
 import secrets
 import shutil
 import threading
@@ -28,7 +27,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at, write_zeros
+from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_header, write_zeros
 from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.released_files import EarlyDigests
 from resharder.server.node.copies import NodeCopies
@@ -171,7 +170,8 @@ class FileSets:
     def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
         """Yield the verified files of an UPLOADING version for the data port, from which the daemon copies them.
 
-        Their `ETag` is the id of the set, because the version has no fingerprint yet. Raises ResourceNotFound (VERSION_UNKNOWN).
+        Their `ETag` is the id of the reservation, because the version has no fingerprint yet. Raises ResourceNotFound
+        (VERSION_UNKNOWN).
         """
         name = f"models/{model}/versions/{number}"
         with self._lock:
@@ -180,7 +180,7 @@ class FileSets:
         if served is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold {name}")
         reservation, found = served
-        yield ServedVersion(name, found.id, {file.path: file.size for file in reservation.files}, found.folder)
+        yield ServedVersion(name, reservation.id, {file.path: file.size for file in reservation.files}, found.folder)
 
     # With the lock
 
@@ -340,7 +340,7 @@ class FileSets:
                     path.unlink()
             safe = safe and all((target / path).stat().st_size == file.size for path, file in kept.items())
             for name, file in kept.items() if safe else ():
-                _write_header(target / name, file.header)
+                write_header(target / name, file.header)
         except OSError as error:
             safe = False
             _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
@@ -371,11 +371,3 @@ def _remove(folder: Path) -> None:
     """Unlink a set. A process that has mapped its files keeps them."""
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
-
-
-def _write_header(path: Path, header: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_at(descriptor, header, 0)
-    finally:
-        os.close(descriptor)
