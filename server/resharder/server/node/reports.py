@@ -127,7 +127,10 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """Answer to a report. `revision` changes with the set of versions, their pieces and readers, reservations, and `drained`."""
+    """Answer to a report.
+
+    `revision` changes with the set of versions, their pieces and readers, reservations, `drained`, and doubts about pieces.
+    """
 
     revision: int
     versions: tuple[CopyOrder, ...]
