@@ -1,9 +1,10 @@
 """Publishing from several hosts, beside plain copies: `python -m benchmarks.host_publish [--hosts 4] [--megabytes 400]`.
 
 One rank on each emulated host, a process that reads the folder of its own node alone. In each round, all ranks at once copy their
-part into shared memory that they have touched before, the limit; then all publish it. Prints seconds until the last rank has
-returned and until READY, and both over the seconds of the copies in the same round; also for ranks without nodes, by the data
-port. All hosts share this machine's cores and memory, and the loopback is their network. Needs root.
+part into shared memory that they have touched before, the limit; then all take digests and checksums of these copies, with the
+threads of a node, the floor of a verification; then all publish it. Prints seconds until the last rank has returned and until
+READY, and these and the floor over the seconds of the copies in the same round: with one replica and with two, and for ranks
+without nodes, by the data port. All hosts share this machine's cores and memory, and the loopback is their network. Needs root.
 """
 
 import argparse
@@ -13,11 +14,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from resharder.client import Publisher, connect
 from resharder.client.trainer.connect import DeclaredTensor
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.storage.digest import compile_for, digest
+from resharder.server.node.file_proofs import THREADS
 
 from tests.support.daemon import Daemon
 from tests.support.home_rank import CONFIG, HomeRanks, serve
@@ -25,6 +31,8 @@ from tests.support.namespaces import unavailable
 from tests.support.node import Node, joined
 
 TENSOR_BYTES = 16 << 20
+WAYS = {"nodes, 1 replica": ("auto", 1), "nodes, 2 replicas": ("auto", 2), "data port": ("http", 1)}
+"""Transport and replicas."""
 
 
 class Rank:
@@ -42,12 +50,23 @@ class Rank:
             file.truncate(tensors * TENSOR_BYTES)
             self._target = np.frombuffer(mmap.mmap(file.fileno(), tensors * TENSOR_BYTES), np.uint8)
         self._target[...] = 0
+        self._shape = shape
+        compile_for([2])
 
     def copy(self) -> float:
         """Return the seconds of a copy of all tensors into shared memory."""
         began = time.perf_counter()
         for i, (_, tensor) in enumerate(self._tensors):
             self._target[i * TENSOR_BYTES : (i + 1) * TENSOR_BYTES] = tensor.view(torch.uint8).reshape(-1).numpy()
+        return time.perf_counter() - began
+
+    def verify(self) -> float:
+        """Return the seconds of the digests and checksums of the copies."""
+        box, blocks = full_box(self._shape), self._target.reshape(-1, TENSOR_BYTES)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda block: digest(block.view(np.uint16).reshape(self._shape), box, self._shape), blocks))
+            list(pool.map(xxhash.xxh3_64_intdigest, blocks))
         return time.perf_counter() - began
 
     def publish(self, step: int) -> tuple[float, str]:
@@ -64,34 +83,36 @@ class Rank:
         del self._target
 
 
-def measure(ranks: list[HomeRanks], pool: ThreadPoolExecutor, rounds: int) -> list[tuple[float, float, float, str]]:
-    """Return, of each round but the first, seconds of the copies, until all ranks have returned, until READY; the transport."""
+class Round(NamedTuple):
+    """Seconds of the copies, of their verification, until all ranks have returned, and until READY; the transport."""
+
+    copied: float
+    floor: float
+    returned: float
+    ready: float
+    transport: str
+
+
+def measure(ranks: list[HomeRanks], pool: ThreadPoolExecutor, rounds: int, pause: float) -> list[Round]:
+    """Return all rounds but the first, with `pause` seconds between them."""
     found = []
     for step in range(1, rounds + 2):
         copied = max(pool.map(lambda rank: rank.call("copy"), ranks))
+        floor = max(pool.map(lambda rank: rank.call("verify"), ranks))
         began = time.perf_counter()
         returned = list(pool.map(lambda rank, step=step: rank.call("publish", step), ranks))  # type: ignore[misc]
         ranks[0].call("ready")
-        found.append((copied, max(seconds for seconds, _ in returned), time.perf_counter() - began, returned[0][1]))
-        time.sleep(1)  # until files are laid out again
+        ready = time.perf_counter() - began
+        found.append(Round(copied, floor, max(seconds for seconds, _ in returned), ready, returned[0][1]))
+        time.sleep(pause)  # until files are laid out again, and the daemon has copied
     return found[1:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--megabytes", type=int, default=400, help="of each rank")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.serve:
-        return serve(Rank())
-    if reason := unavailable():
-        print(f"not measured: {reason}")
-        return
-    tensors = max(1, asked.megabytes * 10**6 // TENSOR_BYTES)
+def rounds_of(way: str, asked: argparse.Namespace) -> list[Round]:
+    """Return the rounds of one way, with a daemon and nodes of its own."""
+    transport, replicas = WAYS[way]
     with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon(data_listen="127.0.0.1:0", shared_memory=False, keep_count=1))
+        daemon = stack.enter_context(Daemon(data_listen="127.0.0.1:0", shared_memory=False, keep_count=1, replicas=replicas))
         nodes = [stack.enter_context(Node(daemon.endpoint, f"host-{number}")) for number in range(asked.hosts)]
         joined(daemon, *(node.name for node in nodes))
         pool = stack.enter_context(ThreadPoolExecutor(asked.hosts))
@@ -99,21 +120,44 @@ def main() -> None:
         for node in nodes:
             hidden = [other.root for other in nodes if other is not node]
             ranks.append(stack.enter_context(HomeRanks(hidden, program=("-m", "benchmarks.host_publish", "--serve"))))
-        print(
-            f"{asked.hosts} hosts, {tensors * TENSOR_BYTES / 1e6:.0f} MB each; medians of {asked.rounds} rounds (least to most)"
+        for rank, process in enumerate(ranks):
+            process.call("attach", daemon.endpoint, way, rank, asked.hosts, tensors_of(asked), transport)
+        found = measure(ranks, pool, asked.rounds, asked.pause)
+        for process in ranks:
+            process.call("close")
+        return found
+
+
+def tensors_of(asked: argparse.Namespace) -> int:
+    return max(1, asked.megabytes * 10**6 // TENSOR_BYTES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=400, help="of each rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds between two rounds")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve:
+        return serve(Rank())
+    if reason := unavailable():
+        print(f"not measured: {reason}")
+        return
+    size = tensors_of(asked) * TENSOR_BYTES / 1e6
+    print(f"{asked.hosts} hosts, {size:.0f} MB each; medians of {asked.rounds} rounds (least to most), over the copies")
+    print("| way | transport | copies, s | floor | returned | READY | READY, s |\n|---|---|---|---|---|---|---|")
+    for way in asked.ways:
+        rounds = rounds_of(way, asked)
+        copied, ready = (median(column) for column in zip(*((r.copied, r.ready) for r in rounds), strict=True))
+        ratios = (
+            sorted(each / r.copied for each, r in zip(column, rounds, strict=True))
+            for column in list(zip(*rounds, strict=True))[1:4]
         )
-        print("| way | copies, s | returned, s | READY, s | returned of copies | READY of copies |\n|---|---|---|---|---|---|")
-        for transport in ("auto", "http"):
-            part = daemon.endpoint, f"by {transport}"
-            for rank, process in enumerate(ranks):
-                process.call("attach", *part, rank, asked.hosts, tensors, transport)
-            rounds = measure(ranks, pool, asked.rounds)
-            copied, returned, ready = (median(column) for column in list(zip(*rounds, strict=True))[:3])
-            ratios = [sorted(row[i] / row[0] for row in rounds) for i in (1, 2)]
-            said = [f"{median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in ratios]
-            print(f"| {rounds[0][3]} | {copied:.3f} | {returned:.3f} | {ready:.2f} | {said[0]} | {said[1]} |", flush=True)
-            for process in ranks:
-                process.call("close")
+        cells = [f"{median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in ratios]
+        print(f"| {way} | {rounds[0].transport} | {copied:.3f} | {' | '.join(cells)} | {ready:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

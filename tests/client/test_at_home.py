@@ -77,7 +77,7 @@ def test_boxes_of_the_node_are_written_there_and_the_others_are_sent(folder: Pat
         assert {name: array.tobytes() for name, array in written.items()} == {
             NAMES[number]: TENSORS[NAMES[number]].numpy().tobytes() for number in HOME
         }
-    assert set(releases.files) == {""}, "files of a node are closed, and reported to nobody"
+    assert releases.files == 2 * ["model.safetensors"], "files of a node are reported once they are closed"
 
 
 def test_a_slot_that_is_all_at_home_needs_no_way_to_the_daemon(folder: Path) -> None:

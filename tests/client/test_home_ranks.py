@@ -20,15 +20,19 @@ REASON = unavailable()
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_pipeline_stages_on_two_hosts_publish_two_models_into_the_memory_of_their_hosts(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "policy", tiny_config("qwen3_moe"), seed=5, dtype=torch.bfloat16)
-    with Daemon(data_listen="127.0.0.1:0", shared_memory=False) as daemon:
-        with Node(daemon.endpoint, "a") as first, Node(daemon.endpoint, "b") as second:
-            (tmp_path / "nodes.json").write_text(json.dumps([str(first.root), str(second.root)]))
-            joined(daemon, "a", "b")
-            torchrun("tests.client.home_ranks", daemon.endpoint, tmp_path)
-            found = [json.loads((tmp_path / f"transports-{rank}.json").read_text()) for rank in range(4)]
-            assert found == [["node", "node"]] * 4
-            copies = {copy.version: copy for node in nodes(daemon).values() for copy in node.copies}
-            assert {"models/policy/versions/2", "models/policy-fp8/versions/2"} <= copies.keys()
+    with (
+        Daemon(data_listen="127.0.0.1:0", shared_memory=False) as daemon,
+        Node(daemon.endpoint, "a") as first,
+        Node(daemon.endpoint, "b") as second,
+    ):
+        (tmp_path / "nodes.json").write_text(json.dumps([str(first.root), str(second.root)]))
+        joined(daemon, "a", "b")
+        torchrun("tests.client.home_ranks", daemon.endpoint, tmp_path)
+        found = [json.loads((tmp_path / f"transports-{rank}.json").read_text()) for rank in range(4)]
+        assert found == [["node", "node"]] * 4
+        copies = {copy.version: copy for node in nodes(daemon).values() for copy in node.copies}
+        assert {"models/policy/versions/2", "models/policy-fp8/versions/2"} <= copies.keys()
+        # READY comes before the daemon's copies, for which exports wait
         plain = exported(daemon.endpoint, "models/policy/versions/1", tmp_path / "plain")
         assert equal(plain, load_checkpoint(tmp_path / "policy"))
         scaled = exported(daemon.endpoint, "models/policy/versions/2", tmp_path / "scaled")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage import digest as digests
-from resharder.converters.storage.digest import MASK, copy_and_digest, digest, digest_torch
+from resharder.converters.storage.digest import MASK, copy_and_digest, digest, digest_run, digest_torch
 
 from tests.support.digest_reference import DTYPES, fold, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
@@ -23,6 +23,15 @@ def test_the_digest_of_a_tensor_is_the_sum_over_any_tiling_of_it(data: st.DataOb
     x = random_bits(shape, data.draw(st.sampled_from(DTYPES)))
     boxes = [box for mine in data.draw(sharding(shape)) for box in mine]
     assert sum(digest(x[box_index(box)], box, shape) for box in boxes) & MASK == digest(x, full_box(shape), shape)
+
+
+@given(st.data())
+def test_the_digest_of_a_tensor_is_the_sum_over_runs_of_its_elements(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=4)))
+    x = random_bits(shape, data.draw(st.sampled_from(DTYPES)))
+    cuts = sorted({0, x.size, *data.draw(st.lists(st.integers(0, x.size), max_size=4))})
+    found = sum(digest_run(x.reshape(-1)[begin:end], begin, shape) for begin, end in pairwise(cuts))
+    assert found & MASK == digest(x, full_box(shape), shape)
 
 
 @settings(deadline=None)

@@ -115,7 +115,7 @@ class Cycle:
         options["data_listen"] = "127.0.0.1:0"
         with_node = case is not None and (case.place == "node" or case.point in AT_HOME)
         if with_node:  # the server is on the node's host
-            options["shared_memory"] = False
+            options |= {"shared_memory": False, "replicas": 2}  # which lose no READY version with a node
         self.daemon = KeptDaemon(**options)
         self.node = KeptNode(self.daemon.endpoint, self.environment_of(case, "node")) if with_node else None
         self.daemon.environment["RESHARDER_CYCLE"] = str(self.folder)

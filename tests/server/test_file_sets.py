@@ -3,9 +3,11 @@
 import mmap
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
@@ -14,9 +16,11 @@ from resharder.server.ingest.homes import FileProof
 from resharder.server.node import file_proofs, file_sets
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
-from resharder.server.node.file_proofs import ProofRefused, prove_files
-from resharder.server.node.file_sets import FileSets
+from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
+from resharder.server.node.file_sets import FileSet, FileSets
+from resharder.server.store.digests import digest_tensors
 from resharder.v1 import node_pb2
+from xxhash import xxh3_64_intdigest
 
 from tests.support.observing import wait_until
 from tests.support.publishing import random_weights
@@ -26,6 +30,7 @@ FILES = lay_out(SPECS, homes={"elsewhere": "another"})
 OWN = tuple(file for file in FILES if "a" in file.by_name)
 PUBLISHER, VERSION = "models/policy/publishers/1", "models/policy/versions/1"
 State = node_pb2.FileSetOrder.State
+read_part = file_proofs._read_part
 WEIGHTS = random_weights(SPECS, 1)
 
 
@@ -52,8 +57,8 @@ class Site:
         self.daemon, self.copies = Daemon(), NodeCopies(root, limit)
         self.sets = FileSets(root, self.copies, self.daemon, "one", "instance")  # type: ignore[arg-type]
 
-    def follow(self, *sets: tuple[str, int], reservation: str = "r", drained: bool = False) -> None:
-        orders = [node_pb2.FileSetOrder(id=id, version=VERSION, state=state) for id, state in sets]  # type: ignore[arg-type]
+    def follow(self, *sets: tuple[str, int], reservation: str = "r", drained: bool = False, closed: Sequence[str] = ()) -> None:
+        orders = [node_pb2.FileSetOrder(id=id, version=VERSION, state=state, closed=closed) for id, state in sets]  # type: ignore[arg-type]
         self.sets.follow([node_pb2.ReservationOrder(id=reservation, publisher=PUBLISHER, sets=orders)], drained=drained)
 
     def reported(self) -> dict[str, Path]:
@@ -78,8 +83,11 @@ class Site:
         assert version is not None
         return version.folder
 
+    def of(self, set: str) -> FileSet:
+        return next(found for each in self.sets._reservations.values() for found in each.sets.values() if found.id == set)
+
     def _busy(self, set: str) -> bool:
-        return any(found.busy for each in self.sets._reservations.values() for found in each.sets.values() if found.id == set)
+        return self.of(set).busy
 
 
 def write(folder: Path) -> None:
@@ -120,6 +128,51 @@ def test_a_proof_has_the_digests_of_what_ranks_have_written(site: Site) -> None:
         prove_files(folder, OWN)
 
 
+def test_a_proof_is_the_same_however_blocks_cut_the_tensors(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_proofs, "_BLOCK_BYTES", 4096)
+    shapes = {"BF16": [(70, 33), (5, 7, 11)], "F32": [(3000,), (1, 9)], "F64": [(513, 3), ()], "I8": [(12289,), (0, 4)]}
+    specs = [TensorSpec(f"{dtype} {shape}", dtype, shape) for dtype, some in shapes.items() for shape in some]
+    (file,) = lay_out(specs)
+    random = np.random.default_rng(1)
+    content = file.header + random.bytes(file.size - len(file.header))
+    (site.sets._root / file.path).write_bytes(content)
+    monkeypatch.setattr(file_proofs, "PIECE_BYTES", 3 * 4096)
+    proof = read_proofs(site.sets._root, [file])[file.path]
+    with MappedFiles(site.sets._root, [file]) as maps:
+        assert list(proof.digests) == list(digest_tensors(maps, 1).values())
+    parts = [content[at : at + 3 * 4096] for at in range(0, file.size, 3 * 4096)]
+    assert list(proof.checksums) == [xxh3_64_intdigest(part) for part in parts]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_closed_files_are_verified_before_the_last_seal_and_again_once_a_process_has_opened_them(
+    site: Site, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    read, (file,) = list[str](), OWN
+    monkeypatch.setattr(file_proofs, "_read_part", lambda *part: (read.append(part[1].path), read_part(*part))[1])
+    set, folder = site.free()
+    write(folder)
+    site.follow((set, State.UPLOADING), closed=[file.path])
+    wait_until(lambda: file.path in site.of(set).early._found)
+    parts = len(read)
+    with ThreadPoolExecutor(1) as pool:
+        if changed:
+            late = pool.submit((folder / file.path).open, "r+b")
+            wait_until(lambda: not site.of(set).early._leases[file.path].is_intact)
+        site.follow((set, State.VERIFYING))
+        if changed:
+            with late.result() as opened:  # the digests were discarded, which ends the lease
+                opened.seek(file.size - 1)
+                opened.write(b"?")
+    wait_until(lambda: bool(site.daemon.proofs))
+    assert len(read) == (2 * parts if changed else parts)
+    ((_, problem, found),) = site.daemon.proofs
+    if not problem or not changed:  # the writer may come while the files are verified again
+        assert found == read_proofs(folder, OWN)
+    else:
+        assert "for writing while it was verified" in problem
+
+
 def test_a_ready_version_has_the_files_of_its_set_and_holes_for_the_others(site: Site) -> None:
     folder = site.ready()
     version = site.copies.get(VERSION)
@@ -155,7 +208,7 @@ def test_files_that_a_late_rank_keeps_open_are_unlinked_rather_than_used_again(s
         site.follow((set, State.UPLOADING))
         former = inodes(folder)
         site.follow((set, State.ENDED))
-        wait_until(lambda: not site.sets.unsettled() and not folder.exists())
+        wait_until(lambda: not site.sets.work()[0] and not folder.exists())
         late.write(b"too late")
         late.flush()
         site.free()

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
-from resharder.converters.storage.files import lay_out
+from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost
 from resharder.server.node import homes
+from resharder.server.node.home_fetch import HomeSource
 from resharder.server.node.homes import HomeRegister
 from resharder.server.node.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -52,6 +53,9 @@ class World:
         found = self.homes.take(PUBLISHER, version, {**READS, **reads})
         assert all(home.files == tuple(path for path, node in FILE_HOMES.items() if node == home.node) for home in found)
         return {home.node: home.folder for home in found}
+
+    def files(self, node: str = "one") -> tuple[FileLayout, ...]:
+        return tuple(file for file in FILES if FILE_HOMES.get(file.path) == node)
 
     def is_coming(self, node: str) -> bool:
         return self.homes._state.is_coming(PUBLISHER, node, READS[node], self.now)
@@ -101,13 +105,13 @@ def test_a_node_from_which_the_daemon_could_not_fetch_is_no_home_for_a_time_that
     world.report("one", "s", "t", "u", "v")
     assert world.take() == {"one": "/one/s"}
     for seconds in (60, 120):
-        world.homes.set_aside("nodes/one")
+        world.homes._state.set_aside("one", world.now)
         assert world.take(NAMES[1]) == {}
         world.now += seconds - 12
         assert world.take(NAMES[1]) == {}
         world.now += 12
         assert world.take(NAMES[1]).keys() == {"one"}
-    world.homes.set_aside("nodes/one")
+    world.homes._state.set_aside("one", world.now)
     world.report("one", "w", instance="j")
     assert world.take(NAMES[2]) == {"one": "/one/w"}, "another process may be reached"
 
@@ -124,11 +128,14 @@ def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World
     world.report("one", "s")
     world.take()
     assert world.states() == [FileSetOrder("s", NAMES[0], SetState.UPLOADING)]
+    (path,) = PROOF
+    world.homes.closed(NAMES[0], [path, "of another node"])
+    assert world.states() == [FileSetOrder("s", NAMES[0], SetState.UPLOADING, (path,))]
     world.homes.verify(NAMES[0])
     assert world.states() == [FileSetOrder("s", NAMES[0], SetState.VERIFYING)]
     world.homes.put_proof(NAMES[0], "one", "i", "s", "", "", PROOF)
     assert world.homes.proofs(NAMES[0], 1.0) == PROOF
-    assert [source.tag for source in world.homes.sources(NAMES[0]).values()] == ["s"]
+    assert world.homes._state.sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
     assert world.homes.written(NAMES[0]).keys() == {"one"}
     world.settle(NAMES[0], READY)
     assert world.states(wanted=(NAMES[0],)) == [FileSetOrder("s", NAMES[0], SetState.READY)]
@@ -183,7 +190,7 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
         case "refused":
             world.homes.put_proof(NAMES[0], "one", "i", "s", "", "a process still has x open for writing", {})
     assert reason in world.homes.problem(NAMES[0])
-    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes.sources(NAMES[0])):
+    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes._state.sources(NAMES[0])):
         with pytest.raises(HomeLost, match=reason):
             ask()
 

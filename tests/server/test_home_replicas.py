@@ -1,12 +1,17 @@
-"""With one replica, a version is READY once nodes have verified what ranks wrote there; the daemon copies it afterwards."""
+"""With one replica, the default, a version is READY once nodes have verified it; the daemon copies it afterwards."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
+from resharder.converters.storage.files import read_layout
 from resharder.v1 import resources_pb2
 
+from tests.support.home_rank import change_byte
 from tests.support.home_site import Site
 from tests.support.namespaces import unavailable
 from tests.support.node import joined, nodes, stored
@@ -20,7 +25,7 @@ READY, RETIRED = resources_pb2.Version.READY, resources_pb2.Version.RETIRED
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with ExitStack() as stack:
-        yield Site(stack, replicas=1)
+        yield Site(stack)
 
 
 def is_whole(site: Site, name: str) -> bool:
@@ -32,6 +37,11 @@ def is_whole(site: Site, name: str) -> bool:
 def lacked(site: Site, name: str) -> bool:
     """Whether the version was READY before the daemon had its copy."""
     return any("version_lacks_pieces" in line and name in line for line in site.daemon.log.read_text().splitlines())
+
+
+def verified_early(site: Site, host: str) -> int:
+    """How often a node has verified files before the last seal."""
+    return site.nodes[host].log.read_text().count("files_verified_early")
 
 
 def copies(site: Site, host: str, name: str) -> list[resources_pb2.NodeCopy]:
@@ -57,7 +67,29 @@ def test_the_daemon_copies_from_the_nodes_after_ready(site: Site) -> None:
 def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
     site.attach("second")
     site.publish(1)
-    assert "b.down" in site.publish_wrongly(2).reason
+    assert "b.up" in site.publish_wrongly(2).reason
+
+
+def test_a_byte_that_changes_after_its_file_was_verified_aborts_the_version(site: Site) -> None:
+    """The node takes the digests of a file once its ranks have closed it. A later writer waits for the node's lease to end."""
+    site.attach("early")
+    before = verified_early(site, "a")
+    name = site.ranks["a"].call("publish", 1)[0][0]
+    wait_until(lambda: verified_early(site, "a") > before)
+    folder = Path(next(home.folder for home in site.version(name).homes if home.node == "nodes/a"))
+    (file,) = (file for file in read_layout(folder) if "a.up" in file.by_name)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(change_byte, str(folder / file.path), file.by_name["a.up"].offset + 4096)
+        time.sleep(0.2)
+        assert not late.done(), "it waits"
+        site.ranks["b"].call("publish", 1)
+        version = site.settled(name)
+        late.result(timeout=60)
+    assert version.state == resources_pb2.Version.ABORTED
+    assert "a.up" in version.reason or "for writing while it was verified" in version.reason, version.reason
+    version, _ = site.publish(2)
+    wait_until(lambda: is_whole(site, version.name))
+    site.check(version)
 
 
 def test_a_worker_maps_its_hosts_files_and_gets_the_rest_from_other_nodes(site: Site) -> None:
@@ -72,7 +104,7 @@ def test_a_worker_maps_its_hosts_files_and_gets_the_rest_from_other_nodes(site: 
 def test_a_daemon_that_is_killed_copies_after_its_restart(site: Site) -> None:
     site.attach("fourth")
     site.daemon.stop()
-    site.daemon.start(failpoint="node.piece@1=kill")
+    site.daemon.start(failpoint="node.piece@3=kill")  # the first two are requests before READY
     joined(site.daemon, *site.nodes)
     site.attach("fifth")
     for process in site.ranks.values():

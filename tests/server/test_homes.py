@@ -1,4 +1,4 @@
-"""Ranks hand over to the node of their host: real daemon, nodes and ranks, which read no other host's folder."""
+"""Ranks hand over to the node of their host, with two replicas: real processes, which read no other host's folder."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ STEPS = itertools.count(10)
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with ExitStack() as stack:
-        yield Site(stack)
+        yield Site(stack, replicas=2)
 
 
 def files_of(site: Site, host: str, version: resources_pb2.Version) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def test_a_hosts_worker_maps_what_its_ranks_have_written_and_fetches_the_rest(si
 def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
     site.attach("third")
     site.publish(1)
-    assert "b.down" in site.publish_wrongly(2).reason
+    assert "b.up" in site.publish_wrongly(2).reason
     version, found = site.publish(2)
     site.check(version)
     assert found[3][1] == "node"

@@ -31,6 +31,7 @@ class World:
 
     def __init__(self, drained: Path) -> None:
         self.now, self.drained = 0.0, drained
+        self.seen: dict[str, int] = {}
         self.events: list[tuple[str, str]] = []
         self.records = {number: VersionRecord("policy", number, READY, 1, number, "job", SIZE, 1, 0.0) for number in (1, 2, 3)}
         self.nodes = self.restart()
@@ -350,10 +351,11 @@ def lacking(world: World, held: Bitmap, nodes: tuple[str, ...]) -> tuple[Partial
 
 
 def pass_time(world: World, seconds: int, *reports: StateReport) -> None:
+    """Let nodes report each second, with the revision of their last orders."""
     for _ in range(seconds):
         world.now += 1
         for each in reports:
-            world.sync(each)
+            world.seen[each.node] = world.sync(each, seen=world.seen.get(each.node, 0)).revision
         world.nodes.expire()
 
 
@@ -369,10 +371,35 @@ def test_a_piece_that_no_node_has_reported_yet_is_lost_once_no_expected_node_can
     pass_time(world, 30, report("one", v3=half), report("two", v3=rest))
     assert lost == []
     pass_time(world, int(LEASE) + 1, report("one", v3=half))
-    assert (lost, world.nodes._tracker.table.counts(NAMES[2]).lost) == ([], PIECES - 3)
+    assert (lost, world.nodes._tracker.table.counts(NAMES[2]).lost) == ([], PIECES - 3), "one may have got them since"
     pass_time(world, 1, report("one", v3=half), report("two", v3=rest))
-    pass_time(world, int(LEASE) + 7, report("one", v3=half))
+    pass_time(world, int(LEASE), report("one", v3=half))
+    assert (lost, world.nodes.own.doubts()) == ([], [])
+    pass_time(world, 3, report("one", v3=half))
     assert lost[0] == f"policy/3: neither the daemon nor a node holds {PIECES - 3} of {PIECES} pieces"
+
+
+def test_a_version_in_doubt_waits_for_a_report_of_each_live_node_that_follows_the_doubt(world: World) -> None:
+    _, lost = lacking(world, Bitmap(PIECES), ("one",))
+    world.nodes.version_changed(world.records[3])
+    one, two = report("one", v3=Bitmap.full(PIECES)), report("two")
+    pass_time(world, 1, one, two)
+    before, told = world.seen["two"], world.nodes._nodes["two"].changed.count
+    world.nodes.leave("one", "i")
+    pass_time(world, 1)
+    assert len(world.nodes.own.doubts()) == 1
+    assert world.nodes._nodes["two"].changed.count > told, "it is asked at once"
+    world.now += 1
+    orders = world.sync(two, seen=before)
+    world.nodes.expire()
+    assert (lost, orders.revision == before) == ([], False), "that report may be older than the doubt"
+    world.now += 1
+    world.sync(report("two", v3=Bitmap.full(PIECES)), seen=orders.revision)
+    world.nodes.expire()
+    assert (lost, world.nodes.own.doubts()) == ([], []), "it got them from the other one"
+    world.nodes.leave("two", "i")
+    world.nodes.expire()
+    assert len(lost) == 1, "no node is left"
 
 
 def test_an_expected_node_that_never_returns_is_not_awaited_beyond_a_lease(world: World) -> None:
@@ -380,7 +407,7 @@ def test_an_expected_node_that_never_returns_is_not_awaited_beyond_a_lease(world
     world.nodes.version_changed(world.records[3])
     pass_time(world, int(LEASE))
     assert (lost, world.nodes._tracker.table.counts(NAMES[2]).unknown) == ([], PIECES)
-    pass_time(world, 7)
+    pass_time(world, 1)
     assert len(lost) > 0
 
 

@@ -51,14 +51,14 @@ class Ranks:
     def publish(self, step: int, only: Sequence[str] = (), *, once: bool = False, spoil: Sequence[Any] = ()) -> list[list[str]]:
         """Return the version, transport and reason of each rank.
 
-        `spoil`: file and offset of a byte that changes after the last rank has written its tensors.
+        `spoil`: file and offset of a byte that changes before the last rank writes its tensors.
         """
 
         def items(rank: str) -> Iterator[tuple[str, tuple[slice], torch.Tensor]]:
-            for name, shape, at, count in self._rows[rank]:
-                yield name, (slice(at, at + count),), weights(name, shape, step)[at : at + count]
             if spoil and rank == max(self._rows):
                 change_byte(*spoil)
+            for name, shape, at, count in self._rows[rank]:
+                yield name, (slice(at, at + count),), weights(name, shape, step)[at : at + count]
 
         found = []
         for rank in only or self._rows:

@@ -47,11 +47,11 @@ class Site:
         return self.settled(found[0][0]), found
 
     def publish_wrongly(self, step: int) -> resources_pb2.Version:
-        """The version after a byte that no rank has written, in a file of host b, before the last rank has sealed."""
+        """The version after a byte that no rank has written, in a tensor of rank 2, before rank 3 writes into the same file."""
         name = self.ranks["a"].call("publish", step)[0][0]
         folder = Path(next(home.folder for home in self.version(name).homes if home.node == "nodes/b"))
-        file = next(file for file in read_layout(folder) if "b.down" in file.by_name)
-        self.ranks["b"].call("publish", step, spoil=[str(folder / file.path), file.by_name["b.down"].offset + 4096])
+        file = next(file for file in read_layout(folder) if "b.up" in file.by_name)
+        self.ranks["b"].call("publish", step, spoil=[str(folder / file.path), file.by_name["b.up"].offset + 4096])
         return self.settled(name)
 
     def begin_and_kill(self, step: int) -> resources_pb2.Version:

@@ -112,7 +112,7 @@ class ReservationOrder(_message.Message):
     def __init__(self, id: _Optional[str] = ..., publisher: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSetOrder, _Mapping]]] = ...) -> None: ...
 
 class FileSetOrder(_message.Message):
-    __slots__ = ("id", "version", "state")
+    __slots__ = ("id", "version", "state", "closed")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[FileSetOrder.State]
@@ -128,10 +128,12 @@ class FileSetOrder(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
     id: str
     version: str
     state: FileSetOrder.State
-    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ...) -> None: ...
+    closed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ..., closed: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeOrder(_message.Message):
     __slots__ = ("version", "peers", "scarce", "granted", "readers", "wanted")

@@ -40,10 +40,10 @@ class Config(BaseSettings):
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
     keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
     replicas: int = Field(
-        2,
+        1,
         ge=1,
         le=2,
-        description="holders of each piece that ranks write on nodes; 1: the daemon copies it after READY",
+        description="holders, at READY, of each piece that ranks write on nodes; 2: READY waits for the daemon's copy",
     )
     shared_memory: bool = Field(
         True, description="whether clients on this host may map the store; false: all data goes over the network"

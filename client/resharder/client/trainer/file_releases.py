@@ -16,8 +16,8 @@ _TIMEOUT = 5.0  # seconds of a report
 class FileReleases:
     """Closes files on a thread, since unmapping many small pages takes long, and reports each to the daemon.
 
-    The daemon digests a file once all of its writers have closed it. Without a report, it does so after the last seal: errors are
-    therefore ignored, and end the reports. Use it as a context, whose end does not wait.
+    The daemon, or the node that has the file, digests it once all of its writers have closed it. Without a report, this happens
+    after the last seal: errors are therefore ignored, and end the reports. Use it as a context, whose end does not wait.
     """
 
     def __init__(self, channel: Channel, version: resources_pb2.Version, rank: int) -> None:
@@ -27,12 +27,12 @@ class FileReleases:
         self._reports = True
 
     def release(self, file: str, close: Callable[[], None]) -> None:
-        """Call `close`, then report the file, unless its name is empty. Returns at once."""
+        """Call `close`, then report the file. Returns at once."""
         self._thread.submit(self._release, file, close)
 
     def _release(self, file: str, close: Callable[[], None]) -> None:
         close()
-        if not self._reports or not file:
+        if not self._reports:
             return
         request = publisher_pb2.ReleaseFilesRequest(
             version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=[file]

@@ -13,8 +13,6 @@ from resharder.converters.geometry.layout import Piece
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from resharder.client.transport.base import Item, Transport
 
 
@@ -55,17 +53,17 @@ class AtHome:
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
     ) -> list[int]:
         """Deliver as `Transport.deliver`. Raises NotFound if the node's files are missing."""
-        there, closing = resources_pb2.Version(), _Closing(releases)
+        there = resources_pb2.Version()
         there.CopyFrom(version)
         there.folder = self._folder
         if self._rest is None:
-            return self._memory.deliver(there, slot.home, items, closing)
+            return self._memory.deliver(there, slot.home, items, releases)
         if isinstance(items, LiveItems):
             home, rest = (s.take(items, n) for s, n in zip(self._subsets, (slot.node_boxes, slot.other_boxes), strict=True))
-            found = self._memory.deliver(there, slot.home, home, closing)
+            found = self._memory.deliver(there, slot.home, home, releases)
             others = self._rest.deliver(version, slot.rest, rest, releases)
         else:
-            found, others = self._divide(there, version, slot, items, closing, releases)
+            found, others = self._divide(there, version, slot, items, releases)
         self.reason = self._rest.reason
         digests = [0] * len(slot.boxes)
         for numbers, values in ((slot.node_boxes, found), (slot.other_boxes, others)):
@@ -79,14 +77,13 @@ class AtHome:
         version: resources_pb2.Version,
         slot: AssignedSlot,
         items: "Iterable[Item]",
-        closing: Releases,
         releases: Releases,
     ) -> tuple[list[int], list[int]]:
         """Write and send items as they come: an iterator is read once."""
         assert self._rest is not None
         at_home = {number: i for i, number in enumerate(slot.node_boxes)}
         other = {number: i for i, number in enumerate(slot.other_boxes)}
-        with SharedMemory(copy_threads()).opened(there, slot.home, closing) as files:
+        with SharedMemory(copy_threads()).opened(there, slot.home, releases) as files:
 
             def others() -> "Iterator[Item]":
                 for number, tensor in items:
@@ -96,14 +93,3 @@ class AtHome:
                         yield other[number], tensor
 
             return files.digests, self._rest.deliver(version, slot.rest, others(), releases)
-
-
-class _Closing:
-    """Releases that close files and report none: the daemon does not digest files of nodes."""
-
-    def __init__(self, releases: Releases) -> None:
-        self._releases = releases
-
-    def release(self, file: str, close: "Callable[[], None]") -> None:
-        """Call `close` on another thread."""
-        self._releases.release("", close)

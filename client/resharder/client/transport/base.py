@@ -95,10 +95,7 @@ class Releases(Protocol):
     """Files that a rank has written completely."""
 
     def release(self, file: str, close: Callable[[], None]) -> None:
-        """Call `close`, which closes and unmaps a file of the version, on another thread, and then report the file as written.
-
-        A file without a name is closed and not reported.
-        """
+        """Call `close`, which closes and unmaps a file of the version, on another thread, and then report the file as written."""
         ...
 
 

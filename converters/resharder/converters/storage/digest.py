@@ -89,6 +89,28 @@ def digest(array: Array, box: Box, shape: tuple[int, ...]) -> int:
     return _run(None, array, box, shape)
 
 
+def digest_run(run: Array, first: int, shape: tuple[int, ...]) -> int:
+    """Return the digest of consecutive elements of a contiguous tensor.
+
+    Args:
+        run: The elements as unsigned integers, with one dimension.
+        first: Number of the first one, in C order.
+        shape: Shape of the whole tensor.
+    """
+    if not len(run):
+        return 0
+    columns = shape[-1] if shape else 1
+    weights, total, at = column_weights(columns), 0, 0
+    while at < len(run):
+        row, column = divmod(first + at, columns)
+        rows = 0 if column else (len(run) - at) // columns
+        part = run[at : at + (rows * columns or columns - column)]
+        block = part.reshape(rows or 1, -1)
+        total += digest_rows(None, block, row, 1, weights[column : column + block.shape[1]])
+        at += len(part)
+    return total & MASK
+
+
 def copy_and_digest(target: Array, source: Array, box: Box, shape: tuple[int, ...]) -> int:
     """Copy `source` to `target` and return the digest of the copied elements, in one pass. Raises
     ValueError if their shapes differ.

@@ -184,6 +184,15 @@ def write_zeros(path: Path, header: bytes, size: int) -> None:
             os.close(descriptor)
 
 
+def write_header(path: Path, header: bytes) -> None:
+    """Overwrite the first bytes of a file. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        write_at(descriptor, header, 0)
+    finally:
+        os.close(descriptor)
+
+
 def write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
     """Write all bytes at an offset, with as many calls as the kernel needs. Raises OSError."""
     left = memoryview(content)

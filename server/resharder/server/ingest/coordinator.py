@@ -36,8 +36,8 @@ class Intake:
         chunk_bytes: Size of the chunks that ranks send.
         writer_patience: Seconds to wait for the last writer to close a version's files.
         threads: Threads of a verification.
-        replicas: Holders that every piece of a version must have before it is READY: 2, or 1 to let the daemon copy afterwards
-            what ranks have written on nodes.
+        replicas: Holders that every piece of a version must have before it is READY: 1, or 2 to have the daemon copy before what
+            ranks have written on nodes.
         clock: Monotonic clock in seconds.
         nodes: Nodes into whose files ranks may write; None for none.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
@@ -52,7 +52,7 @@ class Intake:
         chunk_bytes: int = 1 << 20,
         writer_patience: float = 10.0,
         threads: int = 2,
-        replicas: int = 2,
+        replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
         nodes: HomeNodes | None = None,
         audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),

@@ -4,7 +4,7 @@ A file's home is a node if ranks on the node's host send all tensors of the file
 layout of an epoch; whether it has that home in one version, when the version begins.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -16,7 +16,6 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.store.partial import MissingPieces
-from resharder.server.store.piece_fetch import FetchFailed, PartSource, fetch_parts, parts_of
 
 DAEMON_HOST = ""
 """Host of the daemon, among the hosts of ranks; others are ids of nodes."""
@@ -74,17 +73,29 @@ class HomeNodes(Protocol):
     def problem(self, version: str) -> str:
         """Return why a version cannot complete because it has lost a home; empty if it has not."""
 
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Have the version's homes verify some of their files, which all ranks have closed, while ranks still write others."""
+
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files: all ranks have sealed."""
 
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
         """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
 
-    def sources(self, version: str) -> Mapping[str, PartSource]:
-        """Return where the daemon fetches each of the files. Raises HomeLost."""
+    def fetch(
+        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
+    ) -> None:
+        """Copy the files of all homes into the version's folder. A node that does not deliver them is no home for some time.
 
-    def set_aside(self, node: str) -> None:
-        """Take no files of a node for some time, because the daemon cannot fetch what was written there. `node`: its name."""
+        Args:
+            version: Resource name of the UPLOADING version.
+            folder: Its folder.
+            proofs: Proofs of the files.
+            stopped: Returns whether the version is aborted.
+            whole: Copy all; otherwise only the shortest part of each node, which shows that the daemon reaches it.
+
+        Raises HomeLost, OSError.
+        """
 
 
 class NoNodes:
@@ -109,6 +120,9 @@ class NoNodes:
         """Return no problem."""
         return ""
 
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Do nothing."""
+
     def verify(self, version: str) -> None:
         """Do nothing."""
 
@@ -116,11 +130,9 @@ class NoNodes:
         """Return no proof."""
         return {}
 
-    def sources(self, version: str) -> Mapping[str, PartSource]:
-        """Return no source."""
-        return {}
-
-    def set_aside(self, node: str) -> None:
+    def fetch(
+        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
+    ) -> None:
         """Do nothing."""
 
 
@@ -162,6 +174,11 @@ class HomeFiles:
         """Ids of the nodes."""
         return frozenset(home.node for home in self.homes)
 
+    def closed(self, files: Collection[str]) -> None:
+        """Have the nodes verify some of their files, which all ranks have closed."""
+        if files:
+            self._nodes.closed(self._version, files)
+
     def verify(self) -> None:
         """Have the nodes verify their files: all ranks have sealed."""
         if self.files:
@@ -177,22 +194,10 @@ class HomeFiles:
     def fetch(self, folder: Path, stopped: Callable[[], bool], *, whole: bool) -> None:
         """Copy the files from the nodes into a folder that has their layout, by the checksums of the proofs.
 
-        Unless `whole`, only the first part of each file, which shows that the daemon reaches the nodes. Raises HomeLost, OSError.
+        Unless `whole`, only the shortest part of each node, which shows that the daemon reaches it. Raises HomeLost, OSError.
         """
-        if not self.files:
-            return
-        proofs, sources = self._proofs(), self._nodes.sources(self._version)
-        parts = [part for file in self.files for part in parts_of(file, proofs[file.path].checksums) if whole or not part.start]
-
-        def gone() -> str:
-            return self._nodes.problem(self._version) or ("the version is aborted" if stopped() else "")
-
-        try:
-            fetch_parts(folder, self._version, parts, lambda part: [sources[part.file]], gone)
-        except FetchFailed as error:
-            if error.source:
-                self._nodes.set_aside(error.source)
-            raise HomeLost(str(error)) from error
+        if self.files:
+            self._nodes.fetch(self._version, folder, self._proofs(), stopped, whole=whole)
 
     def missing(self, folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
         """Return the pieces of these files, as pieces of a version with `files`, the others of which are in `folder`.

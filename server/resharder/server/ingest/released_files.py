@@ -1,17 +1,20 @@
-"""Files that all of their writers have closed, and their digests, taken while ranks still write other files.
+"""Files that all of their writers have closed, and what is read of them, such as digests, while ranks still write other files.
 
 A digest counts only if no process had the file open for writing from before it was taken until after the last seal: a lease of
 the kernel is held for that long. Any other file is digested after the last seal, as are all files of ranks that send chunks.
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.server.infra.filesystem import ReadLease, read_lease
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.store.digests import digest_tensors
+
+T = TypeVar("T")
 
 
 class ReleasedFiles:
@@ -36,23 +39,26 @@ class ReleasedFiles:
         return complete
 
 
-class EarlyDigests:
+class EarlyDigests(Generic[T]):
     """Digests of closed files, taken on a thread that runs while there are any: of all that wait at a time. Thread-safe.
 
     Args:
         folder: Folder of the UPLOADING version.
         files: Its files.
-        threads: Threads that digest.
+        take: Function of the folder and some of its files that returns the digests of each, by its path. It may raise OSError and
+            ValueError; the files are digested after the last seal then.
     """
 
-    def __init__(self, folder: Path, files: Sequence[FileLayout], threads: int) -> None:
-        self._folder, self._threads = folder, threads
+    def __init__(
+        self, folder: Path, files: Sequence[FileLayout], take: Callable[[Path, Sequence[FileLayout]], Mapping[str, T]]
+    ) -> None:
+        self._folder, self._take = folder, take
         self._files = {file.path: file for file in files}
         self._changed = threading.Condition()
         self._waiting: list[FileLayout] = []
         self._running = self._ended = False
         self._leases: dict[str, ReadLease] = {}
-        self._found: dict[str, dict[str, int]] = {}
+        self._found: dict[str, T] = {}
 
     def begin(self, files: Sequence[str]) -> None:
         """Digest files, which no process should have open for writing. A no-op after `settle` or `drop`."""
@@ -65,8 +71,8 @@ class EarlyDigests:
             self._running = True
         threading.Thread(target=self._run, name="early-digests").start()
 
-    def settle(self) -> dict[str, dict[str, int]]:
-        """Wait for the digests of all files that were begun, and return the digests that count: by file, and by tensor."""
+    def settle(self) -> dict[str, T]:
+        """Wait for the digests of all files that were begun, and return the digests that count, by file."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
             self._ended = True
@@ -89,7 +95,7 @@ class EarlyDigests:
     def _run(self) -> None:
         try:
             while files := self._next():
-                found = _digests_of(self._folder, files, self._threads)
+                found = self._take(self._folder, [file for file in files if has_header(self._folder, file)])
                 with self._changed:
                     if not self._ended:
                         self._found |= found
@@ -119,9 +125,8 @@ class EarlyDigests:
         self._changed.notify_all()
 
 
-def _digests_of(folder: Path, files: Sequence[FileLayout], threads: int) -> dict[str, dict[str, int]]:
-    """Return the digest of each tensor of each file whose header was not overwritten, by file."""
-    files = [file for file in files if has_header(folder, file)]
+def digests_of(folder: Path, files: Sequence[FileLayout], threads: int) -> dict[str, dict[str, int]]:
+    """Return the digest of each tensor of each file, by file. Raises OSError, and ValueError for a file of another size."""
     with MappedFiles(folder, files) as maps:
         found = digest_tensors(maps, threads)
     return {file.path: {name: found[name] for name in file.by_name} for file in files}

@@ -24,7 +24,7 @@ from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.homes import HomeFiles, HomeLost, NoNodes
 from resharder.server.ingest.packed_boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, has_header
+from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, digests_of, has_header
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
@@ -93,7 +93,7 @@ class Upload:
         self._transports: dict[int, str] = {}  # of each rank's last chunk
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
         self._released: ReleasedFiles | None = None  # from the first release on
-        self._early = EarlyDigests(folder, files, threads)
+        self._early = EarlyDigests(folder, files, lambda folder, some: digests_of(folder, some, threads))
 
     def slot(self, rank: int) -> Slot:
         """Return the boxes and chunks that a rank sends to the daemon, cut at first use."""
@@ -186,9 +186,10 @@ class Upload:
                 return
             if self._released is None:
                 self._released = ReleasedFiles(self._writers())
-            complete = [file for file in self._released.release(rank, files) if file not in self.homes.paths]
+            complete = self._released.release(rank, files)
+            self.homes.closed(self.homes.paths.intersection(complete))
             if self._shared and self._writable is None:
-                self._early.begin(complete)
+                self._early.begin([file for file in complete if file not in self.homes.paths])
 
     def _writers(self) -> dict[str, list[int]]:
         """Return the ranks that send boxes into each file."""
@@ -265,7 +266,7 @@ class Upload:
         """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
-    def prove(self, patience: float, replicas: int = 2) -> Proof:
+    def prove(self, patience: float, replicas: int) -> Proof:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
         Digests that were taken early, of files that no process has opened for writing since, are not taken again. Files on nodes

@@ -29,7 +29,7 @@ _SHORTEST_REPORT = 0.02  # seconds between two reports
 _STUCK_SECONDS = 5.0  # without a piece, after which the reason of the last failure is reported
 _STEP_SECONDS = 0.25
 _NO_PORT = "the daemon has no data port (data_listen)"
-_UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out or verified
+_UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out
 _RETRY_SECONDS = 2.0  # until a version that could not be created is tried again
 _log = structlog.get_logger("resharder.node")
 
@@ -151,14 +151,13 @@ class NodeAgent:
     # Reports
 
     def _report_loop(self) -> None:
-        failures = 0
+        failures, wait = 0, 0.0
         while not self._ended:
             with self._changed:
                 self._report_now = False
-            incomplete = self._is_incomplete()
             try:
                 failpoint("node.sync")
-                orders = self._daemon.sync(self._report(0.0 if incomplete else self._orders.report_seconds))
+                orders = self._daemon.sync(self._report(wait))
             except (grpc.RpcError, OSError) as error:
                 failures += 1
                 _refused(error, failures, self._daemon.endpoint)
@@ -170,16 +169,13 @@ class NodeAgent:
                 self._orders, self._has_orders = orders, True
                 self._sets.follow(orders.reservations, drained=orders.drained)
                 self._changed.notify_all()
-            pause = orders.report_seconds if self._is_incomplete() else 0.0
-            pause = min(pause, _UNSETTLED_SECONDS) if self._sets.unsettled() else pause
+            pause, wait = _interval(orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete())
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, min(pause, _SHORTEST_REPORT))
                 self._changed.wait_for(lambda: self._ended or self._report_now, max(0.0, pause - _SHORTEST_REPORT))
 
     def _is_incomplete(self) -> bool:
-        """Return whether a piece of an ordered version is missing and may arrive, or a set of files is being worked on."""
-        if self._sets.unsettled():
-            return True
+        """Return whether a piece of an ordered version is missing and may arrive."""
         versions = [(order, self._copies.get(order.version)) for order in self._orders.versions]
         try:
             return any(version is None or len(_wanted(order, version) - version.held()) for order, version in versions)
@@ -363,6 +359,17 @@ class _Problems:
         """Forget the problem of a version."""
         with self._lock:
             self._found.pop(name, None)
+
+
+def _interval(longest: float, unsettled: bool, uploading: bool, *, incomplete: bool) -> tuple[float, float]:
+    """Return the seconds until the next report, and for how many the daemon may wait for a change of orders to answer it.
+
+    A pause ends once there is something to report. While ranks write into a set, the next order is awaited instead.
+    """
+    if unsettled:
+        shortest = min(longest, _UNSETTLED_SECONDS)
+        return (0.0, shortest) if uploading else (shortest, 0.0)
+    return (longest, 0.0) if incomplete else (0.0, longest)
 
 
 def _refused(error: Exception, failures: int, endpoint: str) -> None:

@@ -1,20 +1,29 @@
-"""Proofs of files that ranks have written: digests of the tensors, and checksums of the pieces."""
+"""Proofs of files that ranks have written: digests of the tensors, and checksums of the pieces, in one pass over the bytes."""
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from resharder.converters.storage.files import FileLayout, MappedFiles
-from resharder.server.infra.checksums import part_checksums
+import numpy as np
+import xxhash
+from resharder.converters.geometry.layout import ITEM_SIZES
+from resharder.converters.storage.digest import MASK, Array, digest_run
+from resharder.converters.storage.files import BITS, FileLayout
+from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.infra.filesystem import ReadLease, read_lease
 from resharder.server.ingest.homes import FileProof
-from resharder.server.store.digests import digest_tensors
+from resharder.server.ingest.released_files import has_header
 
 PATIENCE = 10.0
 """Seconds to wait for the last rank to close the files."""
+THREADS = max(1, min(4, os.cpu_count() or 1))
+"""Threads of a verification."""
 _PAUSE = 0.005
+_BLOCK_BYTES = 1 << 20  # stays in a core's cache between the two sums
 SetProof = dict[str, FileProof]
 """Proof of each file of a set."""
 
@@ -36,23 +45,72 @@ def prove_files(
 
     Raises ProofRefused, OSError.
     """
-    threads, found = max(1, min(4, os.cpu_count() or 1)), dict[str, FileProof]()
     with ExitStack() as stack:
         leases = _leases(folder, files, clock() + patience, patience, clock)
         for lease in leases:
             stack.callback(lease.close)
-        for file in files:
-            with (folder / file.path).open("rb", buffering=0) as opened:
-                if opened.read(len(file.header)) != file.header:
-                    raise ProofRefused(f"{file.path}: its header was overwritten")
-        with MappedFiles(folder, files) as maps:
-            digests = digest_tensors(maps, threads)
-        for file in files:
-            checksums = part_checksums(folder / file.path, file.size)
-            found[file.path] = FileProof(tuple(digests[name] for name in file.by_name), checksums)
+        if overwritten := [file.path for file in files if not has_header(folder, file)]:
+            raise ProofRefused(f"{overwritten[0]}: its header was overwritten")
+        found = read_proofs(folder, files)
         if broken := [file.path for file, lease in zip(files, leases, strict=True) if not lease.is_intact]:
             raise ProofRefused(f"a process has opened {broken[0]} for writing while it was verified")
     return found
+
+
+def read_proofs(folder: Path, files: Sequence[FileLayout], threads: int = THREADS) -> SetProof:
+    """Return the proofs of files as they are now, each of their bytes read once. Raises OSError."""
+    parts = [(file, start) for file in files for start in range(0, file.size, PIECE_BYTES)]
+    digests = {file.path: [0] * len(file.tensors) for file in files}
+    checksums: dict[str, list[int]] = {file.path: [] for file in files}
+    with ThreadPoolExecutor(threads, "verify") as pool:
+        for (file, _), (checksum, sums) in zip(parts, pool.map(lambda part: _read_part(folder, *part), parts), strict=True):
+            checksums[file.path].append(checksum)
+            totals = digests[file.path]
+            for position, value in sums.items():
+                totals[position] = (totals[position] + value) & MASK
+    return {file.path: FileProof(tuple(digests[file.path]), tuple(checksums[file.path])) for file in files}
+
+
+def _read_part(folder: Path, file: FileLayout, start: int) -> tuple[int, dict[int, int]]:
+    """Return the checksum of a part of a file, and the digests of the parts of tensors in it, by the tensors' positions."""
+    end, state, sums = min(start + PIECE_BYTES, file.size), xxhash.xxh3_64(), dict[int, int]()
+    block = np.empty(min(_BLOCK_BYTES, end - start), np.uint8)
+    descriptor = os.open(folder / file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for at in range(start, end, _BLOCK_BYTES):
+            data = block[: min(_BLOCK_BYTES, end - at)]
+            _fill(descriptor, data.data, at, file.path)
+            state.update(data.data)
+            for position, value in _digests(file, at, data):
+                sums[position] = sums.get(position, 0) + value
+    finally:
+        os.close(descriptor)
+    return state.intdigest(), sums
+
+
+def _digests(file: FileLayout, at: int, data: Array) -> Iterator[tuple[int, int]]:
+    """Yield the digests of the parts of tensors in the bytes of a file from `at` on, by the tensors' positions.
+
+    Elements are aligned in the file (`lay_out`), and so in no two blocks.
+    """
+    end = at + len(data)
+    first = max(0, bisect_right(file.tensors, at, key=lambda placed: placed.offset) - 1)
+    for position, placed in enumerate(file.tensors[first:], first):
+        if placed.offset >= end:
+            return
+        begin, until = max(at, placed.offset), min(end, placed.offset + placed.spec.size)
+        if begin < until:
+            item = ITEM_SIZES[placed.spec.dtype]
+            run = data[begin - at : until - at].view(BITS[item])
+            yield position, digest_run(run, (begin - placed.offset) // item, placed.spec.shape)
+
+
+def _fill(descriptor: int, data: memoryview, at: int, name: str) -> None:
+    while data:
+        found = os.preadv(descriptor, [data], at)
+        if not found:
+            raise OSError(f"{name}: expected {len(data)} bytes at {at}, the file ends there")
+        data, at = data[found:], at + found
 
 
 def _leases(

@@ -10,12 +10,11 @@ The daemon's orders move a set from one state to the next. A set is used again w
 has ended are unlinked.
 """
 
-import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,10 +27,12 @@ from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at, write_zeros
+from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_header, write_zeros
+from resharder.server.ingest.homes import FileProof
+from resharder.server.ingest.released_files import EarlyDigests
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
-from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files
+from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.v1 import node_pb2
 
@@ -48,7 +49,9 @@ class FileSet:
 
     id: str
     folder: Path
+    early: EarlyDigests[FileProof]
     version: str = ""
+    closed: set[str] = field(default_factory=set)  # files that ranks have closed
     proof: SetProof | None = None
     problem: str = ""  # reason for which it could not be verified
     reported: bool = False  # whether the daemon has the proof, or the problem
@@ -131,6 +134,7 @@ class FileSets:
                 ended = self._reservations.pop(id)
                 ended.ended = True
                 for found in ended.sets.values():
+                    found.early.drop()
                     if not found.busy:
                         self._pool.submit(_remove, found.folder)
                 _log.info("reservation_ended", publisher=ended.publisher, sets=len(ended.sets))
@@ -144,10 +148,12 @@ class FileSets:
                 self._keep_ahead(reservation, drained=drained)
             self._account()
 
-    def unsettled(self) -> bool:
-        """Return whether a thread works on a set, so that a report soon differs."""
+    def work(self) -> tuple[bool, bool]:
+        """Return whether a thread works on a set, so that a report soon differs, and whether ranks write into one."""
         with self._lock:
-            return any(each.making or any(found.busy for found in each.sets.values()) for each in self._reservations.values())
+            sets = [found for each in self._reservations.values() for found in each.sets.values()]
+            unsettled = any(each.making for each in self._reservations.values()) or any(found.busy for found in sets)
+            return unsettled, any(found.version and not found.reported for found in sets)
 
     def has(self, version: str) -> bool:
         """Return whether a set is this version's."""
@@ -164,7 +170,8 @@ class FileSets:
     def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
         """Yield the verified files of an UPLOADING version for the data port, from which the daemon copies them.
 
-        Their `ETag` is the id of the set, because the version has no fingerprint yet. Raises ResourceNotFound (VERSION_UNKNOWN).
+        Their `ETag` is the id of the reservation, because the version has no fingerprint yet. Raises ResourceNotFound
+        (VERSION_UNKNOWN).
         """
         name = f"models/{model}/versions/{number}"
         with self._lock:
@@ -173,7 +180,7 @@ class FileSets:
         if served is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold {name}")
         reservation, found = served
-        yield ServedVersion(name, found.id, {file.path: file.size for file in reservation.files}, found.folder)
+        yield ServedVersion(name, reservation.id, {file.path: file.size for file in reservation.files}, found.folder)
 
     # With the lock
 
@@ -183,12 +190,16 @@ class FileSets:
 
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
         found.version = order.version or found.version or "ended"
+        if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
+            found.closed |= closed
+            found.early.begin([file.path for file in reservation.files if file.path in closed])
         if order.state == State.VERIFYING and not found.reported:
             self._work(self._verify, reservation, found)
         elif order.state == State.READY and found.proof is not None:
             self._work(self._hand_over, reservation, found)
         elif order.state == State.ENDED or (order.state == State.READY and found.proof is None):
             del reservation.sets[found.id]
+            found.early.drop()
             self._recycle_soon(reservation, found.folder)
 
     def _work(self, do: Callable[[ReservedSets, FileSet], None], reservation: ReservedSets, found: FileSet) -> None:
@@ -263,7 +274,8 @@ class FileSets:
             if folder is not None and reservation.ended:
                 _remove(folder)
             elif folder is not None:
-                reservation.sets[folder.name] = FileSet(folder.name, folder)
+                early = EarlyDigests(folder, reservation.files, _read_early)
+                reservation.sets[folder.name] = FileSet(folder.name, folder, early)
             self._account()
         self._changed()
 
@@ -272,7 +284,9 @@ class FileSets:
         if found.proof is None and not found.problem:
             try:
                 failpoint("node.verify")
-                found.proof = prove_files(found.folder, reservation.files)
+                early = found.early.settle()
+                rest = [file for file in reservation.files if file.path not in early]
+                found.proof = {**early, **prove_files(found.folder, rest)}
             except ProofRefused as error:
                 found.problem = str(error)
             except OSError as error:
@@ -326,7 +340,7 @@ class FileSets:
                     path.unlink()
             safe = safe and all((target / path).stat().st_size == file.size for path, file in kept.items())
             for name, file in kept.items() if safe else ():
-                _write_header(target / name, file.header)
+                write_header(target / name, file.header)
         except OSError as error:
             safe = False
             _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
@@ -347,15 +361,13 @@ def _become_unused(reservation: ReservedSets, folder: Path, closed: threading.Ev
     return False
 
 
+def _read_early(folder: Path, files: Sequence[FileLayout]) -> SetProof:
+    found = read_proofs(folder, files)
+    _log.info("files_verified_early", set=folder.name, files=len(files))
+    return found
+
+
 def _remove(folder: Path) -> None:
     """Unlink a set. A process that has mapped its files keeps them."""
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
-
-
-def _write_header(path: Path, header: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_at(descriptor, header, 0)
-    finally:
-        os.close(descriptor)

@@ -1,15 +1,17 @@
 """State of the register of files on nodes, and what follows from it for a version or a node: no method waits or calls a node."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 
 from resharder.converters.storage.files import FileLayout
 from resharder.server.ingest.homes import FileProof, HomeLost, Readable
+from resharder.server.node.home_fetch import HomeSource
 from resharder.server.node.reports import FileSetOrder, SetState, StateReport
 from resharder.server.state.errors import PermissionDenied, ResourceNotFound
 
+_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
 LAYOUT_SECONDS = 5.0
 """Seconds that a version waits for a node that is laying out its files."""
 
@@ -45,6 +47,7 @@ class TakenSet:
     folder: str
     instance: str
     reservation: ReservedHomes
+    closed: tuple[str, ...] = ()  # files that all ranks have closed
     proof: dict[str, FileProof] | None = None
     problem: str = ""
 
@@ -72,7 +75,8 @@ class HomeState:
         for name, version in self.versions.items():
             if (taken := version.homes.get(node)) is not None and taken.set == set:
                 ended = version.state is SetState.READY and name not in wanted
-                return FileSetOrder(set, name, SetState.ENDED if ended else version.state)
+                state = SetState.ENDED if ended else version.state
+                return FileSetOrder(set, name, state, taken.closed if state is SetState.UPLOADING else ())
         return FileSetOrder(set, "", SetState.ENDED)
 
     def check_caller(self, node: str, caller: str) -> None:
@@ -141,6 +145,21 @@ class HomeState:
         if problem := self.problem(found):
             raise HomeLost(problem)
         return found
+
+    def sources(self, version: str) -> tuple[str, Mapping[str, HomeSource]]:
+        """Return the `ETag` of a version's files on nodes, and where the daemon fetches them, by node. Raises HomeLost."""
+        homes = self.live(version).homes
+        tag = next(taken.reservation.id for taken in homes.values())
+        address = {node: self.nodes[node].report.data_address for node in homes}
+        return tag, {node: HomeSource(address[node], taken.reservation.homes[node]) for node, taken in homes.items()}
+
+    def set_aside(self, node: str, now: float) -> None:
+        """Take no files of a node for some time, twice as long each time, until it restarts."""
+        if (found := self.nodes.get(node)) is not None:
+            instance, seconds, _ = self.aside.get(node, ("", 0.0, 0.0))
+            same = instance == found.report.instance
+            seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
+            self.aside[node] = found.report.instance, seconds, now + seconds
 
     def tell(self, nodes: Iterable[str]) -> None:
         """Notify nodes whose orders change, and all waiters."""

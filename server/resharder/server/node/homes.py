@@ -6,20 +6,20 @@ set after the last seal, hold the version in it from READY on, and use its files
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.range_client import DataAddress
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, Readable
+from resharder.server.node.daemon_client import NodeTls
+from resharder.server.node.home_fetch import FetchFailed, HomeCopy, fetch_from_homes
 from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
 from resharder.server.node.reports import ReservationOrder, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
-from resharder.server.store.piece_fetch import PartSource
 
-_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
 AHEAD = 2
 """Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
 
@@ -31,16 +31,16 @@ class HomeRegister:
 
     Args:
         store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
-        connect: Function that returns how the daemon reaches a data port at `host:port`.
+        tls: Certificates with which the daemon calls nodes; None without.
     """
 
     def __init__(
         self,
         store: StoreFolder | None = None,
-        connect: Callable[[str], DataAddress] | None = None,
+        tls: NodeTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._connect, self._clock = store, connect or _plain, clock
+        self._store, self._tls, self._clock = store, tls, clock
         self._state = HomeState()
 
     # Reports of nodes
@@ -215,6 +215,15 @@ class HomeRegister:
             found = self._state.versions.get(version)
             return self._state.problem(found) if found is not None else ""
 
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Have the version's homes verify some of their files, which all ranks have closed."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            for node, taken in found.homes.items() if found is not None and found.state is SetState.UPLOADING else ():
+                if own := [file.path for file in taken.reservation.homes[node] if file.path in {*files} - {*taken.closed}]:
+                    taken.closed += tuple(own)
+                    self._state.tell([node])
+
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files."""
         with self._state.changed:
@@ -236,25 +245,24 @@ class HomeRegister:
                     raise HomeLost(f"nodes/{late[0]} has not verified its files in {seconds:.0f} s")
                 self._state.changed.wait(min(left, 1.0))
 
-    def sources(self, version: str) -> Mapping[str, PartSource]:
-        """Return where the daemon fetches each of the files. Raises HomeLost."""
-        with self._state.changed:
-            sources = dict[str, PartSource]()
-            for node, taken in self._state.live(version).homes.items():
-                address = self._connect(self._state.nodes[node].report.data_address)
-                source = PartSource(f"nodes/{node}", address, taken.set)
-                sources |= {file.path: source for file in taken.reservation.homes[node]}
-            return sources
+    def fetch(
+        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
+    ) -> None:
+        """Copy the files of all homes into the version's folder, as `HomeNodes.fetch`."""
 
-    def set_aside(self, node: str) -> None:
-        """Take no files of a node for some time, twice as long each time, until it restarts."""
-        id = node.removeprefix("nodes/")
+        def gone() -> str:
+            return self.problem(version) or ("the version is aborted" if stopped() else "")
+
         with self._state.changed:
-            if (found := self._state.nodes.get(id)) is not None:
-                instance, seconds, _ = self._state.aside.get(id, ("", 0.0, 0.0))
-                same = instance == found.report.instance
-                seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
-                self._state.aside[id] = found.report.instance, seconds, self._clock() + seconds
+            tag, sources = self._state.sources(version)
+        files = [file for source in sources.values() for file in source.files]
+        try:
+            fetch_from_homes(HomeCopy(version, tag, folder, files, proofs, whole=whole), sources, self._tls, gone)
+        except FetchFailed as error:
+            if error.node:
+                with self._state.changed:
+                    self._state.set_aside(error.node, self._clock())
+            raise HomeLost(str(error)) from error
 
 
 def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) -> None:
@@ -262,8 +270,3 @@ def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) ->
     sizes = {path: (len(proof.digests), len(proof.checksums)) for path, proof in found.items()}
     if sizes != expected:
         raise InvalidArgument("NODE", f"expected digests and checksums of files {expected}, got {sizes}"[:1000])
-
-
-def _plain(address: str) -> DataAddress:
-    host, _, port = address.rpartition(":")
-    return DataAddress(host.strip("[]"), int(port))

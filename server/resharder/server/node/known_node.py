@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
@@ -28,11 +29,31 @@ class KnownNode:
     pieces: dict[str, Bitmap] = field(default_factory=dict)
     """Pieces of each of these versions that workers on the host need."""
     changed: ChangeSignal = field(default_factory=ChangeSignal)
+    ordered: tuple[int, float] = (0, -inf)
+    """Revision of the last orders that this process was sent, and the time at which this revision was sent first."""
+    follows: float = -inf
+    """Time of orders that the last report is later than, because the node had them when it reported."""
 
     def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
         """Add the servers and pieces of a request for a version, which becomes the last requested one."""
         self.wants[version] = self.wants.pop(version, set()).union(servers)
         self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
+
+    def replaced(self) -> FailedPrecondition:
+        """Return the error for a former process of this id."""
+        return FailedPrecondition("NODE_REPLACED", f"another process has become node {self.report.node!r}: it has to end")
+
+    def order(self, revision: int, now: float) -> None:
+        """Record the revision of orders that are sent to this process."""
+        if revision != self.ordered[0]:
+            self.ordered = revision, now
+
+    def follow(self, seen: int) -> None:
+        """Record the revision of the orders that the process had when it reported; 0 for a new process."""
+        if not seen:
+            self.ordered, self.follows = (0, -inf), -inf
+        elif seen == self.ordered[0]:
+            self.follows = self.ordered[1]
 
 
 def chosen_of(
@@ -79,11 +100,6 @@ def host_copy_of(node: KnownNode, version: str, needed: Bitmap, piece_bytes: int
     return HostCopy(name, copy.folder, whole, len(held) * piece_bytes)
 
 
-def replaced(id: str) -> FailedPrecondition:
-    """Return the error for a node whose id another process has."""
-    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
-
-
 def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
     """Return all pieces of some files of a version."""
     return Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
@@ -99,3 +115,12 @@ def readers_of(names: set[str], nodes: Iterable[KnownNode]) -> set[str]:
     tokens = {name for name in names if name.startswith("token:")}
     callers = [node for node in nodes if node.caller.rpartition("@")[0] in tokens]
     return (names - tokens) | {node.report.certificate for node in callers if node.report.certificate}
+
+
+def reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | HostCopy:
+    """Return the node whose nonce a caller has read; without one, the files that it should try to read."""
+    live = [node for node in nodes if not node.lost and node.report.nonce_file]
+    for node in live:
+        if readable.get(node.report.nonce_file) == node.report.nonce:
+            return node
+    return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))

@@ -1,30 +1,28 @@
 """The daemon's own row of the piece table: all pieces of most READY versions, and what the store holds so far of the others.
 
 A piece without a holder is lost once every node that is expected to hold it has reported, or its lease has ended. A report may be
-older than the piece, so the version is lost only if the next reports do not have it either.
+older than the piece. A version is therefore in doubt first, which changes the orders of all nodes, so that they report at once;
+it is lost once all live nodes have reported after these orders, and none has the piece.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from resharder.converters.wire.pieces import Bitmap
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.piece_table import PieceTable
-from resharder.server.node.tracker import LONGEST
 from resharder.server.store.partial import PartialVersion
 
 DAEMON = "@daemon"
 """Id of the daemon's own row in the table, which no node can have."""
-LOST_SECONDS = LONGEST
-"""Seconds for which no report may have a piece until its version is lost: longer than the interval of reports."""
 
 
 @dataclass
 class _Partial:
     known_at: float
     lost_at: float | None = None
-    """Time since which a piece has no holder."""
+    """Time since which a piece has no holder: the version is in doubt."""
 
 
 class OwnPieces:
@@ -91,12 +89,17 @@ class OwnPieces:
         with self._lock:
             return sum(self._table[version].count - len(self._table.bitmap(version, DAEMON)) for version in self._partials)
 
-    def lost(self, now: float, live: Collection[str]) -> Iterable[tuple[str, str]]:
+    def doubts(self) -> list[tuple[str, float]]:
+        """Return the versions in doubt, and since when each is."""
+        found = [(version, partial.lost_at) for version, partial in self._partials.items()]
+        return [(version, since) for version, since in found if since is not None]
+
+    def lost(self, now: float, live: Mapping[str, float]) -> Iterable[tuple[str, str]]:
         """Yield the versions that have lost pieces for good, and why.
 
         Args:
             now: Seconds of a monotonic clock, the one of `add`.
-            live: Nodes that have reported to this daemon, and have a lease.
+            live: Nodes that have reported to this daemon and have a lease, and the time of orders that each has reported after.
         """
         for version, partial in self._partials.items():
             pieces = self._table[version]
@@ -105,5 +108,5 @@ class OwnPieces:
                     pieces.remove(node)
             lost = self._table.counts(version).lost
             partial.lost_at = (now if partial.lost_at is None else partial.lost_at) if lost else None
-            if partial.lost_at is not None and now - partial.lost_at >= LOST_SECONDS:
+            if partial.lost_at is not None and all(follows > partial.lost_at for follows in live.values()):
                 yield version, f"neither the daemon nor a node holds {lost} of {pieces.count} pieces"

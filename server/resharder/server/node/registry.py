@@ -6,7 +6,7 @@ need the node's capacity. After a restart of the daemon, nodes report what they 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import xxhash
@@ -18,7 +18,7 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
-from resharder.server.node.known_node import KnownNode, chosen_of, host_copy_of, model_of, pieces_of, readers_of, replaced
+from resharder.server.node.known_node import KnownNode, chosen_of, host_copy_of, model_of, pieces_of, readers_of, reading
 from resharder.server.node.own_pieces import DAEMON as DAEMON
 from resharder.server.node.own_pieces import OwnPieces
 from resharder.server.node.piece_table import PieceTable
@@ -105,14 +105,15 @@ class NodeRegistry:
         """
         for copy in report.copies:
             self._known(copy.version)
-        node = self._record_report(report, caller)
+        node = self._record_report(report, caller, seen)
         until = self._clock() + min(wait_seconds, self._longest)
         while True:
             count = node.changed.count
             if node.report.instance != report.instance:
-                raise replaced(report.node)
-            orders = self._orders(report.node)
+                raise node.replaced()
+            now, orders = self._clock(), self._orders(report.node)
             if orders.revision != seen or (left := until - self._clock()) <= 0:
+                node.order(orders.revision, now)
                 return orders
             yield node.changed.pause(count, left)
 
@@ -160,7 +161,7 @@ class NodeRegistry:
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
         pieces = wanted_of(numbering.count, version, needed)
         with self._lock:
-            found = _reading(self._nodes.values(), dict(readable))
+            found = reading(self._nodes.values(), dict(readable))
         if isinstance(found, HostCopy):
             return found
         known = found.pieces.get(version, Bitmap(numbering.count))
@@ -215,7 +216,11 @@ class NodeRegistry:
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
         self.own.update()
         with self._lock:
-            gone = list(self.own.lost(now, {id for id, node in self._nodes.items() if not node.lost}))
+            live, doubts = {id: node for id, node in self._nodes.items() if not node.lost}, self.own.doubts()
+            gone = list(self.own.lost(now, {id: node.follows for id, node in live.items()}))
+            told = live.values() if self.own.doubts() != doubts else ()
+        for node in told:
+            node.changed.notify()
         for version, reason in gone:
             self._lose(*parse_name(version, "versions"), reason)
 
@@ -284,14 +289,14 @@ class NodeRegistry:
             return None
         return numbering
 
-    def _record_report(self, report: StateReport, caller: str) -> KnownNode:
+    def _record_report(self, report: StateReport, caller: str, seen: int) -> KnownNode:
         with self._lock:
             node = self._nodes.get(report.node)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
                 node = self._nodes[report.node] = KnownNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
             elif report.instance in node.former:
-                raise replaced(report.node)
+                raise node.replaced()
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
@@ -302,6 +307,7 @@ class NodeRegistry:
             self._record_pieces(node, report)
             by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
             told = list(self._nodes.values()) if by_certificate else []
+            node.follow(0 if joined else seen)
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
             for copy in report.copies if joined else ():
@@ -337,7 +343,8 @@ class NodeRegistry:
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            stamp = xxhash.xxh3_64_intdigest("\n".join([str(node.drained), *needs, *readers, *map(str, reservations)]).encode())
+            stamped = [str(node.drained), *needs, *readers, *map(str, reservations), *map(str, self.own.doubts())]
+            stamp = xxhash.xxh3_64_intdigest("\n".join(stamped).encode())
             soonest = min((self._longest, *(seconds for _, seconds in answers)))
             return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest, reservations)
 
@@ -389,12 +396,3 @@ class NodeRegistry:
             pieces = number_pieces(own).count, number_pieces(files).count
             copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
-
-
-def _reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | HostCopy:
-    """Return the node whose nonce a caller has read; without one, the files that it should try to read."""
-    live = [node for node in nodes if not node.lost and node.report.nonce_file]
-    for node in live:
-        if readable.get(node.report.nonce_file) == node.report.nonce:
-            return node
-    return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))

@@ -83,11 +83,15 @@ class SetState(Enum):
 
 @dataclass(frozen=True)
 class FileSetOrder:
-    """State of a set that a version has taken. `version` is empty if the set has ended."""
+    """State of a set that a version has taken. `version` is empty if the set has ended.
+
+    While ranks write, `closed` names the files that all of them have closed.
+    """
 
     set: str
     version: str
     state: SetState
+    closed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,10 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """Answer to a report. `revision` changes with the set of versions, their pieces and readers, reservations, and `drained`."""
+    """Answer to a report.
+
+    `revision` changes with the set of versions, their pieces and readers, reservations, `drained`, and doubts about pieces.
+    """
 
     revision: int
     versions: tuple[CopyOrder, ...]

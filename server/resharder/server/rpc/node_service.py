@@ -211,7 +211,10 @@ def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:
     return node_pb2.ReservationOrder(
         id=order.id,
         publisher=order.publisher,
-        sets=[node_pb2.FileSetOrder(id=each.set, version=each.version, state=_SETS[each.state]) for each in order.sets],
+        sets=[
+            node_pb2.FileSetOrder(id=each.set, version=each.version, state=_SETS[each.state], closed=each.closed)
+            for each in order.sets
+        ],
     )
 
 

@@ -7,12 +7,9 @@ import base64
 import binascii
 import ssl
 from collections.abc import Callable, Sequence
-from functools import partial
 from http import HTTPStatus
 
 import structlog
-from resharder.converters.wire.range_client import DataAddress
-from resharder.server.infra.addresses import parse_listen
 from resharder.server.node.daemon_client import fingerprint_of
 from resharder.server.security.access import Access, watched_pems
 from resharder.server.security.files import Watched
@@ -69,12 +66,6 @@ def _context(security: Security, required: bool) -> ssl.SSLContext:
     return context
 
 
-def node_address(security: Security | None) -> Callable[[str], DataAddress]:
-    """Return a function from the `host:port` of a node's data port to how the daemon connects to it."""
-    context = partial(client_context, security) if security is not None else None
-    return lambda address: DataAddress(*parse_listen(address), context)
-
-
 def own_certificate(security: Security | None) -> Callable[[], str]:
     """Return a function that returns `sha256:HEX` of the daemon's certificate; empty without one."""
 
@@ -86,21 +77,6 @@ def own_certificate(security: Security | None) -> Callable[[], str]:
             return ""
 
     return read
-
-
-def client_context(security: Security) -> ssl.SSLContext:
-    """Return the context of the daemon's connections to data ports of nodes, with its own certificate. Raises OSError.
-
-    Names are not compared: what arrives is checked by checksums that the node's own call has reported, and no secret is sent.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    if security.client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(security.client_ca)
-    context.load_cert_chain(security.certificate, security.key, password="")
-    return context
 
 
 def _bearers(headers: Sequence[str]) -> list[str]:

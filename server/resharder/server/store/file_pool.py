@@ -12,7 +12,16 @@ from pathlib import Path
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import is_gone, make_folder, move, sync, touching, unused_elsewhere, write_at, write_zeros
+from resharder.server.infra.filesystem import (
+    is_gone,
+    make_folder,
+    move,
+    sync,
+    touching,
+    unused_elsewhere,
+    write_header,
+    write_zeros,
+)
 from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.model_state import Reservation, StoredModel
@@ -124,7 +133,7 @@ class FilePool:
                 failpoint("pool.recycle")
                 safe = _keeps_only(path, reservation.layouts) and self._released(model, reservation, path)
                 for layout in reservation.layouts if safe else ():
-                    _write_header(path / layout.path, layout.header)
+                    write_header(path / layout.path, layout.header)
         except OSError as error:
             safe = False
             _log.error("recycling_failed", model=model.name, error=str(error))
@@ -170,11 +179,3 @@ def _keeps_only(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
     sync(path)
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
     return all(sizes.get(name) == layout.size for name, layout in kept.items())
-
-
-def _write_header(path: Path, header: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_at(descriptor, header, 0)
-    finally:
-        os.close(descriptor)
