@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.state.errors import listed
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTarget, FleetTargetKind, MoveState
+from resharder.server.state.fleet import (
+    Fleet,
+    FleetStrategy,
+    FleetStrategyKind,
+    FleetTarget,
+    FleetTargetKind,
+    Move,
+    MoveState,
+    PauseMode,
+    View,
+)
 from resharder.server.state.server import (
     Ahead,
     Change,
@@ -148,12 +158,25 @@ def test_servers_have_the_documented_times_and_attempts() -> None:
         (Attached, {}),
         (Claimed, {}),
         (Control, {}),
+        (
+            Fleet,
+            {
+                "pause_mode": PauseMode.KEEP,
+                "target": FleetTarget(FleetTargetKind.LATEST, 0, 0.0),
+                "strategy": FleetStrategy(ALL, 0, 0, 0, 0.0, False, ""),
+                "power": Power.AWAKE,
+            },
+        ),
+        (FleetStrategy, {"kind": ALL}),
+        (FleetTarget, {"kind": FleetTargetKind.LATEST}),
         (Goal, {"apply": True, "open": True, "power": Power.AWAKE, "retry": (0, 0)}),
         (Install, {}),
+        (Move, {}),
         (Order, {}),
         (Reported, {"ok": True}),
         (Server, {"booting": True, "goal": Goal(), "power": Power.AWAKE}),
         (VersionRecord, {}),
+        (View, {"at_once": 1}),
         (Worker, {}),
     ],
 )
