@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
+from resharder.server.state import timing
 from resharder.server.state.errors import listed
 from resharder.server.state.fleet import (
     Fleet,
@@ -34,7 +35,7 @@ from resharder.server.state.server import (
     in_use,
 )
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
-from resharder.server.state.timing import Timing, possible, timings_from_proto, timings_to_proto
+from resharder.server.state.timing import Timing, possible, timed, timings_from_proto, timings_to_proto
 from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
@@ -296,10 +297,25 @@ def test_impossible_timings_are_dropped_and_long_reports_cut() -> None:
     wrong = [message(phase=""), message(start=0.0), message(start=float(1 << 33)), message(seconds=-1.0)]
     wrong += [message(seconds=number) for number in (math.inf, math.nan, float(1 << 33))]
     assert timings_from_proto([*wrong, message()]) == (kept,)
-    assert timings_from_proto([message(start=float((1 << 33) - 1))]) != ()
+    for start in (1.0, float((1 << 33) - 1)):
+        assert timings_from_proto([message(start=start)]) != ()
     assert len(timings_from_proto([message()] * 40)) == 32
     assert timings_to_proto([kept]) == [message()]
     assert [possible(number) for number in (0.5, 0.0, -1.0, math.inf, math.nan, float(1 << 33))] == [0.5, 0, 0, 0, 0, 0]
+
+
+def test_a_phase_is_timed_from_its_wall_clock_start_by_the_monotonic_clock_and_also_if_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed = iter((7.0, 9.5, 20.0, 21.0))
+    monkeypatch.setattr(timing, "time", lambda: 1000.0)
+    monkeypatch.setattr(timing, "monotonic", lambda: next(passed))
+    found: list[Timing] = []
+    with timed(found, "stage"):
+        assert found == []
+    with pytest.raises(OSError, match="full"), timed(found, "apply"):
+        raise OSError("full")
+    assert found == [Timing("stage", 1000.0, 2.5), Timing("apply", 1000.0, 1.0)]
 
 
 STORED = {
@@ -325,6 +341,14 @@ def test_a_record_ignores_later_fields_and_names_its_version() -> None:
     prints = {each.ahead_fingerprint for each in (record, *others)}
     assert len(prints) == 5
     assert all(len(each) == len("ahead-") + 32 and each.startswith("ahead-") for each in prints)
+
+
+@pytest.mark.parametrize("state", [UPLOADING, READY, RETIRED, ABORTED])
+def test_a_version_is_lost_once_it_is_retired_for_that_reason(state: str) -> None:
+    record = VersionRecord.of(STORED | {"state": state, "create_time": 6.0})
+    assert replace(record, reason="LOST: neither the daemon nor a node holds 4 of 6 pieces").is_lost == (state == RETIRED)
+    assert not replace(record, reason="kept 3").is_lost
+    assert not replace(record, reason="it was LOST: no").is_lost
 
 
 @pytest.mark.parametrize("name", ["number", "epoch"])
