@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from resharder.server.config import ConfigError, load
-from resharder.server.fleets.canary_checks import Checks, _Run, environment
+from resharder.server.fleets.canary_checks import Checks, _Run, _Tail, environment
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, Move, MoveState
 from structlog.testing import capture_logs
 
@@ -191,6 +191,15 @@ def test_a_key_is_run_once_however_often_it_is_started(tmp_path: Path) -> None:
     checks.start("count", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
     assert ended.get(timeout=60)[0]
     assert (tmp_path / "runs").read_text() == "run\nrun\n"
+
+
+def test_the_reader_of_outputs_is_a_named_thread_that_keeps_no_daemon_alive() -> None:
+    reading, writing = os.pipe()
+    tail = _Tail(os.fdopen(reading, "rb"))
+    assert (tail._thread.name, tail._thread.daemon) == ("check-output", True)
+    os.write(writing, b"one\n\n\xff\n")
+    os.close(writing)
+    assert tail.lines() == ": one\n\ufffd"
 
 
 def test_endless_output_is_read_and_forgotten(run: Callable[..., Ended]) -> None:

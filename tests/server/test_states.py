@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.state import timing
-from resharder.server.state.errors import listed
+from resharder.server.state.errors import listed, unknown_server
 from resharder.server.state.fleet import (
     Fleet,
     FleetStrategy,
@@ -365,6 +365,11 @@ def test_a_record_has_numbers_whose_successors_fit_into_the_protocol(name: str) 
 def test_stored_states_have_the_names_of_the_protocol() -> None:
     states = resources_pb2.Version.State.Name
     assert [states(number) for number in (1, 2, 3, 4)] == [UPLOADING, READY, RETIRED, ABORTED]
+
+
+def test_an_unknown_server_has_a_reason_and_a_message() -> None:
+    error = unknown_server("a")
+    assert (error.reason, str(error)) == ("SERVER_UNKNOWN", "server 'a' is unknown; it has to claim its id first")
 
 
 @pytest.mark.parametrize(
