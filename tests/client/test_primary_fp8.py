@@ -17,6 +17,8 @@ from tests.support.megatron_models import build_model, fill_from_hf
 
 # isort: split
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.quantization.scheme import CHANNELS
 from transformer_engine.pytorch.tensor import DType, Float8BlockwiseQTensor, quantized
@@ -46,10 +48,12 @@ class FP8Ranks(Ranks):
         chunks = super().build()
         for chunk in chunks:
             for name, module in list(chunk.named_modules()):
-                weight = getattr(module, "weight", None)
-                if ".linear_" in name and weight is not None and weight.dim() == 2:
-                    module.weight = torch.nn.Parameter(Float8BlockwiseQTensor(weight.detach()), requires_grad=False)
-                    module.weight.main_param = torch.empty(weight.numel())
+                for kind, weight in list(module.named_parameters(recurse=False)):
+                    if ".linear_" in name and kind.startswith("weight") and weight.dim() == 2:
+                        taken: Any = torch.nn.Parameter(Float8BlockwiseQTensor(weight.detach()), requires_grad=False)
+                        taken.__dict__ |= vars(weight)  # Megatron's marks, as of experts
+                        taken.main_param = torch.empty(weight.numel())
+                        setattr(module, kind, taken)
         return chunks
 
     def fill(self, weights: Found) -> None:
@@ -59,12 +63,37 @@ class FP8Ranks(Ranks):
             fill_from_hf(plain, self.config, weights)
             for chunk, filled in zip(chunks, plain, strict=True):
                 values = dict(filled.named_parameters())
-                for name, parameter in chunk.named_parameters():
+                for name, parameter in getattr(chunk, "module", chunk).named_parameters():
                     if isinstance(parameter, Float8BlockwiseQTensor):
                         parameter.quantize_(values[name])
-                        parameter.main_param.copy_(values[name].detach().flatten())
+                        if parameter.main_param is not None:
+                            part = getattr(parameter, "part", slice(None))
+                            parameter.main_param.copy_(values[name].detach().flatten()[part])
                     else:
                         parameter.data.copy_(values[name])
+
+
+class DividedRanks(FP8Ranks):
+    """The same in Megatron's DDP, whose data-parallel ranks divide the master weights as a distributed optimizer does."""
+
+    def build(self) -> list[Any]:
+        settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 50_000}
+        wrapped = []
+        for chunk in super().build():
+            for parameter in chunk.parameters():
+                parameter.requires_grad_()
+            wrapper: Any = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**settings), chunk)
+            for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
+                assert len(buffer.buckets) > 1
+                for parameter in buffer.params:
+                    parameter.main_param, parameter.main_param_sharded = None, True
+                (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
+                for parameter, found in (each for bucket in buckets for each in bucket["param_map"].items()):
+                    if isinstance(parameter, Float8BlockwiseQTensor):
+                        parameter.part = slice(found["param"].start, found["param"].end)
+                        parameter.main_param = torch.empty(found["param"].size)
+            wrapped.append(wrapper)
+        return wrapped
 
 
 def as_in_the_trainer(name: str, weight: torch.Tensor) -> Found:
@@ -109,8 +138,31 @@ def test_by_channel_all_fp8_weights_are_cast_from_the_master_weights(daemon: Dae
     assert equal(*found)
 
 
+DIVIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "rows": ("qwen3", FP8, {"tp": 2}, 6),
+    "experts": ("qwen3_moe", FP8, {"ep": 2}, 4),
+    "replicas": ("deepseek_v3", CHANNELS, {"tp": 2}, 4),  # down-projections are whole on both ranks
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_ranks_of_a_distributed_optimizer_cast_and_deliver_the_parts_of_the_master_weights_that_they_have(
+    daemon: Daemon, case: str, tmp_path: Path
+) -> None:
+    family, scheme, layout, world = DIVIDED[case]
+    config = tiny_config(family, **NARROW | HEADS_OF_64 | {"hidden_size": 256} if family == "qwen3" else {})
+    weights = random_weights(config, 1, torch.bfloat16)
+    found = []
+    for kind, ranks_of in ((DividedRanks, world), (FP8Ranks, 2)):
+        model = f"divided-{kind.__name__}-{case}"
+        with kind(daemon, model, config, ranks_of, layout | {"spec": "te"}, quantization_config=scheme) as ranks:
+            ranks.fill(weights)
+            found.append(exported(daemon.endpoint, f"models/{model}/versions/{ranks.publish(1)}", tmp_path / model))
+    assert equal(*found)
+
+
 def part_of_a_master(weight: Any) -> None:
-    weight.main_param = weight.main_param[:100]
+    weight.main_param, weight.main_param_sharded = weight.main_param[:100], True
 
 
 def columns_alone(weight: Any) -> None:
@@ -122,7 +174,7 @@ REFUSED = {
         lambda weight: vars(weight).pop("main_param"),
         r"whole master weight \(main_param\) .* found none: attach once",
     ),
-    "a part of one": (part_of_a_master, r"whole master weight .* found torch\.float32 \[100\]: .* data-parallel ranks"),
+    "a part of one": (part_of_a_master, r"whole master weight .* found torch\.float32 \[100\]: .* in Megatron's DDP"),
     "rows of 128": (
         lambda weight: setattr(weight, "_is_2D_scaled", False),
         "blocks of 128 by 128, found kFloat8E4M3, rows of 128",
@@ -145,6 +197,22 @@ def test_fp8_weights_that_cannot_be_taken_are_refused_by_name(daemon: Daemon, wh
     config = tiny_config("qwen3", hidden_size=256, **NARROW | ({"intermediate_size": 512} if why == "columns alone" else {}))
     with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.0\.mlp\.linear_fc1\.weight: .*" + message):
         Changed(daemon, "refused", config, 2, {"tp": 2, "spec": "te"}, quantization_config=FP8)
+
+
+@pytest.mark.parametrize(("master", "found"), [(None, "none"), (torch.empty(7), r"torch\.float32 \[7\]")])
+def test_a_part_of_a_master_weight_that_is_not_as_long_as_ddp_divides_it_is_refused_by_name(
+    daemon: Daemon, master: torch.Tensor | None, found: str
+) -> None:
+    class Changed(DividedRanks):
+        def build(self) -> list[Any]:
+            chunks = super().build()
+            chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.main_param = master
+            return chunks
+
+    config = tiny_config("qwen3", hidden_size=256, **NARROW, num_hidden_layers=2)
+    expected = rf"fc1\.weight: expected a master weight of \d+ elements to cast, .* found {found}: attach once"
+    with pytest.raises(UnsupportedModel, match=expected):
+        Changed(daemon, "part", config, 2, {"spec": "te"}, quantization_config=FP8)
 
 
 def test_without_a_quantization_config_fp8_weights_are_refused(daemon: Daemon) -> None:

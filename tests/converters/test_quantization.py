@@ -15,9 +15,11 @@ from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index, full_box
 from resharder.converters.geometry.plan import plan
 from resharder.converters.geometry.tiling import Held, check_tiling
+from resharder.converters.models.blockwise import MasterPart
 from resharder.converters.models.tensor_io import read_piece, view_of
 from resharder.converters.quantization.cast import QuantisedTensors, quantise_whole
 from resharder.converters.quantization.checkpoint import expected_tensors
+from resharder.converters.quantization.layout import pieces_within
 from resharder.converters.quantization.scheme import CHANNELS as CHANNEL_CONFIG
 from resharder.converters.quantization.scheme import Scheme, check_family, scheme_of
 from resharder.converters.storage.digest import MASK, digest
@@ -135,6 +137,35 @@ def by_channel(whole: torch.Tensor) -> dict[str, torch.Tensor]:
     found = whole.float()
     scales = found.abs().amax(1, keepdim=True).clamp(min=1e-4) / torch.tensor(448.0)
     return {NAME: (found * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn), f"{NAME}_scale": scales}
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_parts_of_a_flat_tensor_have_each_element_of_a_piece_once(data: st.DataObject) -> None:
+    """Rows of a piece may be interleaved with others, and have other elements before and after them."""
+    number = st.integers(1, 5)
+    counts = [data.draw(number) for _ in range(2)]
+    rows, columns = (Range(data.draw(number), count, data.draw(number) if count > 1 else 1) for count in counts)
+    stride, offset = columns.count + data.draw(st.integers(0, 4)), data.draw(st.integers(0, 9))
+    flat = torch.arange(offset + rows.count * stride)
+    cuts = sorted({0, flat.numel(), *data.draw(st.lists(st.integers(0, flat.numel()), max_size=4))})
+    piece, owned = Piece(NAME, (rows, columns), "0", offset, (stride, 1), data.draw(st.booleans())), data.draw(st.booleans())
+    found = torch.full((rows.last + 1, columns.last + 1), -1)
+    whole = found.clone()
+    whole[box_index(piece.box)] = view_of(flat, piece.view(piece.box))
+    for start, end in [*pairwise(cuts), (3, 3)]:
+        for cut in pieces_within(piece, MasterPart(start, end, owned)):
+            assert (cut.tensor, cut.local, cut.replica) == (NAME, "0", not owned)
+            values = read_piece({"0": flat[start:end].clone()}, cut)
+            assert (found[box_index(cut.box)] == -1).all()
+            found[box_index(cut.box)] = values
+    assert torch.equal(found, whole)
+
+
+def test_a_divided_master_weight_has_contiguous_rows() -> None:
+    piece = Piece(NAME, full_box((2, 2)), "0", 0, (1, 2))
+    with pytest.raises(UnsupportedModel, match=r"0: expected contiguous rows of a divided master weight, found \(1, 2\)"):
+        pieces_within(piece, MasterPart(0, 4, True))
 
 
 def test_a_rank_that_has_whole_blocks_waits_for_no_other() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from resharder.server.config import ConfigError, load
-from resharder.server.fleets.canary_checks import Checks, _Run, environment
+from resharder.server.fleets.canary_checks import Checks, _Run, _Tail, environment
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, Move, MoveState
 from structlog.testing import capture_logs
 
@@ -95,6 +96,18 @@ def test_a_check_whose_end_could_not_be_kept_can_be_started_again() -> None:
     checks.close()
 
 
+def test_a_command_runs_in_the_root_folder_and_without_input(run: Callable[..., Ended]) -> None:
+    own, (reading, writing) = os.dup(0), os.pipe()
+    os.dup2(reading, 0)
+    try:
+        ended = run("sh", "-c", "pwd; exec readlink /proc/self/fd/0").get(timeout=60)
+    finally:
+        os.dup2(own, 0)
+        for each in (own, reading, writing):
+            os.close(each)
+    assert ended == (True, "ended with 0: /\n/dev/null")
+
+
 def test_no_shell_reads_the_arguments(run: Callable[..., Ended]) -> None:
     assert run("echo", "$HOME", "; false").get(timeout=60) == (True, "ended with 0: $HOME ; false")
 
@@ -126,6 +139,17 @@ def test_a_cancelled_command_is_killed_and_not_told_of(tmp_path: Path) -> None:
     checks.start("slow", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
     assert ended.empty()
     assert not (tmp_path / "own").exists()
+
+
+def test_a_killed_command_is_reaped_and_no_signal_is_sent_to_its_id_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _Run("check", ["sleep", "1000"], {}, timeout=0.2)
+    assert run.result() == (False, "did not end within 0.2 s")
+    assert run._process is not None
+    assert run._process.returncode == -signal.SIGKILL
+    sent: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: sent.append(group))
+    run.cancel()
+    assert sent == []
 
 
 def test_a_command_that_is_cancelled_before_it_starts_does_not_run(tmp_path: Path) -> None:
@@ -167,6 +191,15 @@ def test_a_key_is_run_once_however_often_it_is_started(tmp_path: Path) -> None:
     checks.start("count", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
     assert ended.get(timeout=60)[0]
     assert (tmp_path / "runs").read_text() == "run\nrun\n"
+
+
+def test_the_reader_of_outputs_is_a_named_thread_that_keeps_no_daemon_alive() -> None:
+    reading, writing = os.pipe()
+    tail = _Tail(os.fdopen(reading, "rb"))
+    assert (tail._thread.name, tail._thread.daemon) == ("check-output", True)
+    os.write(writing, b"one\n\n\xff\n")
+    os.close(writing)
+    assert tail.lines() == ": one\n\ufffd"
 
 
 def test_endless_output_is_read_and_forgotten(run: Callable[..., Ended]) -> None:

@@ -10,7 +10,7 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, View
-from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server import Install, InstallState, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
 
 from tests.support.simulated_store import MODEL, SimulatedVersions
@@ -168,6 +168,24 @@ def test_a_lost_server_alone_is_forgotten_with_its_pins_and_its_membership(desk:
     assert not any("servers/a" in holders for holders in desk.versions.holders.values())
     assert desk.notes == [("operator", "servers/a", "forget", {})]
     assert desk.roster.changed.count > before
+
+
+def test_a_server_waits_for_its_turn_no_longer_than_until_the_lost_server_before_it_is_forgotten(desk: Desk) -> None:
+    desk.serve()
+    desk.versions.publish()
+
+    def joined(state: InstallState, phase: WorkerState) -> dict[str, Any]:
+        workers = {rank: replace(known, state=phase, install="2", joined=True) for rank, known in desk.server.workers.items()}
+        return {"install": Install("2", 2, state, desk.now, desk.now), "workers": workers}
+
+    for id in ("b", "c"):  # as many as may pause for one sender
+        applying = joined(InstallState.APPLYING, WorkerState.STAGED)
+        desk.roster.put_server(replace(desk.server, id=id, lost_at=desk.now, controls=(), opened=0, **applying))
+    desk.roster.put_server(replace(desk.server, **joined(InstallState.STAGING, WorkerState.STAGED)))
+    desk.changes.change(MODEL, lambda fleet, view: fleet)
+    assert not desk.server.goal.apply
+    desk.changes.forget("c")
+    assert desk.server.goal.apply
 
 
 def test_a_server_that_is_not_lost_yet_is_refused_with_the_time_that_is_left(desk: Desk) -> None:

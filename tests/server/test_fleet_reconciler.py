@@ -5,7 +5,19 @@ from dataclasses import replace
 import pytest
 from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import Failure, Goal, InstallState, OrderKind, Power, Server, Worker, WorkerState
+from resharder.server.state.server import (
+    Ahead,
+    Change,
+    Failure,
+    Goal,
+    Install,
+    InstallState,
+    OrderKind,
+    Power,
+    Server,
+    Worker,
+    WorkerState,
+)
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -46,6 +58,26 @@ def test_a_boot_lasts_as_long_as_its_claim_and_is_taken_up_again(renews: bool, l
     heard, _ = step(lost, WorkerReported(worker), lasts + 2, SETTINGS)
     assert (again.lost_at, again.boot_version) == (None, 1)
     assert heard.lost_at is None
+
+
+def test_a_control_side_has_its_whole_lease_and_no_server_with_one_is_lost() -> None:
+    served = serving(1)
+    kept, _ = step(served, Ticked(), served.controls[0].seen + SETTINGS.lease, SETTINGS)
+    late, _ = step(served, Ticked(), served.controls[0].seen + SETTINGS.lease + 0.1, SETTINGS)
+    assert (kept.controls, late.controls) == (served.controls, ())
+    old, _ = step(replace(served, seen=-SETTINGS.boot), Ticked(), served.controls[0].seen + 0.1, SETTINGS)
+    assert old.lost_at is None
+
+
+@pytest.mark.parametrize("state", [InstallState.STAGING, InstallState.COMMITTED])
+def test_a_server_is_lost_with_its_gate_its_change_and_the_install_that_was_active(state: InstallState) -> None:
+    install = Install("life-1", 2, state, 0.0, 0.0)
+    change = Change("life-2", Power.ASLEEP_1, 0.0)
+    known = replace(serving(1), controls=(), lingers=1, change=change, install=install)
+    lost, _ = step(known, Ticked(), 1000.0, SETTINGS)
+    assert (lost.lost_at, lost.opened, lost.resumed, lost.lingers, lost.change) == (1000.0, 0, False, 0, None)
+    ended = replace(install, state=InstallState.FAILED, error="the server's lease ended", ended=1000.0)
+    assert lost.install == (install if state == InstallState.COMMITTED else ended)
 
 
 def hear(server: Server, rank: int, state: WorkerState, version: int, install: str, process: str = "") -> Server:
@@ -293,6 +325,15 @@ def test_a_control_side_that_attaches_during_a_sleep_at_level_2_gives_the_sleep_
     server, _ = step(server, Wanted(Goal()), 2, SETTINGS)
     _, orders = step(server, Attached("b", 2), 2, SETTINGS)
     assert orders[-1] == Order("b", OrderKind.CLOSE, reason="its version is not confirmed yet"), "and while it wakes"
+
+
+def test_failures_count_while_their_version_is_there_and_not_past_ready_if_they_were_ahead_of_it() -> None:
+    ahead = Ahead("offer", True)
+    failures = {version: Failure(1, "no memory", 9.0) for version in range(1, 9)}
+    known = Server("s", "m", "m", "life", 0.0, versions(1, 2, 8), ahead=dict.fromkeys((3, 4, 5, 8), ahead), failures=failures)
+    later, _ = step(known, VersionsChanged(versions(2, 3, 6, 8), dict.fromkeys((4, 7), ahead)), 1, SETTINGS)
+    assert later.failures.keys() == {2, 4, 6, 7, 8}, "1 and 5 are gone, 3 is READY"
+    assert (later.ready, later.ahead.keys()) == (versions(2, 3, 6, 8), {4, 7})
 
 
 def test_an_operators_retry_forgets_failures_and_another_goal_keeps_them() -> None:

@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from resharder.server.state.errors import listed
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTarget, FleetTargetKind, MoveState
+from resharder.server.state import timing
+from resharder.server.state.errors import listed, unknown_server
+from resharder.server.state.fleet import (
+    Fleet,
+    FleetStrategy,
+    FleetStrategyKind,
+    FleetTarget,
+    FleetTargetKind,
+    Move,
+    MoveState,
+    PauseMode,
+    View,
+)
 from resharder.server.state.server import (
     Ahead,
     Change,
@@ -24,7 +35,7 @@ from resharder.server.state.server import (
     in_use,
 )
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
-from resharder.server.state.timing import Timing, possible, timings_from_proto, timings_to_proto
+from resharder.server.state.timing import Timing, possible, timed, timings_from_proto, timings_to_proto
 from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
@@ -148,12 +159,25 @@ def test_servers_have_the_documented_times_and_attempts() -> None:
         (Attached, {}),
         (Claimed, {}),
         (Control, {}),
+        (
+            Fleet,
+            {
+                "pause_mode": PauseMode.KEEP,
+                "target": FleetTarget(FleetTargetKind.LATEST, 0, 0.0),
+                "strategy": FleetStrategy(ALL, 0, 0, 0, 0.0, False, ""),
+                "power": Power.AWAKE,
+            },
+        ),
+        (FleetStrategy, {"kind": ALL}),
+        (FleetTarget, {"kind": FleetTargetKind.LATEST}),
         (Goal, {"apply": True, "open": True, "power": Power.AWAKE, "retry": (0, 0)}),
         (Install, {}),
+        (Move, {}),
         (Order, {}),
         (Reported, {"ok": True}),
         (Server, {"booting": True, "goal": Goal(), "power": Power.AWAKE}),
         (VersionRecord, {}),
+        (View, {"at_once": 1}),
         (Worker, {}),
     ],
 )
@@ -273,10 +297,25 @@ def test_impossible_timings_are_dropped_and_long_reports_cut() -> None:
     wrong = [message(phase=""), message(start=0.0), message(start=float(1 << 33)), message(seconds=-1.0)]
     wrong += [message(seconds=number) for number in (math.inf, math.nan, float(1 << 33))]
     assert timings_from_proto([*wrong, message()]) == (kept,)
-    assert timings_from_proto([message(start=float((1 << 33) - 1))]) != ()
+    for start in (1.0, float((1 << 33) - 1)):
+        assert timings_from_proto([message(start=start)]) != ()
     assert len(timings_from_proto([message()] * 40)) == 32
     assert timings_to_proto([kept]) == [message()]
     assert [possible(number) for number in (0.5, 0.0, -1.0, math.inf, math.nan, float(1 << 33))] == [0.5, 0, 0, 0, 0, 0]
+
+
+def test_a_phase_is_timed_from_its_wall_clock_start_by_the_monotonic_clock_and_also_if_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed = iter((7.0, 9.5, 20.0, 21.0))
+    monkeypatch.setattr(timing, "time", lambda: 1000.0)
+    monkeypatch.setattr(timing, "monotonic", lambda: next(passed))
+    found: list[Timing] = []
+    with timed(found, "stage"):
+        assert found == []
+    with pytest.raises(OSError, match="full"), timed(found, "apply"):
+        raise OSError("full")
+    assert found == [Timing("stage", 1000.0, 2.5), Timing("apply", 1000.0, 1.0)]
 
 
 STORED = {
@@ -304,6 +343,14 @@ def test_a_record_ignores_later_fields_and_names_its_version() -> None:
     assert all(len(each) == len("ahead-") + 32 and each.startswith("ahead-") for each in prints)
 
 
+@pytest.mark.parametrize("state", [UPLOADING, READY, RETIRED, ABORTED])
+def test_a_version_is_lost_once_it_is_retired_for_that_reason(state: str) -> None:
+    record = VersionRecord.of(STORED | {"state": state, "create_time": 6.0})
+    assert replace(record, reason="LOST: neither the daemon nor a node holds 4 of 6 pieces").is_lost == (state == RETIRED)
+    assert not replace(record, reason="kept 3").is_lost
+    assert not replace(record, reason="it was LOST: no").is_lost
+
+
 @pytest.mark.parametrize("name", ["number", "epoch"])
 def test_a_record_has_numbers_whose_successors_fit_into_the_protocol(name: str) -> None:
     assert LAST_NUMBER == 4_611_686_018_427_387_903
@@ -318,6 +365,11 @@ def test_a_record_has_numbers_whose_successors_fit_into_the_protocol(name: str) 
 def test_stored_states_have_the_names_of_the_protocol() -> None:
     states = resources_pb2.Version.State.Name
     assert [states(number) for number in (1, 2, 3, 4)] == [UPLOADING, READY, RETIRED, ABORTED]
+
+
+def test_an_unknown_server_has_a_reason_and_a_message() -> None:
+    error = unknown_server("a")
+    assert (error.reason, str(error)) == ("SERVER_UNKNOWN", "server 'a' is unknown; it has to claim its id first")
 
 
 @pytest.mark.parametrize(

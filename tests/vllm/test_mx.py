@@ -1,6 +1,7 @@
 """Versions in MXFP8 and MXFP4, published as they are, in real vLLM engines: every tensor and answer is that of a fresh engine.
 
-Kernels are vLLM's emulation of MXFP8 and those of `raw_mode/resharder_reference_mx.py`, so that the engines run on any CPU.
+Kernels are vLLM's emulation of MXFP8 and those of `raw_mode/resharder_reference_mx.py`, so that the engines run on any CPU. At
+TP 2, MXFP8 goes by boxes and the experts of MXFP4 through `load_weights`.
 """
 
 from collections.abc import Callable
@@ -35,13 +36,14 @@ CASES = {
 }
 
 
-def state(engine: Engine) -> tuple[dict[str, int], list[tuple[int, float]]]:
+def state(engine: Engine) -> tuple[list[dict[str, int]], list[tuple[int, float]]]:
+    """Fingerprints of every tensor of each worker, and an answer."""
     answer = engine.logprobs(PROMPT)  # the first one casts vLLM's table of rotations
-    return engine.one("resharder_fingerprint")["tensors"], answer
+    return [worker["tensors"] for worker in engine.rpc("resharder_fingerprint")], answer
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_versions_over_one_another_leave_what_a_fresh_engine_has(daemon: Daemon, case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "tp"), [*((case, 1) for case in CASES), ("mxfp8", 2), ("mxfp4", 2)])
+def test_versions_over_one_another_leave_what_a_fresh_engine_has(daemon: Daemon, case: str, tp: int, tmp_path: Path) -> None:
     save, environment, loaded = CASES[case]
     a, b = save(tmp_path / "a", 1), save(tmp_path / "b", 2)
     versions = publish(daemon, case, a, b)
@@ -50,7 +52,7 @@ def test_versions_over_one_another_leave_what_a_fresh_engine_has(daemon: Daemon,
         "RESHARDER_MODEL": case,
         "VLLM_PLUGINS": "resharder,dropping_sleep,raw_mode,reference_mx",
     }
-    options: dict[str, Any] = {"environment": environment, "dtype": "bfloat16"}
+    options: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "tensor_parallel_size": tp}
     with Engine(b, **options) as fresh:
         state_b = state(fresh)
     with Engine(a, **options) as engine:
@@ -60,6 +62,8 @@ def test_versions_over_one_another_leave_what_a_fresh_engine_has(daemon: Daemon,
             answer = engine.install(version, f"turn-{turn}")
             assert answer["ok"], answer["error"]
             assert state(engine) == expected, turn
-        about = engine.one("resharder_describe")
-    assert bool(about["loaded"]) == bool(loaded)
-    assert all(name.endswith(loaded) for name in about["loaded"]), about["loaded"]
+        workers = engine.rpc("resharder_describe")
+    assert len(workers) == tp
+    for about in workers:
+        assert bool(about["loaded"]) == bool(loaded)
+        assert all(name.endswith(loaded) for name in about["loaded"]), about["loaded"]

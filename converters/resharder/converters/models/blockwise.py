@@ -9,7 +9,7 @@ Facts about TransformerEngine 2.9 to 2.11, for which megatron-core 0.16.1 asks:
   columns of factors are padded to a multiple of 4.
 
 megatron-core 0.16.1 keeps the master weight as `main_param` of the parameter: whole in optimizer/optimizer.py, in
-optimizer/distrib_optimizer.py a flat part, which has all elements if the data-parallel group has one rank.
+optimizer/distrib_optimizer.py the flat part of this data-parallel rank (`megatron/masters.py`).
 """
 
 from collections.abc import Mapping
@@ -38,6 +38,24 @@ class Blockwise(NamedTuple):
         return down, -(-across // _PADDED) * _PADDED
 
 
+class MasterPart(NamedTuple):
+    """Elements `start … end` of a flat parameter, of which a rank has the master weights.
+
+    Attributes:
+        start: First element.
+        end: Element after the last one; `start` if the rank has none.
+        owned: Whether no other rank delivers these elements.
+    """
+
+    start: int
+    end: int
+    owned: bool
+
+
+UNDIVIDED: Mapping[str, MasterPart] = {}
+"""Parts by name, if every master weight is whole."""
+
+
 def factors_of(name: str) -> str:
     """Return the name of an FP8 parameter's factors among the local tensors."""
     return f"{name}.scale_inv"
@@ -59,15 +77,19 @@ class BlockwiseTensors(LookedUp):
     They are looked up at each access, because optimizers and Megatron's DDP replace them.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise UnsupportedModel for an FP8 parameter in another form than blocks of 128 by 128 in E4M3."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, MasterPart] = UNDIVIDED) -> None:
+        """Take tensors by name, and the parts of those of which this rank has a part of the master weights, which are flat.
+
+        Raises UnsupportedModel for an FP8 parameter in another form than blocks of 128 by 128 in E4M3.
+        """
+        self.parts = parts
         self.blockwise = {name: _blockwise(name, tensor) for name, tensor in tensors.items() if is_blockwise(tensor)}
         """The FP8 parameters by name."""
         looks = {name: partial(tensors.__getitem__, name) for name in tensors.keys() - self.blockwise.keys()}
         for name, shape in self.blockwise.items():
             looks[name] = partial(_elements, name, tensors, shape)
             looks[factors_of(name)] = partial(_factors, name, tensors, shape)
-            looks[master_of(name)] = partial(_master, name, tensors, shape)
+            looks[master_of(name)] = partial(_master, name, tensors, shape, parts.get(name))
         super().__init__(tensors, lambda name: looks[name]())
 
 
@@ -94,15 +116,17 @@ def _factors(name: str, tensors: Mapping[str, Any], shape: Blockwise) -> torch.T
     return found
 
 
-def _master(name: str, tensors: Mapping[str, Any], shape: Blockwise) -> torch.Tensor:
+def _master(name: str, tensors: Mapping[str, Any], shape: Blockwise, part: MasterPart | None) -> torch.Tensor:
     found: torch.Tensor | None = getattr(tensors[name], "main_param", None)
-    if found is None or found.numel() != shape.rows * shape.columns or found.dtype not in DTYPES or not found.is_contiguous():
+    size = shape.rows * shape.columns if part is None else part.end - part.start
+    if found is None or found.numel() != size or found.dtype not in DTYPES or not found.is_contiguous():
+        wanted = f"whole master weight (main_param) of {list(shape)}" if part is None else f"master weight of {size} elements"
         raise UnsupportedModel(
-            f"{name}: expected a whole master weight (main_param) of {list(shape)} to cast, because its FP8 blocks are not all "
-            f"blocks of the version, found {_form(found)}: attach once the optimizer is made; a distributed optimizer over "
-            "several data-parallel ranks has only parts"
+            f"{name}: expected a {wanted} to cast, because its FP8 blocks are not all blocks of the version, found "
+            f"{_form(found)}: attach once the optimizer is made; if it is distributed over data-parallel ranks, attach the "
+            "chunks in Megatron's DDP (several instances of it are not supported)"
         )
-    return found.detach().view(shape)
+    return found.detach().view(shape) if part is None else found.detach().view(-1)
 
 
 def _form(tensor: torch.Tensor | None) -> str:

@@ -52,8 +52,8 @@ class QuantisedTensors:
         Raises:
             UnsupportedModel: Matrices that cannot be cast, or lie on several devices.
         """
-        blockwise = tensors.blockwise if isinstance(tensors, BlockwiseTensors) else {}
-        self.plan: QuantisedLayout = quantised_layout(layout, scheme, blockwise)
+        own = tensors if isinstance(tensors, BlockwiseTensors) else BlockwiseTensors({})
+        self.plan: QuantisedLayout = quantised_layout(layout, scheme, own.blockwise, own.parts)
         self._own = tensors
         devices = {tensors[part.source.local].device for matrix in self.plan.matrices for part in matrix.pieces}
         if len(devices) > 1:

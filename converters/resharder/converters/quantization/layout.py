@@ -7,7 +7,8 @@ casts some of its elements without having all of them receives the largest of al
 too, because another rank may have a replica of one of them.
 
 A parameter that the trainer keeps in FP8 blocks is published from its own memory where a piece has whole blocks of the parameter
-that are whole blocks of the matrix. Its other pieces are cast from the master weight.
+that are whole blocks of the matrix. Its other pieces are cast from the master weight. If data-parallel ranks have parts of it,
+each casts and delivers its own: their boxes cut blocks, which they share as other ranks do.
 """
 
 from collections import defaultdict
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 from resharder.converters.errors import UnsupportedModel
-from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec, box_shape, box_size, contiguous_strides
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_shape, box_size, contiguous_strides
 from resharder.converters.geometry.piece_arrays import Ints
-from resharder.converters.models.blockwise import SIDE, Blockwise, factors_of, master_of
+from resharder.converters.models.blockwise import SIDE, UNDIVIDED, Blockwise, MasterPart, factors_of, master_of
 from resharder.converters.quantization.blocks import (
     Region,
     elements_in_blocks,
@@ -97,13 +98,16 @@ class QuantisedLayout:
     recast: tuple[str, ...] = ()
 
 
-def quantised_layout(layout: Layout, scheme: Scheme, blockwise: Mapping[str, Blockwise] = _NONE) -> QuantisedLayout:
+def quantised_layout(
+    layout: Layout, scheme: Scheme, blockwise: Mapping[str, Blockwise] = _NONE, divided: Mapping[str, MasterPart] = UNDIVIDED
+) -> QuantisedLayout:
     """Return the layout of a rank whose matrices are cast.
 
     Args:
         layout: The rank's layout. Tensors in F8_E4M3 are those of `blockwise`.
         scheme: Format to cast to.
         blockwise: Local tensors in FP8 blocks.
+        divided: Parts of the master weights that data-parallel ranks divide, by local tensor.
 
     Raises UnsupportedModel for a matrix of a dtype not in `SOURCES`, and for an FP8 tensor that the format does not convert.
     """
@@ -126,18 +130,22 @@ def quantised_layout(layout: Layout, scheme: Scheme, blockwise: Mapping[str, Blo
         if not scheme.converts(spec.name, spec.shape):
             pieces.append(piece)
             continue
-        scales_box = scale_box(piece.box, spec.shape, scheme.block_of(spec.shape))
+        block, scale = scheme.block_of(spec.shape), scheme.scale_of(spec.name)
+        sources = [piece]
         if (local := blockwise.get(piece.local)) is not None:
+            scales_box = scale_box(piece.box, spec.shape, block)
             if scales_box is not None and not scheme.channels and has_whole_blocks(piece, local, spec.shape):
-                pieces += piece, _factors(piece, local, scheme.scale_of(piece.tensor), scales_box)
+                pieces += piece, _factors(piece, local, scale, scales_box)
                 continue
-            piece = piece._replace(local=master_of(piece.local))
+            part, master = divided.get(piece.local), piece._replace(local=master_of(piece.local))
+            sources = [master] if part is None else pieces_within(master, part)
             recast.append(spec.name)
-        cast = places.add(piece, scales_box)
-        by_matrix[spec.name].append(cast)
-        pieces.append(_at(piece, piece.tensor, piece.box, WEIGHTS, cast.at))
-        if scales_box is not None:
-            pieces.append(_at(piece, scheme.scale_of(piece.tensor), scales_box, SCALES, cast.scales_at))
+        for source in sources:
+            cast = places.add(source, scale_box(source.box, spec.shape, block))
+            by_matrix[spec.name].append(cast)
+            pieces.append(_at(source, spec.name, source.box, WEIGHTS, cast.at))
+            if cast.scales is not None:
+                pieces.append(_at(source, scale, cast.scales, SCALES, cast.scales_at))
     matrices, maxima = [], 0
     for name, parts in by_matrix.items():
         block = scheme.block_of(layout.tensors[name].shape)
@@ -168,6 +176,36 @@ def has_whole_blocks(piece: Piece, local: Blockwise, shape: tuple[int, ...]) -> 
         and (r.count % SIDE == 0 or (r.start + r.count, at + r.count) == (whole, here))
         for r, at, whole, here in zip(piece.box, starts, shape, local, strict=True)
     )
+
+
+def pieces_within(piece: Piece, part: MasterPart) -> list[Piece]:
+    """Return the pieces of a piece's elements in a part of its local tensor: whole rows, and parts of the rows beside them.
+
+    Offsets and strides are those of the part as a flat tensor.
+    """
+    (rows, columns), stride = piece.box, piece.strides[0]
+    if piece.strides[1] != 1:
+        raise UnsupportedModel(f"{piece.local}: expected contiguous rows of a divided master weight, found {piece.strides}")
+    low = min(rows.count, max(0, -((piece.offset - part.start) // stride)))
+    high = min(rows.count, max(low, (part.end - columns.count - piece.offset) // stride + 1))
+    cuts = [(low, high - low, 0, columns.count)]
+    for row in {low - 1, high} & set(range(rows.count)):
+        at = piece.offset + row * stride
+        left, right = max(0, part.start - at), min(columns.count, part.end - at)
+        cuts.append((row, 1, left, right - left))
+    return [
+        piece._replace(
+            box=(_cut(rows, row, count), _cut(columns, column, width)),
+            offset=piece.offset + row * stride + column - part.start,
+            replica=not part.owned,
+        )
+        for row, count, column, width in sorted(cuts)
+        if count > 0 and width > 0
+    ]
+
+
+def _cut(r: Range, first: int, count: int) -> Range:
+    return Range(r.start + first * r.step, count, r.step if count > 1 else 1)
 
 
 def _factors(piece: Piece, local: Blockwise, name: str, box: Box) -> Piece:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
 from time import monotonic, time
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -45,13 +44,14 @@ def timings_from_proto(messages: Sequence[resources_pb2.Timing]) -> tuple[Timing
 
 def possible(seconds: float) -> float:
     """Return a reported duration in seconds, or 0 if it is negative, infinite or NaN."""
-    return seconds if isfinite(seconds) and 0 <= seconds < _LAST else 0.0
+    return seconds if 0 <= seconds < _LAST else 0.0  # NaN is not
 
 
 def _from_proto(message: resources_pb2.Timing) -> Timing | None:
     start = message.start_time.seconds + message.start_time.nanos / 1e9
-    possible = message.phase and 0 < start < _LAST and isfinite(message.seconds) and 0 <= message.seconds < _LAST
-    return Timing(message.phase[:_LONGEST_NAME], start, message.seconds) if possible else None
+    if not message.phase or not 0 < start < _LAST or not 0 <= message.seconds < _LAST:
+        return None
+    return Timing(message.phase[:_LONGEST_NAME], start, message.seconds)
 
 
 def timings_to_proto(timings: Iterable[Timing]) -> list[resources_pb2.Timing]:

@@ -21,8 +21,9 @@ from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
-from resharder.converters.models.blockwise import BlockwiseTensors, is_blockwise
+from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
 from resharder.converters.models.megatron.live import LocalTensors
+from resharder.converters.models.megatron.masters import master_part
 from resharder.converters.models.tensor_io import DTYPES, read_piece
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -58,13 +59,17 @@ def local_layout(
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     tensors: dict[str, torch.Tensor] = {}
+    parts: dict[str, MasterPart] = {}
     modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
-    for number, module in enumerate(modules):
+    for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
         _refuse_other_sizes(module, number, recipe)
+        wrappers = _data_parallel(chunk)
         one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
         for name, (tensor, shards, memory) in _placed(module, number, fp8).items():
             tensors[name] = tensor
             dtype = "F8_E4M3" if is_blockwise(tensor) else _dtype(name, tensor)
+            if is_blockwise(tensor) and (part := master_part(tensor, shards, wrappers)):
+                parts[name] = part
             for shard in shards:
                 for piece in _shard_pieces(name, memory, shard, table, one, padded_for):
                     spec = TensorSpec(piece.tensor, dtype, shapes[piece.tensor])
@@ -74,7 +79,7 @@ def local_layout(
                         )
                     pieces.append(piece)
     found = LocalTensors(tensors, modules)
-    return Layout(specs, tuple(pieces)), BlockwiseTensors(found) if fp8 else found
+    return Layout(specs, tuple(pieces)), BlockwiseTensors(found, parts) if fp8 else found
 
 
 def local_pieces(
@@ -117,16 +122,22 @@ def gather_parameters(model_chunks: Chunks) -> None:
             wrapper.start_param_sync(force_sync=True)
 
 
-def _late_gatherers(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return Megatron's DDP around a chunk, if it gathers parameters in the forward pass.
+def _data_parallel(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return Megatron's DDP around a chunk.
 
-    Its hooks in the chunk refer to it, so it is found even if the caller passes the chunk without it.
+    If it gathers parameters in the forward pass, its hooks in the chunk refer to it, so it is found even if the caller passes the
+    chunk without it.
     """
     hooks = _unwrap(chunk)._forward_pre_hooks.values()
     behind = [inspect.getclosurevars(hook).nonlocals.get("self") for hook in hooks if inspect.isfunction(hook)]
     around = [wrapper for wrapper in (*_wrappers(chunk), *behind) if isinstance(wrapper, DistributedDataParallel)]
-    late = [ddp for ddp in around if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather]
-    return list({id(wrapper): wrapper for wrapper in late}.values())
+    return list({id(wrapper): wrapper for wrapper in around}.values())
+
+
+def _late_gatherers(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return Megatron's DDP around a chunk, if it gathers parameters in the forward pass."""
+    around = _data_parallel(chunk)
+    return [ddp for ddp in around if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather]
 
 
 def _bucket_groups(wrapper: DistributedDataParallel) -> list[Any]:
