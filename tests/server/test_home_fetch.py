@@ -69,7 +69,7 @@ def ports(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(home_fetch, "_PATIENCE", 0.3)
+    monkeypatch.setattr(home_fetch, "_PATIENCE", 5.0)
     folder = tmp_path / "target"
     folder.mkdir()
     for file in FILES:

@@ -34,7 +34,6 @@ class Config(BaseSettings):
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
     data_listen: str = Field("", description="host:port at which other hosts read and write versions by HTTP; empty: none")
     data_address: str = Field("", description="host:port at which they reach it, if it is another one, as behind a port mapping")
-    node_tls_name: str = Field("", description="name in the certificates of nodes, if it is not their address")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")

@@ -111,7 +111,7 @@ class Daemon:
             note=self.events.add,
             start_check=self.checks.start_for,
         )
-        tls = node_tls(config.security, config.node_tls_name)
+        tls = node_tls(config.security)
         self.nodes = NodeRegistry(
             self.store.reader.manifest,
             self.store.catalogue.get,
@@ -320,7 +320,6 @@ def run(
     listen: Annotated[str | None, typer.Option(help="host:port")] = None,
     web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
     data_listen: Annotated[str | None, typer.Option(help="host:port of versions by HTTP, for other hosts; empty: none")] = None,
-    node_tls_name: Annotated[str | None, typer.Option(help="name in the certificates of nodes, if not their address")] = None,
     data_address: Annotated[str | None, typer.Option(help="host:port at which they reach it, if it is another one")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
     store_limit_bytes: Annotated[int | None, typer.Option(help="bound on versions' bytes; 0: 80 % of the free space")] = None,

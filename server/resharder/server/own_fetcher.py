@@ -1,5 +1,8 @@
 """The daemon's own fetcher of pieces, with the certificates of the daemon."""
 
+import ssl
+from dataclasses import dataclass
+
 from resharder.server.node.daemon_client import NodeTls
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.sources import LIMITS
@@ -16,11 +19,31 @@ def fetcher(partials: PartialVersions, nodes: NodeRegistry, tls: NodeTls | None,
     return StoreFetcher(partials, nodes, lambda changed: Swarm(transfer, ReceivedBytes(), changed), threads)
 
 
-def node_tls(security: Security | None, name: str) -> NodeTls | None:
-    """Return the certificates with which the daemon calls nodes; None without security. `name`: that in their certificates."""
+@dataclass(frozen=True)
+class DaemonTls(NodeTls):
+    """Certificates with which the daemon calls nodes.
+
+    Names are not compared: what arrives is checked by checksums that nodes have reported by calls of their own, and no secret is
+    sent. `verified`: whether `ca` is the authority of nodes, as `client_ca` is; without, they call by tokens.
+    """
+
+    verified: bool = True
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a connection to a node's data port. Raises OSError (ssl.SSLError)."""
+        context = super().context()
+        context.check_hostname = False
+        if not self.verified:
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+def node_tls(security: Security | None) -> NodeTls | None:
+    """Return the certificates with which the daemon calls nodes; None without security."""
     if security is None:
         return None
-    return NodeTls(security.client_ca or security.certificate, security.certificate, security.key, peer_name=name)
+    own, authority = security.certificate, security.client_ca
+    return DaemonTls(authority or own, own, security.key, verified=authority is not None)
 
 
 def certificate_of(tls: NodeTls | None) -> str:
