@@ -202,6 +202,11 @@ def test_the_reader_of_outputs_is_a_named_thread_that_keeps_no_daemon_alive() ->
     assert tail.lines() == ": one\n\ufffd"
 
 
+def test_a_message_has_the_last_thousand_characters_of_a_longer_line(run: Callable[..., Ended]) -> None:
+    ok, message = run("sh", "-c", "printf a; head -c 1000 /dev/zero | tr '\\0' x").get(timeout=60)
+    assert (ok, message) == (True, f"ended with 0: {'x' * 1000}")
+
+
 def test_endless_output_is_read_and_forgotten(run: Callable[..., Ended]) -> None:
     ok, message = run("sh", "-c", "head -c 50000000 /dev/zero; echo; echo the end").get(timeout=60)
     assert ok
