@@ -178,7 +178,7 @@ def _node_kill(chance: random.Random) -> tuple[str, Given]:
     point = "" if chance.random() < 0.6 else _armed(chance, (*NodePoint.__args__, *NodeFilePoint.__args__))
     down = round(chance.choice((0.0, chance.uniform(0, 3), LEASE * 1.5)), 1)
     given = {"node": chance.choice(NODES), "down": down, "failpoint": point, "small": chance.random() < 0.25}
-    return "node.kill", {**given, "alone": chance.random() < 0.4}
+    return "node.kill", {**given, "alone": chance.random() < 0.5 and given["node"] == "far"}
 
 
 def _node_stop(chance: random.Random) -> tuple[str, Given]:

@@ -13,15 +13,13 @@ from resharder.converters.wire.range_client import DataAddress
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, Readable
 from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
-from resharder.server.node.reports import ReservationOrder, SetState, StateReport
+from resharder.server.node.reports import AHEAD, ReservationOrder, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.piece_fetch import PartSource
 
 _FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
-AHEAD = 2
-"""Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
 
 
 class HomeRegister:
