@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,17 +18,24 @@ from demo.jobs import JobFailed, Request, Requests
 class TrainerJob:
     """Running trainer job, a context manager. Its output is in FOLDER/trainer.log.
 
-    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`.
+    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`. `wrapper` is put before its command line.
     """
 
     def __init__(
-        self, endpoint: str, model: str, folder: Path, settings: dict[str, Any], ranks: int = 4, module: str = "demo.trainer"
+        self,
+        endpoint: str,
+        model: str,
+        folder: Path,
+        settings: dict[str, Any],
+        ranks: int = 4,
+        module: str = "demo.trainer",
+        wrapper: Sequence[str] = (),
     ) -> None:
         self._log_path = folder / "trainer.log"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*torchrun, module, endpoint, model, str(folder), json.dumps(settings)],
+                [*wrapper, *torchrun, module, endpoint, model, str(folder), json.dumps(settings)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -18,6 +18,8 @@ from tests.chaos.model import check
 from tests.chaos.run import EXPECTED
 from tests.chaos.schedule import SERVERS, draw
 from tests.chaos.storm import Result, Storms
+from tests.chaos.violations import is_lost
+from tests.chaos.violations import published as published_in
 
 
 def main() -> int:
@@ -53,14 +55,19 @@ def main() -> int:
 def report(result: Result, folder: Path, seed: int) -> None:
     """Print counts, violations, and for a failing run its schedules."""
     events = read(folder / "history.jsonl")
+    replicas = next(event["replicas"] for event in events if event["kind"] == "run")
     faults = Counter(event["name"] for event in events if event["kind"] == "fault")
     operations = Counter(event["name"] for event in events if event["kind"] == "begin")
     outcomes = Counter(event["outcome"] for event in events if event["kind"] == "end")
-    published = sum(event["kind"] == "end" and (event["name"], event["outcome"]) == ("publish", "ok") for event in events)
+    published = [end["result"]["ranks"] for _, end in published_in(events)]
+    at_home = sum(any(rank["transport"] == "node" for rank in ranks) for ranks in published)
+    moved = [event for event in events if event["kind"] == "moved"]
+    copied = {node: max(e["peers"] for e in moved if e["node"] == node) for node in {event["node"] for event in moved}}
     turned = Counter(event["status"] for event in events if event["kind"] == "turned")
     print(f"{len(result.schedules)} storms, {events[-1]['t']:.0f} s")
     print(f"{result.compared} answers and {result.tokens} tokens compared; not answered: {counted(turned)}")
-    print(f"{published} versions published; faults: {counted(faults)}")
+    print(f"{len(published)} versions published, {at_home} of them on a node; {sum(map(is_lost, events))} lost")
+    print(f"replicas: {replicas}; at least {sum(copied.values())} bytes between nodes; faults: {counted(faults)}")
     print(f"operations: {counted(operations)}; outcomes: {counted(outcomes)}")
     for phase in ("processes", "settled", "arrived"):
         took = [event["seconds"] for event in events if event["kind"] == "peace" and event["phase"] == phase]

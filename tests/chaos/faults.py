@@ -7,9 +7,15 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
+from resharder.client.errors import ResharderError
+from resharder.client.operator.states import VersionState
 
 from tests.chaos.history import History
-from tests.chaos.system import System
+from tests.chaos.operations import FLEET
+from tests.chaos.system import System, wait_for
+
+_ALONE = 8.0
+"""Seconds in which a version is likely to be published."""
 
 
 class Faults:
@@ -22,7 +28,7 @@ class Faults:
         """Inject one fault; the history has it before it acts."""
         act: Callable[..., None] = getattr(self, "_" + name.replace(".", "_"))
         place = name.partition(".")[0]
-        target = given.get("server") or given.get("link") or place
+        target = given.get("server") or given.get("node") or given.get("link") or place
         self._history.record("fault", name=name, target=target, given=given)
         act(**given)
 
@@ -39,20 +45,23 @@ class Faults:
         if process is not None:
             self._stop([psutil.Process(process.pid)], seconds)
 
-    def _node_kill(self, down: float, failpoint: str, small: bool) -> None:
-        kept = self._system.node
-        if kept is not None:
-            self._system.keepers["node"].down_until = self._history.now + down
-            kept.failpoint, kept.small = failpoint, small
-            self._system.signal(kept.processes(), signal.SIGKILL)
+    def _node_kill(self, node: str, down: float, failpoint: str, small: bool, alone: bool) -> None:
+        """Kill a node; with `alone`, once the daemon lacks pieces of a READY version, or after some seconds."""
+        kept, heals = self._system.nodes[node], self._system.heals
+        if alone:
+            wait_for(lambda: self._system.heals != heals or self._lacks_pieces(), _ALONE, 0.05)
+        if self._system.heals != heals:
+            return  # the storm is over
+        self._system.keepers[node].down_until = self._history.now + down
+        kept.failpoint, kept.small = failpoint, small
+        self._system.signal(kept.processes(), signal.SIGKILL)
 
-    def _node_stop(self, seconds: float) -> None:
-        if self._system.node is not None:
-            self._stop(self._system.node.processes(), seconds)
+    def _node_stop(self, node: str, seconds: float) -> None:
+        self._stop(self._system.nodes[node].processes(), seconds)
 
     def _trainer_kill(self, part: str, new_job: bool) -> None:
         trainer = self._system.trainer
-        trainer.new_job = new_job
+        trainer.new_job = trainer.moves = new_job
         ranks = trainer.ranks()
         if part == "rank" and ranks:
             self._system.signal(ranks[:1], signal.SIGKILL)
@@ -78,6 +87,11 @@ class Faults:
     def _link_silent(self, link: str, seconds: float) -> None:
         self._system.proxies.silence(link)
         self._later(seconds, lambda: self._system.proxies.silence(link, False))
+
+    def _lacks_pieces(self) -> bool:
+        with suppress(ResharderError):
+            return any(v.state == VersionState.READY and not v.folder for v in self._system.observer.versions(FLEET))
+        return False
 
     def _chosen(self, server: str, part: str, pick: float) -> list[psutil.Process]:
         """Return one process of a part, or all for `all`."""

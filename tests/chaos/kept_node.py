@@ -1,8 +1,9 @@
-"""The node of a run: it holds versions for the server `right`, which is as on a host of its own."""
+"""The nodes of a run: `node` holds versions for the server `right`, and the trainer writes on `far` in some of its lives."""
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,28 @@ from resharder.client.operator.answers import ServerStatus
 from resharder.client.operator.nodes import NodeLife, NodeStatus
 
 from tests.support.node import Node
+from tests.support.ports import free_port
 
-NODE = "node"
-CAPACITY = 10 << 20
-"""Bytes of versions that it may hold: three versions, fewer than the daemon retains, so that older ones are dropped."""
+CAPACITY = {"node": 10 << 20, "far": 17 << 20}
+"""Bytes of versions that each may hold: three versions, fewer than the daemon retains, so that older ones are dropped.
+
+On `far`, two more, for the files that ranks write next.
+"""
+SETS = 2
+"""Sets of files for which a node keeps memory free while ranks on its host are registered."""
 _SMALL = 4096  # bytes: no version fits
 
 
 class KeptNode:
-    """`resharder-node`. `small` (memory for no version) and `failpoint` hold for its next process only."""
+    """`resharder-node`. `small` (memory for no version) and `failpoint` hold for its next process only.
 
-    name = NODE
+    Other nodes and the daemon reach its data port, at `data`, through `data_address`.
+    """
 
-    def __init__(self, endpoint: str, folder: Path) -> None:
-        self.node = Node(endpoint, NODE, limit_bytes=CAPACITY)
-        self.node.log = folder / "node.log"
+    def __init__(self, name: str, endpoint: str, data: str, data_address: str, folder: Path) -> None:
+        self.name = name
+        self.node = Node(endpoint, name, limit_bytes=CAPACITY[name], listen=data, address=data_address)
+        self.node.log = folder / f"{name}.log"
         self.small, self.failpoint = False, ""
         self.limited, self.armed = False, ""  # of the process that runs
 
@@ -43,53 +51,90 @@ class KeptNode:
         if self.node.process is not None:
             self.node.kill()
 
+    @property
+    def impaired(self) -> bool:
+        """Whether its process, or the next one, has a failpoint or memory for no version."""
+        return bool(self.limited or self.small or self.armed or self.failpoint)
+
     def processes(self) -> list[psutil.Process]:
         """Return its process, if it runs."""
         process = self.node.process
         return [psutil.Process(process.pid)] if process is not None and process.poll() is None else []
 
-    def versions(self) -> dict[int, Path]:
-        """Return the folders of versions in its memory, by number."""
+    def memory(self) -> "NodeMemory":
+        """Return what is in its folder."""
         found = self.node.folder.glob("versions/*/*")
-        return {int(path.name.partition("-")[0]): path for path in found if re.match(r"[0-9]+-", path.name)}
+        numbers = {int(path.name.partition("-")[0]) for path in found if re.match(r"[0-9]+-", path.name)}
+        return NodeMemory(numbers, len(list(self.node.folder.glob("sets/*"))))
 
     def finish(self) -> list[str]:
-        """End the process by SIGTERM, once no server runs, and return what it leaves behind."""
+        """End the process by SIGTERM, once no server and no trainer runs, and return what it leaves behind."""
         if self.node.process is None:
             return []
         self.node.process.send_signal(signal.SIGTERM)
         status = self.node.wait()
-        left = [f"the node leaves {path}" for path in self.node.folder.glob("versions/*/*")]
-        return left if status == 0 else [*left, f"the node ended with {status} on SIGTERM"]
+        folder = self.node.folder
+        left = [f"{self.name} leaves {path}" for path in (*folder.glob("versions/*/*"), *folder.glob("sets/*"))]
+        return left if status == 0 else [*left, f"{self.name} ended with {status} on SIGTERM"]
 
 
-def node_problems(
-    nodes: Iterable[NodeStatus], servers: Iterable[ServerStatus], stored: Iterable[int], ready: Iterable[int], newest: int
-) -> list[str]:
-    """Return why a node does not have what its workers need, or has more; empty if it does.
+@dataclass(frozen=True)
+class NodeMemory:
+    """Numbers of the versions in a node's folder, and the number of its sets of files that ranks may write."""
+
+    versions: Collection[int]
+    sets: int
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """What the processes of a node's host need of it.
+
+    Attributes:
+        version: Version that its workers map, or that its ranks have written; 0 for none.
+        writes: Whether ranks on its host are registered.
+        servers: Servers that read through it.
+    """
+
+    version: int = 0
+    writes: bool = False
+    servers: tuple[ServerStatus, ...] = ()
+
+
+def node_problems(name: str, nodes: Iterable[NodeStatus], use: NodeUse, memory: NodeMemory, ready: Collection[int]) -> list[str]:
+    """Return why a node does not have what its host needs, or has more; empty if it does.
 
     Args:
+        name: Id of the node.
         nodes: All nodes.
-        servers: Servers that read through the node.
-        stored: Numbers of the versions in its memory.
+        use: What its host needs.
+        memory: What is in its folder.
         ready: Numbers of the READY versions.
-        newest: Version that the servers serve, published over the store; 0: no server reads through the node.
     """
-    found = [node for node in nodes if node.name == f"nodes/{NODE}"]
+    found = [node for node in nodes if node.name == f"nodes/{name}"]
     if [node.state for node in found] != [NodeLife.LIVE]:
-        return [f"expected a live node, got {[(node.name, node.state.value) for node in found]}"]
+        return [f"expected {name} to be live, got {[(node.name, node.state.value) for node in found]}"]
     (node,), problems = found, []
     copies = {int(copy.version.rpartition("/")[2]): copy for copy in node.copies}
-    copy = copies.get(newest)
-    if newest and (copy is None or not 0 < copy.wanted_pieces <= copy.held_pieces):
-        problems.append(f"the node does not hold version {newest}: {copy}")
-    problems += [f"the node has a problem with {copy.version}: {copy.problem}" for copy in node.copies if copy.problem]
-    if dead := set(stored) - set(ready):
-        problems.append(f"the node keeps versions {sorted(dead)}, READY are {sorted(ready)}")
+    copy = copies.get(use.version)
+    if use.version and (copy is None or not 0 < copy.wanted_pieces <= copy.held_pieces):
+        problems.append(f"{name} does not hold version {use.version}: {copy}")
+    problems += [f"{name} has a problem with {copy.version}: {copy.problem}" for copy in node.copies if copy.problem]
+    problems += [f"ranks still write {copy.version} on {name}" for copy in node.copies if copy.uploading]
+    if dead := set(memory.versions) - set(ready):
+        problems.append(f"{name} keeps versions {sorted(dead)}, READY are {sorted(ready)}")
+    least, most = (1, SETS) if use.writes else (0, 0)
+    if not least <= memory.sets <= most:
+        problems.append(f"expected {least} to {most} sets of files on {name}, got {memory.sets}")
     if node.used_bytes > node.capacity_bytes:
-        problems.append(f"the node uses {node.used_bytes} of {node.capacity_bytes} bytes")
-    for server in servers:
+        problems.append(f"{name} uses {node.used_bytes} of {node.capacity_bytes} bytes")
+    for server in use.servers:
         for worker in server.workers:
             if worker.transport != "node":
                 problems.append(f"{server.name} worker {worker.rank} read {worker.transport}: {worker.transport_reason}")
     return problems
+
+
+def port() -> str:
+    """Return a free address for a data port."""
+    return f"127.0.0.1:{free_port()}"

@@ -3,34 +3,23 @@
     for violation in check(read(file), documented):
         print(violation)
 
-Each rule is a function from events to violations; RULES lists them.
+Each rule is a function from events to violations; RULES lists them. Those about nodes are in `home_rules`.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from tests.chaos.history import Event
+from tests.chaos.home_rules import lost, moved_to_lost, other_hosts
+from tests.chaos.violations import Violation, is_lost, of, published
 from tests.support.client_traffic import first_wrong
 
-Event = dict[str, Any]
 BOUNDS = {"publish": 260.0}
 """Seconds in which an operation has to end; OPERATION_BOUND for others."""
 OPERATION_BOUND = 60.0
 HARNESS = ("JOB_ENDED",)
 """Outcomes of operations that are not the service's: the trainer was killed by a fault."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A promise that the history breaks."""
-
-    t: float
-    rule: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.t:.1f} s  {self.rule}: {self.text}"
 
 
 def check(events: Sequence[Event], documented: Collection[str]) -> list[Violation]:
@@ -42,11 +31,6 @@ def check(events: Sequence[Event], documented: Collection[str]) -> list[Violatio
     """
     found = [violation for rule in RULES for violation in rule(events)]
     return sorted([*found, *undocumented(events, documented)], key=lambda violation: violation.t)
-
-
-def of(events: Sequence[Event], *kinds: str) -> Iterator[Event]:
-    """Yield the events of some kinds."""
-    return (event for event in events if event["kind"] in kinds)
 
 
 # Answers
@@ -63,7 +47,7 @@ def wrong_token(events: Sequence[Event]) -> Iterator[Violation]:
 
 def wrong_label(events: Sequence[Event]) -> Iterator[Violation]:
     """Every named version exists and made a token of the answer, the first one its first token."""
-    known = {event["number"] for event in of(events, "version")} | {number for number, _ in _published(events)}
+    known = {event["number"] for event in of(events, "version")} | {number for number, _ in published(events)}
     for event in of(events, "answer"):
         for version in event["versions"]:
             if not version.isdigit() or int(version) not in known:
@@ -76,7 +60,7 @@ def wrong_label(events: Sequence[Event]) -> Iterator[Violation]:
 
 def not_ready(events: Sequence[Event]) -> Iterator[Violation]:
     """A version that is served becomes READY, unless the fleet may serve ahead of READY."""
-    never = {event["number"] for event in of(events, "version")} - {number for number, _ in _published(events)}
+    never = {event["number"] for event in of(events, "version")} - {number for number, _ in published(events)}
     never -= {event["number"] for event in of(events, "version") if event["state"] in ("READY", "RETIRED")}
     ordered = (event["t"] for event in of(events, "begin") if event["name"] == "ahead" and event["given"]["on"] is not False)
     by_rule = (event["before"] for event in of(events, "fleet") if event.get("ahead"))
@@ -118,7 +102,7 @@ def _down(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]]:
 
 
 def served_back(events: Sequence[Event]) -> Iterator[Violation]:
-    """A server goes back to an older version only by an order, after a failed move, or if the newer one was aborted."""
+    """A server goes back to an older version only by an order, after a failed move, or if the newer one was aborted or lost."""
     last: dict[tuple[str, str], tuple[int, float]] = {}
     orders, refusals = _orders(events), _refusals(events)
     for event in sorted(of(events, "answer"), key=lambda event: event.get("ended", event["t"])):
@@ -233,8 +217,9 @@ def _order(begun: Event, ready: int, end: float, wanted: int, newest: int) -> li
 
 
 def _refusals(events: Sequence[Event]) -> list[tuple[int, float]]:
-    """Return the versions that the fleet refused, or that were aborted, with the time."""
-    found = [(event["number"], event["t"]) for event in of(events, "version") if event["state"] in ("ABORTED", "ABSENT")]
+    """Return the versions that the fleet refused, or that were aborted or lost, with the time."""
+    ended = (event for event in of(events, "version") if event["state"] in ("ABORTED", "ABSENT") or is_lost(event))
+    found = [(event["number"], event.get("before", event["t"])) for event in ended]
     for event in of(events, "fleet"):
         found += [(number, event["t"]) for number in event["refused"]]
         move = event["move"]
@@ -244,12 +229,6 @@ def _refusals(events: Sequence[Event]) -> list[tuple[int, float]]:
 
 
 # Versions
-
-
-def _published(events: Sequence[Event]) -> Iterator[tuple[int, Event]]:
-    for event in of(events, "end"):
-        if event["name"] == "publish" and event["outcome"] == "ok":
-            yield event["result"]["version"], event
 
 
 def ready_lost(events: Sequence[Event]) -> Iterator[Violation]:
@@ -265,7 +244,7 @@ def ready_lost(events: Sequence[Event]) -> Iterator[Violation]:
                 yield Violation(event["t"], "READY lost", text)
         elif event["name"] == "publish" and event["outcome"] == "ok":
             ready.setdefault(event["result"]["version"], event["t"])
-    for number in {number for number, _ in _published(events)}:
+    for number in {number for number, _ in published(events)}:
         states = [event["state"] for event in of(events, "version") if event["number"] == number]
         if states and not {"READY", "RETIRED"} & set(states):
             yield Violation(events[-1]["t"], "READY lost", f"version {number} was published, the daemon has it as {states}")
@@ -280,7 +259,7 @@ def numbers(events: Sequence[Event]) -> Iterator[Violation]:
             text = f"version {event['number']} is of step {event['step']}, it was of step {step}"
             yield Violation(event["t"], "number reused", text)
     begun = {event["id"]: event for event in of(events, "begin")}
-    done = [(begun[event["id"]], number, event) for number, event in _published(events) if event["id"] in begun]
+    done = [(begun[event["id"]], number, event) for number, event in published(events) if event["id"] in begun]
     for i, (_, number, ended) in enumerate(done):
         step = begun[ended["id"]]["given"]["step"]
         if number in steps and steps[number][0] != step:
@@ -348,4 +327,5 @@ def peace(events: Sequence[Event]) -> Iterator[Violation]:
 Rule = Callable[[Sequence[Event]], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
     wrong_token, wrong_label, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
+    lost, moved_to_lost, other_hosts,
 )  # fmt: skip

@@ -61,6 +61,7 @@ class Observer:
             name = f"version {version.number}"
             listed.add(name)
             fields = {"number": version.number, "state": version.state.value, "step": version.step, "epoch": version.epoch}
+            fields |= {"whole": bool(version.folder), "homes": [home.node for home in version.homes]}
             self._changed("version", name, fields, why=version.reason, asked=asked)
         for name, last in list(self._seen.items()):
             if name.startswith("version ") and name not in listed and last["state"] != "ABSENT":

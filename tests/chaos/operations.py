@@ -10,7 +10,6 @@ from resharder.client.operator.states import RequestHandling, ServeAhead, Strate
 
 from demo.jobs import JobFailed
 from tests.chaos.history import History
-from tests.chaos.kept_node import NODE
 from tests.chaos.system import System
 
 FLEET = "policy"
@@ -19,11 +18,16 @@ PUBLISH_SECONDS = 240.0
 
 
 class Operations:
-    """Runs operations; the history has the begin and the end of each, with `ok` or the reason of its refusal."""
+    """Runs operations; the history has the begin and the end of each, with `ok` or the reason of its refusal.
+
+    Attributes:
+        transports: The ways that the bytes of the last published version took, of all ranks that delivered.
+    """
 
     def __init__(self, system: System, history: History) -> None:
         self._system, self._history = system, history
         self._count, self._step, self._failed = 0, 0, 0
+        self.transports = set[str]()
         self._lock, self._publishing = threading.Lock(), threading.Lock()
 
     def run(self, name: str, given: dict[str, Any]) -> str:
@@ -62,9 +66,11 @@ class Operations:
             if not ready:
                 refused = reply["ranks"][0]
                 raise Refusal(refused["reason"], refused["text"], reply)
+            self.transports = {rank["transport"] for rank in reply["ranks"]} - {""}
             return {"version": ready[0]["version"], "epoch": ready[0]["epoch"], "ranks": reply["ranks"]}
 
-        outcome = self._recorded("publish", {"step": step, "job": trainer.jobs, "direct": direct}, act)
+        given = {"step": step, "job": trainer.jobs, "direct": direct, "place": trainer.place}
+        outcome = self._recorded("publish", given, act)
         if outcome == "ok":
             self._failed = 0
         if outcome == "STALE_EPOCH":
@@ -112,11 +118,11 @@ class Operations:
     def _drain(self, server: str) -> FleetStatus:
         return self._system.operator.drain(FLEET, server)
 
-    def _drain_node(self) -> dict[str, Any]:
-        return {"state": self._system.operator.drain_node(NODE).state.value}
+    def _drain_node(self, node: str) -> dict[str, Any]:
+        return {"state": self._system.operator.drain_node(node).state.value}
 
-    def _resume_node(self) -> dict[str, Any]:
-        return {"state": self._system.operator.resume_node(NODE).state.value}
+    def _resume_node(self, node: str) -> dict[str, Any]:
+        return {"state": self._system.operator.resume_node(node).state.value}
 
     def _resume(self) -> FleetStatus:
         return self._system.operator.resume(FLEET)

@@ -1,7 +1,7 @@
 """Peace after a storm: faults end, everything has to arrive at its target within a bound, and nothing may be left behind."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,14 +20,16 @@ from resharder.client.operator.states import (
     VersionState,
 )
 
-from tests.chaos.history import History
-from tests.chaos.kept_node import node_problems
+from tests.chaos.history import Event, History
+from tests.chaos.kept_node import NodeUse, node_problems
 from tests.chaos.operations import FLEET, Operations
 from tests.chaos.system import BOOT, KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, Asked, ask
 
 ARRIVE = 90.0
 """Seconds in which everything arrives once every process runs; three attempts of an install are up to 60 s apart."""
+_HOME = 20.0
+"""Seconds in which ranks write on a node again that has restarted."""
 DESCRIPTORS, CONNECTIONS = 200, 40
 _SIDES = {"left": 1, "right": 2}
 _RESTING = (ServerState.SERVING, ServerState.ASLEEP, ServerState.DRAINED, ServerState.FAILED)
@@ -48,7 +50,7 @@ class Peace:
         self._phase("operations", lambda: [] if wait_for(quiet, 260) else ["an operation of the storm has not ended"])
         self._phase("settled", self._settles)
         self._phase("arrived", self._arrives)
-        self._phase("node", self._node_holds)
+        self._phase("nodes", self._nodes_hold)
         self._phase("left", lambda: left(self._system))
 
     def _phase(self, name: str, act: Callable[[], list[str]]) -> None:
@@ -89,18 +91,34 @@ class Peace:
         )
         operator.wake(FLEET)
         operator.resume(FLEET)
-        return self._serves_newest(direct=True)
+        return self._publish(ARRIVE, direct=True) or self._serves_newest()
 
-    def _serves_newest(self, direct: bool) -> list[str]:
-        """A new version is READY, and every server serves it and answers with it."""
+    def _publish(self, seconds: float, *, direct: bool, home: str = "") -> list[str]:
+        """A version is published within some seconds, with `home` by copies into this node's files."""
         outcomes = list[str]()
 
         def published() -> bool:
-            outcomes.append(self._operations.publish(direct=direct))
-            return outcomes[-1] == "ok"
+            outcome = self._operations.publish(direct=direct)
+            outcomes.append(f"{outcome} {sorted(self._operations.transports)}" if outcome == "ok" else outcome)
+            return outcome == "ok" and (not home or self._operations.transports == {"node"})
 
-        if not wait_for(published, ARRIVE, 1.0):
-            return [f"no version is published: {outcomes}"]
+        wanted = f"on {home}" if home else "in any way"
+        return [] if wait_for(published, seconds, 1.0) else [f"expected a version to be published {wanted}, got {outcomes}"]
+
+    def _publish_at_home(self) -> list[str]:
+        """A version is published, on the home of the trainer if it is on the host of a node.
+
+        Which homes a job has is fixed at its registration. If a node was away then, the next job has to be at home.
+        """
+        if not (home := self._system.trainer.home):
+            return self._publish(ARRIVE, direct=False)
+        if self._publish(_HOME + set_aside_seconds(self._history.events, home), direct=False, home=home):
+            self._system.restart_trainer()
+            return self._publish(ARRIVE, direct=False, home=home)
+        return []
+
+    def _serves_newest(self) -> list[str]:
+        """Every server serves the newest version and answers with it."""
         newest = self._newest()
         problems: list[str] = []
 
@@ -116,28 +134,40 @@ class Peace:
     def _newest(self) -> int:
         return max(v.number for v in self._system.operator.versions(FLEET) if v.state == VersionState.READY)
 
-    def _node_holds(self) -> list[str]:
-        """A version that cannot take the direct path reaches the workers of `right` through the node."""
-        kept, observer = self._system.node, self._system.observer
-        if kept is None:
-            return []
-        if not wait_for(lambda: self._operations.run("resume_node", {}) == "ok", ARRIVE, 1.0):
-            return ["the node cannot be resumed"]
-        if problems := self._serves_newest(direct=False):
+    def _nodes_hold(self) -> list[str]:
+        """A version that cannot take the direct path is written on the trainer's home, and read through the nodes of workers."""
+        nodes, observer = self._system.nodes, self._system.observer
+        for name in nodes:
+            if not self._resumes(name):
+                return [f"{name} cannot be resumed"]
+        if problems := self._publish_at_home() or self._serves_newest():
             return problems
-        readers = {name for name, server in self._system.servers.items() if server.reads_node}
         newest = self._newest()
 
         def there() -> bool:
             with suppress(ResharderError):
-                servers = [server for server in observer.servers() if server.name.removeprefix("servers/") in readers]
+                servers, found = observer.servers(), observer.nodes()
                 ready = [v.number for v in observer.versions(FLEET) if v.state == VersionState.READY]
-                nodes = observer.nodes()
-                problems[:] = node_problems(nodes, servers, kept.versions(), ready, newest if readers else 0)
+                problems[:] = [
+                    problem
+                    for name, kept in nodes.items()
+                    for problem in node_problems(name, found, self._use_of(name, newest, servers), kept.memory(), ready)
+                ]
             return not problems
 
         wait_for(there, ARRIVE)
+        for node in observer.nodes():
+            self._history.record("moved", node=node.name, origin=node.received_origin_bytes, peers=node.received_peer_bytes)
         return problems
+
+    def _resumes(self, node: str) -> bool:
+        return wait_for(lambda: self._operations.run("resume_node", {"node": node}) == "ok", ARRIVE, 1.0)
+
+    def _use_of(self, node: str, newest: int, servers: list[ServerStatus]) -> NodeUse:
+        names = {name for name, server in self._system.servers.items() if server.reads == node}
+        readers = tuple(server for server in servers if server.name.removeprefix("servers/") in names)
+        writes = self._system.trainer.home == node
+        return NodeUse(newest if readers or writes else 0, writes, readers)
 
     def _approve(self) -> None:
         """Let a move of the storm continue that waits for an operator."""
@@ -154,6 +184,20 @@ class Peace:
                 if not isinstance(found, Asked) or found.versions != (str(version),):
                     problems.append(f"{name} serves version {version} and answers {found}")
         return problems
+
+
+def set_aside_seconds(events: Iterable[Event], node: str) -> float:
+    """Return a bound on the seconds for which the daemon takes no files of a node, from which it could not copy earlier ones.
+
+    It doubles with each such version until the node restarts.
+    """
+    failed = 0
+    for event in events:
+        if event["kind"] == "ready" and event["process"] == node:
+            failed = 0
+        if event["kind"] == "version" and event["state"] == "ABORTED":
+            failed += f"nodes/{node}: " in event["why"] and ", bytes " in event["why"]
+    return 60.0 * 2 ** (failed - 1) if failed else 0.0
 
 
 def restless(fleet: FleetStatus, servers: list[ServerStatus], names: set[str]) -> list[str]:

@@ -4,13 +4,16 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from resharder.client.operator.nodes import NodeLife
+
 from tests.chaos.history import History
-from tests.chaos.model import Violation, check
+from tests.chaos.model import check
 from tests.chaos.observer import Observer
 from tests.chaos.operations import Operations
 from tests.chaos.peace import left_at_the_end
 from tests.chaos.system import BOOT, MARK, System, processes_of, wait_for
 from tests.chaos.traffic import Traffic
+from tests.chaos.violations import Violation
 from tests.failpoints.cycle import DOCUMENTED
 
 EXPECTED = DOCUMENTED | {"USAGE", "UNREACHABLE", "TIMEOUT", "ABORTED"}
@@ -24,10 +27,14 @@ class Run:
     Args:
         folder: For the history, logs and configurations.
         servers: Names of the servers that take part.
+        nodes: Names of the nodes that take part.
+        replicas: The daemon's `replicas`.
     """
 
     folder: Path
     servers: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
+    replicas: int = 2
     history: History = field(init=False)
     system: System = field(init=False)
     operations: Operations = field(init=False)
@@ -36,7 +43,8 @@ class Run:
     def __post_init__(self) -> None:
         os.environ[MARK] = str(self.folder)
         self.history = History(self.folder / "history.jsonl")
-        self.system = System(self.folder, self.history, self.servers)
+        self.history.record("run", replicas=self.replicas, servers=self.servers, nodes=self.nodes)
+        self.system = System(self.folder, self.history, self.servers, self.nodes, self.replicas)
         self.operations = Operations(self.system, self.history)
         self._observer, self.traffic = Observer(self.system, self.history), Traffic(self.system, self.history)
 
@@ -46,6 +54,8 @@ class Run:
         for name in [name for name in keepers if name not in self.system.servers]:
             keepers[name].open()
             self.system.up(name, 120)
+            if name in self.nodes and not wait_for(lambda name=name: self._is_live(name), 60):  # type: ignore[misc]
+                raise TimeoutError(f"expected {name} to be live")
         self._observer.open()
         if not wait_for(lambda: self.operations.publish() == "ok", 180):
             raise TimeoutError("expected a first version")
@@ -55,17 +65,21 @@ class Run:
             self.system.up(name, BOOT)
         self.traffic.open()
 
+    def _is_live(self, node: str) -> bool:
+        return any(found.name == f"nodes/{node}" and found.state == NodeLife.LIVE for found in self.system.observer.nodes())
+
     def violations(self) -> list[Violation]:
         """Check the history so far."""
         return check(self.history.events, EXPECTED)
 
     def look_at_logs(self) -> None:
-        """Record a fault of its own that the daemon has logged."""
-        log = self.system.daemon.log
-        text = log.read_text(errors="replace") if log.exists() else ""
-        for word in ("Traceback", "INTERNAL"):
-            if (at := text.find(word)) >= 0:
-                self.history.record("log", process="daemon", text=text[max(0, at - 1500) : at + 1500])
+        """Record a fault of its own that the daemon or a node has logged."""
+        logs = {"daemon": self.system.daemon.log} | {name: kept.node.log for name, kept in self.system.nodes.items()}
+        for process, log in logs.items():
+            text = log.read_text(errors="replace") if log.exists() else ""
+            for word in ("Traceback", "INTERNAL"):
+                if (at := text.find(word)) >= 0:
+                    self.history.record("log", process=process, text=text[max(0, at - 1500) : at + 1500])
 
     def close(self) -> None:
         """End every process, and record what is left."""

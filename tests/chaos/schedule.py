@@ -15,8 +15,9 @@ LEASE = 8.0
 STOP = 1.6 * LEASE
 """Seconds for which a process is stopped: past its lease."""
 SERVERS = ("left", "right")
-LINKS = (*SERVERS, "trainer", "operator", "node", "data")
-"""Links to the daemon's RPCs, by the caller, and `data` to its data port, which the node and `right` read from."""
+NODES = ("node", "far")
+LINKS = (*SERVERS, "trainer", "operator", *NODES, "data", *(f"{name}-data" for name in NODES))
+"""Links to the daemon's RPCs, by the caller; `data` to its data port, and `node-data` and `far-data` to those of the nodes."""
 _PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
@@ -34,6 +35,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.at:6.1f} s  {self.kind:9} {self.name} {self.given or ''}"
+
+
+def replicas_of(seed: int) -> int:
+    """Return the daemon's `replicas` in the runs of a seed."""
+    return 2 - seed % 2
 
 
 def draw(seed: str, seconds: float, *, boots: int = 1) -> list[Action]:
@@ -118,6 +124,14 @@ def _gc(chance: random.Random) -> tuple[str, Given]:
     return "gc", {"keep": chance.choice((1, 2, 3)), "pick": chance.choice((None, round(chance.random(), 3)))}
 
 
+def _drain_node(chance: random.Random) -> tuple[str, Given]:
+    return "drain_node", {"node": chance.choice(NODES)}
+
+
+def _resume_node(chance: random.Random) -> tuple[str, Given]:
+    return "resume_node", {"node": chance.choice(NODES)}
+
+
 def _pause_mode(chance: random.Random) -> tuple[str, Given]:
     return "pause_mode", {"mode": chance.choice(("KEEP", "KEEP", "WAIT", "ABORT"))}
 
@@ -129,7 +143,7 @@ def _plain(name: str) -> Draw:
 OPERATIONS: dict[Draw, int] = {
     _publish: 30, _target: 6, _latest: 10, _rollback: 6, _strategy: 10, _skew: 4, _ahead: 6, _sleep: 3, _wake: 6, _drain: 2,
     _plain("resume"): 4, _gc: 4, _pause_mode: 4, _plain("pin"): 3, _plain("approve"): 5, _plain("back"): 2,
-    _plain("drain_node"): 2, _plain("resume_node"): 4,
+    _drain_node: 3, _resume_node: 8,
 }  # fmt: skip
 """Weight of each operation."""
 
@@ -163,15 +177,16 @@ def _daemon_stop(chance: random.Random) -> tuple[str, Given]:
 def _node_kill(chance: random.Random) -> tuple[str, Given]:
     point = "" if chance.random() < 0.6 else _armed(chance, (*NodePoint.__args__, *NodeFilePoint.__args__))
     down = round(chance.choice((0.0, chance.uniform(0, 3), LEASE * 1.5)), 1)
-    return "node.kill", {"down": down, "failpoint": point, "small": chance.random() < 0.25}
+    given = {"node": chance.choice(NODES), "down": down, "failpoint": point, "small": chance.random() < 0.25}
+    return "node.kill", {**given, "alone": chance.random() < 0.5 and given["node"] == "far"}
 
 
 def _node_stop(chance: random.Random) -> tuple[str, Given]:
-    return "node.stop", {"seconds": chance.choice((2.0, STOP))}
+    return "node.stop", {"node": chance.choice(NODES), "seconds": chance.choice((2.0, STOP))}
 
 
 def _rank_kill(chance: random.Random) -> tuple[str, Given]:
-    return "trainer.kill", {"part": chance.choice(("rank", "job")), "new_job": chance.random() < 0.4}
+    return "trainer.kill", {"part": chance.choice(("rank", "job")), "new_job": chance.random() < 0.5}
 
 
 def _rank_stop(chance: random.Random) -> tuple[str, Given]:
@@ -203,6 +218,6 @@ def _silent(chance: random.Random) -> tuple[str, Given]:
 
 FAULTS: dict[Draw, int] = {
     _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 3, _server_stop: 4, _cut: 5, _slow: 3,
-    _silent: 4, _node_kill: 4, _node_stop: 2,
+    _silent: 4, _node_kill: 7, _node_stop: 4,
 }  # fmt: skip
 """Weight of each fault."""

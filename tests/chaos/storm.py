@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.faults import Faults
-from tests.chaos.model import Violation
 from tests.chaos.peace import Peace
 from tests.chaos.run import Run
-from tests.chaos.schedule import Action, draw
+from tests.chaos.schedule import NODES, Action, draw, replicas_of
+from tests.chaos.violations import Violation
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Storms:
 
     def __init__(self, folder: Path, seed: int, servers: tuple[str, ...], boots: int = 1) -> None:
         self.result, self._seed, self._boots = Result(folder), seed, boots
-        self._run = Run(folder, servers)
+        self._run = Run(folder, servers, NODES, replicas_of(seed))
         self._faults = Faults(self._run.system, self._run.history)
         self._peace = Peace(self._run.system, self._run.operations, self._run.history)
         self._pool = ThreadPoolExecutor(24)

@@ -1,7 +1,8 @@
-"""The processes of a run: daemon, trainer job, node and two vLLM servers, each with its keeper, behind a proxy.
+"""The processes of a run: daemon, nodes, trainer job and two vLLM servers, each with its keeper, behind a proxy.
 
 `left` has tensor parallelism 2 and maps the daemon's store. `right` has two API servers and is as on another host: it maps the
-files of the node, or, in every other of its lives, fetches over gRPC.
+files of `node`, or, in every other of its lives, fetches over gRPC. The jobs of the trainer are as on the host of `far`, on one
+without a node, and on that of the daemon, in turn. The folders of all other hosts are empty to each of them.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,11 +23,11 @@ from resharder.client.operator import Operator
 from demo.trainer_job import TrainerJob
 from tests.chaos.history import History
 from tests.chaos.keeper import Keeper, Supervised
-from tests.chaos.kept_node import KeptNode
+from tests.chaos.kept_node import KeptNode, port
 from tests.chaos.proxy import Proxies
-from tests.chaos.schedule import LEASE, LINKS
+from tests.chaos.schedule import LEASE, LINKS, NODES
 from tests.support.daemon import Daemon
-from tests.support.ports import free_port
+from tests.support.hidden import hiding
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import Response, VllmServer
 
@@ -72,26 +74,39 @@ class KeptDaemon:
 
 
 class KeptTrainer:
-    """A torchrun job of Megatron ranks; each start has a folder of its own. `new_job` changes the id of the next one."""
+    """A torchrun job of Megatron ranks; each start has a folder of its own. `new_job` changes the id of the next one.
+
+    With `moves`, the next one is at the next place of `hidden`, which has the folders that are empty there. A place is the name
+    of a node, `store` for the daemon's host, or `grpc` for another one, from where ranks send over gRPC.
+    """
 
     name = "trainer"
 
-    def __init__(self, endpoint: str, folder: Path) -> None:
-        self.endpoint, self.folder = endpoint, folder
+    def __init__(self, endpoint: str, folder: Path, hidden: dict[str, list[Path]]) -> None:
+        self.endpoint, self.folder, self._hidden = endpoint, folder, hidden
         self.starts, self.jobs, self.new_job = 0, 1, False
+        self.place, self.moves = next(iter(hidden)), False
         self.job: TrainerJob | None = None
+
+    @property
+    def home(self) -> str:
+        """Node on its host; empty for none."""
+        return self.place if self.place in NODES else ""
 
     def start(self) -> dict[str, Any]:
         self.starts += 1
         if self.new_job:
             self.jobs, self.new_job = self.jobs + 1, False
+        if self.moves:
+            places = list(self._hidden)
+            self.place, self.moves = places[(places.index(self.place) + 1) % len(places)], False
         own = self.folder / f"trainer-{self.starts}"
         own.mkdir()
         connect = {"job": f"job-{self.jobs}", "direct_wait": 4.0, "connect_timeout": 30.0, "staging_timeout": 60.0}
-        connect |= {"register_timeout": 60.0, "transport": ("auto", "grpc")[self.starts % 2]}
-        settings = {"config": CONFIG, "tp": RANKS, "connect": connect}
-        self.job = TrainerJob(self.endpoint, "policy", own, settings, ranks=RANKS, module="tests.chaos.trainer")
-        return {"job": connect["job"]}
+        connect |= {"register_timeout": 60.0, "transport": "grpc" if self.place == "grpc" else "auto"}
+        settings, wrapper = {"config": CONFIG, "tp": RANKS, "connect": connect}, hiding(self._hidden[self.place])
+        self.job = TrainerJob(self.endpoint, "policy", own, settings, RANKS, "tests.chaos.trainer", wrapper)
+        return {"job": connect["job"], "place": self.place}
 
     def ended(self) -> int | None:
         return self.job.process.poll() if self.job else -1
@@ -113,30 +128,27 @@ class KeptTrainer:
 
 
 class KeptServer:
-    """A vLLM deployment."""
+    """A vLLM deployment. To its processes the folders of `hidden` are empty; `node` is the one of its host, empty for none."""
 
-    def __init__(self, name: str, endpoint: str, config: Path, folder: Path, node_folder: Path | None = None) -> None:
-        self.name, self.starts, self.folder = name, 0, folder
-        self.staging = folder / f"staging-{name}"
-        self.staging.mkdir()
+    def __init__(self, name: str, endpoint: str, config: Path, folder: Path, hidden: list[Path], node: str = "") -> None:
+        self.name, self.starts, self.folder, self._node = name, 0, folder, node
+        self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir="/dev/shm"))
         environment = {
             "RESHARDER_ENDPOINT": endpoint,
             "RESHARDER_SERVER_ID": name,
             "RESHARDER_HOLD_SECONDS": "5",
             "RESHARDER_VERIFY_SECONDS": "20",
             "RESHARDER_STAGING_DIR": str(self.staging),
-            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep,other_host",
+            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep",
             "PYTHONPATH": os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")]),
         }
-        if node_folder is not None:
-            environment["RESHARDER_OTHER_HOST"] = str(node_folder)
-        self.environment, self.has_node = environment, node_folder is not None
-        self.server = VllmServer(config, [*_ARGUMENTS[name], "--load-format", "resharder"], environment, timeout=BOOT)
+        self.environment, arguments = environment, [*_ARGUMENTS[name], "--load-format", "resharder"]
+        self.server = VllmServer(config, arguments, environment, timeout=BOOT, wrapper=hiding(hidden))
 
     def start(self) -> dict[str, Any]:
         self.starts += 1
-        if self.has_node:
-            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads_node else "grpc"
+        if self._node:
+            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads else "grpc"
         self.server.log = self.folder / f"{self.name}-{self.starts}.log"
         self.server.start()
         self.server.wait_answer(booted, "say that the server has booted", BOOT)
@@ -150,9 +162,9 @@ class KeptServer:
             self.server.kill()
 
     @property
-    def reads_node(self) -> bool:
-        """Whether its present life reads through the node."""
-        return self.has_node and self.starts % 2 == 1
+    def reads(self) -> str:
+        """Node through which its present life reads; empty for none."""
+        return self._node if self.starts % 2 == 1 else ""
 
     def part(self, part: str) -> list[psutil.Process]:
         """Return the processes of a part: `api`, `engine`, `worker` or `all`."""
@@ -177,38 +189,51 @@ def booted(answer: Response) -> bool:
 
 
 class System:
-    """All processes, the proxy between them, and the operator's connection."""
+    """All processes, the proxy between them, and the operator's connection.
 
-    def __init__(self, folder: Path, history: History, servers: tuple[str, ...]) -> None:
+    Args:
+        folder: For logs and configurations.
+        history: Record of the run.
+        servers: Names of the servers that take part.
+        nodes: Names of the nodes that take part.
+        replicas: The daemon's `replicas`.
+    """
+
+    def __init__(
+        self, folder: Path, history: History, servers: tuple[str, ...], nodes: tuple[str, ...] = (), replicas: int = 2
+    ) -> None:
         self.folder, self.history = folder, history
         self.proxies = Proxies()
-        data = f"127.0.0.1:{free_port()}"
-        options = {"data_listen": data, "data_address": self.proxies.link("data", data).endpoint}
+        ports = {link: port() for link in ("data", *(f"{name}-data" for name in nodes))}
+        endpoint = {name: self.proxies.link(name, address).endpoint for name, address in ports.items()}
+        options = {"data_listen": ports["data"], "data_address": endpoint["data"], "replicas": replicas}
         self.daemon = Daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0, **options)
         self.steps: dict[int, int] = {}  # {version: step}; a step is the seed of its weights
         self.undo: list[Callable[[], None]] = []
+        self.heals = 0
         self.pages: set[Path] = set()  # version pages of all servers so far
         for link in LINKS:
-            if link != "data":
-                self.proxies.link(link, self.daemon.endpoint)
+            if link not in endpoint:
+                endpoint[link] = self.proxies.link(link, self.daemon.endpoint).endpoint
         config = folder / "config"
         config.mkdir()
         save_tokenizer(config, CONFIG["vocab_size"])
         (config / "config.json").write_text(json.dumps(CONFIG))
-        endpoint = {name: link.endpoint for name, link in self.proxies.links.items()}
         self.kept_daemon = KeptDaemon(self.daemon)
-        self.trainer = KeptTrainer(endpoint["trainer"], folder)
-        self.node = KeptNode(endpoint["node"], folder) if "right" in servers else None
-        here = {"right": self.node.node.folder} if self.node is not None else {}
-        self.servers = {name: KeptServer(name, endpoint[name], config, self.daemon.folder, here.get(name)) for name in servers}
-        for server in self.servers.values():
-            server.folder = folder
-        every: tuple[Supervised, ...] = (
-            self.kept_daemon,
-            self.trainer,
-            *([self.node] if self.node is not None else []),
-            *self.servers.values(),
+        self.nodes = {
+            name: KeptNode(name, endpoint[name], ports[f"{name}-data"], endpoint[f"{name}-data"], folder) for name in nodes
+        }
+        hosts = {"store": self.daemon.folder} | {name: kept.node.root for name, kept in self.nodes.items()}
+        hidden = {host: [other for name, other in hosts.items() if name != host] for host in (*hosts, "grpc")}
+        self.trainer = KeptTrainer(
+            endpoint["trainer"], folder, {place: hidden[place] for place in ("far", "grpc", "store") if place in hidden}
         )
+        host = {"left": "store", "right": "node" if "node" in nodes else "grpc"}
+        self.servers = {
+            name: KeptServer(name, endpoint[name], config, folder, hidden[host[name]], host[name] if host[name] in nodes else "")
+            for name in servers
+        }
+        every: tuple[Supervised, ...] = (self.kept_daemon, *self.nodes.values(), self.trainer, *self.servers.values())
         self.keepers = {kept.name: Keeper(kept, history) for kept in every}
         self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0)
         self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0)
@@ -231,6 +256,7 @@ class System:
 
     def heal(self) -> None:
         """End faults that last: links, stopped processes, a daemon that is held down or has an armed failpoint."""
+        self.heals += 1
         self.proxies.heal()
         for act in list(self.undo):
             act()
@@ -240,13 +266,27 @@ class System:
             self.kept_daemon.failpoint = ""
             self.history.record("fault", name="daemon.disarm", target="daemon", given={})
             self.restart_daemon()
-        if self.node is not None and (self.node.limited or self.node.armed or self.node.failpoint or self.node.small):
-            self.node.failpoint, self.node.small = "", False
-            self.history.record("fault", name="node.disarm", target="node", given={})
-            self.signal(self.node.processes(), signal.SIGKILL)
-            node, keeper = self.node, self.keepers["node"]
-            if not wait_for(lambda: keeper.running.is_set() and not node.armed and not node.limited, 60):
-                raise TimeoutError(f"expected the node to run: {keeper.problem}")
+        for kept in self.nodes.values():
+            if kept.impaired:
+                self._restart_node(kept)
+
+    def _restart_node(self, kept: KeptNode) -> None:
+        """SIGKILL a node, and wait until one without a failpoint, and with its memory, runs."""
+        kept.failpoint, kept.small = "", False
+        self.history.record("fault", name="node.disarm", target=kept.name, given={})
+        self.signal(kept.processes(), signal.SIGKILL)
+        keeper = self.keepers[kept.name]
+        if not wait_for(lambda: keeper.running.is_set() and not kept.impaired, 60):
+            raise TimeoutError(f"expected {kept.name} to run: {keeper.problem}")
+
+    def restart_trainer(self) -> None:
+        """SIGKILL the trainer, and wait until it runs as a new job on the same host."""
+        keeper, starts = self.keepers["trainer"], self.trainer.starts
+        self.trainer.new_job = True
+        self.history.record("fault", name="trainer.kill", target="trainer", given={"part": "job", "new_job": True})
+        self.trainer.end()
+        if not wait_for(lambda: keeper.running.is_set() and self.trainer.starts > starts, 60):
+            raise TimeoutError(f"expected the trainer to run: {keeper.problem}")
 
     def restart_daemon(self) -> None:
         """SIGKILL the daemon, and wait until one without a failpoint serves."""
@@ -275,11 +315,12 @@ class System:
         self.pages |= pages_of(self.folder)
         for server in self.servers.values():
             self._stop(server)
-        if self.node is not None:
-            self.history.record("peace", phase="node", problems=self.node.finish())
-            self.node.node.close()
+            shutil.rmtree(server.staging, ignore_errors=True)
         with suppress(Exception):
             self.trainer.end()
+        for kept in self.nodes.values():
+            self.history.record("peace", phase=kept.name, problems=kept.finish())
+            kept.node.close()
         self.operator.close()
         self.observer.close()
         self.proxies.close()

@@ -1,4 +1,4 @@
-"""In peace, a node has what its workers need, and nothing else."""
+"""In peace, a node has what its host needs, and nothing else."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import pytest
 from resharder.client.operator.answers import ServerStatus
 from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
 
-from tests.chaos.kept_node import node_problems
+from tests.chaos.kept_node import NodeMemory, NodeUse, node_problems
+from tests.chaos.peace import set_aside_seconds
 
 COPY = NodeCopyStatus("models/policy/versions/7", 1, 1, 1, True, "", ("right",))
 NODE = NodeStatus("nodes/node", NodeLife.LIVE, "127.0.0.1:1", 100, 10, 0, 0, 0, 0, None, (COPY,), 0, ())
@@ -19,27 +20,58 @@ def server(transport: str = "node") -> ServerStatus:
     return cast(ServerStatus, SimpleNamespace(name="servers/right", workers=(worker,)))
 
 
-def problems(stored: tuple[int, ...] = (6, 7), newest: int = 7, transport: str = "node", **changes: Any) -> list[str]:
-    return node_problems([replace(NODE, **changes)], [server(transport)], stored, (6, 7), newest)
+def problems(
+    stored: tuple[int, ...] = (6, 7),
+    version: int = 7,
+    transport: str = "node",
+    writes: bool = False,
+    sets: int = 0,
+    name: str = "node",
+    **changes: Any,
+) -> list[str]:
+    use, memory = NodeUse(version, writes, (server(transport),)), NodeMemory(stored, sets)
+    other = replace(NODE, name="nodes/other", state=NodeLife.LOST)
+    return node_problems(name, [other, replace(NODE, **changes)], use, memory, (6, 7))
 
 
-def test_a_node_that_serves_its_workers_has_no_problem() -> None:
+def test_a_node_that_serves_its_host_has_no_problem() -> None:
     assert problems() == []
-    assert problems(newest=0, copies=()) == [], "no server reads through it"
+    assert problems(version=0, copies=()) == [], "no worker reads through it, and no rank writes"
+    for sets in (1, 2):
+        assert problems(writes=True, sets=sets) == []
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"state": NodeLife.LOST}, "expected a live node"),
-        ({"copies": ()}, "the node does not hold version 7: None"),
-        ({"copies": (replace(COPY, held_pieces=0),)}, "the node does not hold version 7"),
+        ({"state": NodeLife.LOST}, "expected node to be live"),
+        ({"name": "other"}, "expected other to be live"),
+        ({"copies": ()}, "node does not hold version 7: None"),
+        ({"copies": (replace(COPY, held_pieces=0),)}, "node does not hold version 7"),
         ({"copies": (replace(COPY, problem="memory full"),)}, "memory full"),
-        ({"stored": (5, 7)}, "the node keeps versions [5]"),
-        ({"used_bytes": 101}, "the node uses 101 of 100 bytes"),
+        (
+            {"copies": (COPY, replace(COPY, version="models/policy/versions/8", uploading=True))},
+            "still write models/policy/versions/8",
+        ),
+        ({"stored": (5, 7)}, "node keeps versions [5]"),
+        ({"sets": 1}, "expected 0 to 0 sets of files on node, got 1"),
+        ({"writes": True}, "expected 1 to 2 sets of files on node, got 0"),
+        ({"writes": True, "sets": 3}, "expected 1 to 2 sets of files on node, got 3"),
+        ({"used_bytes": 101}, "node uses 101 of 100 bytes"),
         ({"transport": "http"}, "servers/right worker 0 read http: nodes/node: it is lost"),
     ],
 )
 def test_each_deviation_is_a_problem(given: dict[str, Any], problem: str) -> None:
     (found,) = problems(**given)
     assert problem in found
+
+
+def test_a_node_from_which_the_daemon_could_not_copy_is_set_aside_for_twice_as_long_each_time() -> None:
+    def aborted(why: str) -> dict[str, Any]:
+        return {"kind": "version", "state": "ABORTED", "why": why}
+
+    events = [aborted("model.safetensors, bytes 0 to 9: nodes/far: timed out"), aborted("nodes/far is gone")]
+    assert set_aside_seconds(events, "far") == 60.0
+    assert set_aside_seconds(events, "node") == 0.0
+    assert set_aside_seconds([*events, *events, *events], "far") == 240.0
+    assert set_aside_seconds([*events, {"kind": "ready", "process": "far"}], "far") == 0.0

@@ -1,13 +1,13 @@
-"""When a server counts as booted, and what makes one a server of another host."""
+"""When a server counts as booted, and what makes a process one of another host."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from resharder.client.inference.worker import host_node, source
-from resharder.v1 import resources_pb2
 
 from tests.chaos.system import booted
-from tests.support.raw_mode import resharder_other_host
+from tests.support.hidden import hiding
 from tests.support.vllm_server import Response
 
 
@@ -32,16 +32,19 @@ def test_a_server_that_serves_has_booted() -> None:
     assert not booted(Response(500, {}, b""))
 
 
-def test_workers_of_another_host_read_the_nonce_of_their_node_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_sees_no_hidden_folder_and_takes_the_place_of_its_command(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for folder in (own, other):
         folder.mkdir()
         (folder / "nonce").write_bytes(b"1234")
-    monkeypatch.setattr(source, "shares_memory", source.shares_memory)
-    monkeypatch.setattr(host_node, "_read", host_node._read)
-    monkeypatch.setenv("RESHARDER_OTHER_HOST", str(own))
-    resharder_other_host.register()
-    resharder_other_host.register()  # vLLM loads plugins more than once
-    assert not source.shares_memory(resources_pb2.StoreAccess(nonce_file=str(own / "nonce"), nonce=b"1234"))
-    read = host_node._read([str(other / "nonce"), str(own / "nonce")])
-    assert [found.nonce_file for found in read] == [str(own / "nonce")]
+    look = "import os, sys; print(os.getpid(), [os.listdir(folder) for folder in sys.argv[1:]])"
+    command = [*hiding([other]), sys.executable, "-c", look, str(own), str(other)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate()[0].strip() == f"{process.pid} [['nonce'], []]"
+    assert (other / "nonce").exists()
+
+
+def test_a_process_from_which_a_folder_cannot_be_hidden_does_not_start(tmp_path: Path) -> None:
+    done = subprocess.run([*hiding([tmp_path / "none", tmp_path]), "echo", "started"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "started" not in done.stdout

@@ -53,12 +53,13 @@ def publish(publisher: Publisher, chunks: Any, config: Any, folder: Path, step: 
     fill_from_hf(chunks, config, random_weights(config, step))
     dist.barrier()
     began = time.monotonic()
-    outcome = {"version": 0, "epoch": 0, "reason": "", "text": ""}
+    outcome = {"version": 0, "epoch": 0, "reason": "", "text": "", "transport": "", "transport_reason": ""}
     try:
         if not publisher.epoch:
             publisher.attach(chunks, config, tokenizer=folder / "tokenizer")
         handle = publisher.publish(step, direct=direct)
         outcome |= {"version": handle.version, "epoch": publisher.epoch}
+        outcome |= {"transport": handle.transport, "transport_reason": handle.transport_reason}
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():

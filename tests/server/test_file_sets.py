@@ -18,6 +18,7 @@ from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
 from resharder.server.node.file_sets import FileSet, FileSets
+from resharder.server.node.reports import AHEAD
 from resharder.server.store.digests import digest_tensors
 from resharder.v1 import node_pb2
 from xxhash import xxh3_64_intdigest
@@ -54,7 +55,7 @@ class Site:
     """A node's sets and versions, in shared memory."""
 
     def __init__(self, root: Path, limit: int = 1 << 30) -> None:
-        self.daemon, self.copies = Daemon(), NodeCopies(root, limit)
+        self.root, self.daemon, self.copies = root, Daemon(), NodeCopies(root, limit)
         self.sets = FileSets(root, self.copies, self.daemon, "one", "instance")  # type: ignore[arg-type]
 
     def follow(self, *sets: tuple[str, int], reservation: str = "r", drained: bool = False, closed: Sequence[str] = ()) -> None:
@@ -253,3 +254,18 @@ def test_a_drained_node_has_no_free_set(site: Site) -> None:
     site.follow(drained=True)
     wait_until(lambda: not folder.exists())
     assert site.reported() == {}
+
+
+def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_set_aside_for(site: Site) -> None:
+    taken = list[str]()
+    for _ in range(4):
+        site.follow(*((id, State.UPLOADING) for id in taken))
+        wait_until(lambda: len(site.reported()) == len(taken) + 1)
+        taken.append(next(id for id in site.reported() if id not in taken))
+    site.follow(*((id, State.UPLOADING) for id in taken))
+    wait_until(lambda: len(site.reported()) == 5)
+    site.follow(*((id, State.ENDED) for id in taken))
+    wait_until(lambda: not site.sets.unsettled())
+    wait_until(lambda: len(list((site.root / "sets").iterdir())) == AHEAD)
+    assert len(site.reported()) == AHEAD
+    assert site.copies.reserved_bytes == AHEAD * OWN[0].size

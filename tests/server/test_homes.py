@@ -1,6 +1,8 @@
 """Ranks hand over to the node of their host, with two replicas: real processes, which read no other host's folder."""
 
 import itertools
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -98,3 +100,17 @@ def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -
     node.start()
     joined(site.daemon, "b")
     wait_until(lambda: [transport for _, transport, _ in site.publish(next(STEPS))[1]] == ["node"] * 4, 60)
+
+
+def test_ranks_are_at_home_again_after_a_restart_of_the_daemon_that_a_node_notices_late(site: Site) -> None:
+    site.attach("outlives the daemon")
+    assert [transport for _, transport, _ in site.publish(1)[1]] == ["node"] * 4
+    site.nodes["b"].send_signal(signal.SIGSTOP)
+    site.daemon.kill()
+    site.daemon.start()
+    later = threading.Timer(3.0, site.nodes["b"].send_signal, [signal.SIGCONT])  # ranks register within a third of a lease of 5 s
+    later.start()
+    version, found = site.publish(2)
+    later.join()
+    site.check(version)
+    assert [transport for _, transport, _ in found] == ["node"] * 4

@@ -19,10 +19,10 @@ from resharder.server.infra.event_log import Events
 from resharder.server.state.version import RETIRED, VersionRecord
 from resharder.server.store.history import History
 
-from tests.chaos.model import Violation
 from tests.chaos.peace import behind, left
 from tests.chaos.run import Run
 from tests.chaos.system import wait_for
+from tests.chaos.violations import Violation
 from tests.soak.sampler import sample
 from tests.soak.verdict import Sample
 from tests.support.ports import free_port
@@ -63,7 +63,7 @@ class Soak:
 
     def __init__(self, folder: Path, server: str = "left", every: float = 3.0, period: float = 10.0) -> None:
         self.result, self._server, self._every, self._period = Result(), server, every, period
-        self._run = Run(folder, (server,))
+        self._run = Run(folder, (server,), ("node",) if server == "right" else ())
         self._web = f"127.0.0.1:{free_port()}"
         self._run.system.daemon.options |= {"web_listen": self._web, "lease_seconds": LEASE}
         self._ended = threading.Event()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from resharder.client import Publisher, connect
 
+from tests.support.hidden import hiding
 from tests.support.staging_process import stage
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 32}
@@ -107,8 +108,7 @@ class HomeRanks:
         command: Sequence[str] = ("unshare", "--mount"),
         program: Sequence[str] = ("-m", "tests.support.home_rank"),
     ) -> None:
-        mounts = "; ".join([*(f"mount -t tmpfs none {folder}" for folder in hidden), 'exec "$@"'])
-        arguments = [*command, "sh", "-c", mounts, "sh", sys.executable, *program]
+        arguments = [*hiding(hidden, command), sys.executable, *program]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:

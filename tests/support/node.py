@@ -48,6 +48,11 @@ class Node:
         """End the process with SIGKILL."""
         self._end(signal.SIGKILL)
 
+    def send_signal(self, sign: signal.Signals) -> None:
+        """Send a signal."""
+        assert self.process is not None
+        self.process.send_signal(sign)
+
     def stop(self) -> int:
         """Send SIGTERM, and return the exit status."""
         return self._end(signal.SIGTERM)
@@ -60,8 +65,7 @@ class Node:
         return status
 
     def _end(self, sign: signal.Signals) -> int:
-        assert self.process is not None
-        self.process.send_signal(sign)
+        self.send_signal(sign)
         return self.wait()
 
     def copy_of(self, version: str) -> Path:

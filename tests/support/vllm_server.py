@@ -81,7 +81,10 @@ class Token:
 
 @dataclass
 class VllmServer:
-    """`dtype` float32 makes answers exact: `auto` turns fp32 checkpoints into bf16. `env` entries of None are removed."""
+    """`dtype` float32 makes answers exact: `auto` turns fp32 checkpoints into bf16. `env` entries of None are removed.
+
+    `wrapper` is put before its command line, as that of `hiding`.
+    """
 
     model: Path | str
     args: Sequence[str] = ()
@@ -92,6 +95,7 @@ class VllmServer:
     python: str = sys.executable
     port: int = 0
     timeout: float = 500.0  # seconds to become ready; 20 on an idle box
+    wrapper: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     ready_seconds: float = field(default=0.0, init=False)
 
@@ -116,7 +120,7 @@ class VllmServer:
             os.close(handle)
             self.log = Path(path)
         self.port = self.port or free_port()
-        command = [self.python, str(Path(__file__).with_name("vllm_serve.py")), "serve", str(self.model)]
+        command = [*self.wrapper, self.python, str(Path(__file__).with_name("vllm_serve.py")), "serve", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
         command += [*SMALL, *(["--enforce-eager"] if self.eager else []), *self.args]
         # vLLM compiles a helper of its sampler even where nothing else is compiled: 3 s at the first answer.

@@ -16,6 +16,8 @@ from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 State = resources_pb2.Publisher.State
 _POLL_SECONDS = 20.0
+_NODE_SECONDS = 10.0  # for nodes to report to a daemon that has restarted; they try again every 2 s, as connections do
+_NODE_POLL_SECONDS = 0.3
 
 
 class Registration:
@@ -97,10 +99,13 @@ def register(
     rank_layout: RankLayout,
     *,
     shares: bool = True,
+    former: Sequence[str] = (),
 ) -> Registration:
     """Claim the model for the job and register this rank's layout. Rank 0 sends the model's files.
 
-    With `shares`, the rank reports which nonce files it can read, and so on which host it is.
+    With `shares`, the rank reports which nonce files it can read, and so on which host it is. This host holds for the life of the
+    publisher. After a restart of the daemon, the rank therefore waits some seconds for reports of the nodes whose files it could
+    read before, `former`.
 
     Raises LayoutRejected, OutOfRoom and StaleEpoch.
     """
@@ -111,9 +116,7 @@ def register(
         world_size=identity.world_size,
         together=identity.together,
     )
-    failpoint("register.claim")
-    publisher = channel.call(stub.CreatePublisher, claim)
-    raise_refusal(publisher)
+    publisher = _claimed(channel, claim, former if shares else ())
     numbers = {name: number for number, name in enumerate(rank_layout.tensors)}
     readable = read_nonces([publisher.store.nonce_file, *publisher.nonce_files]) if shares else []
     request = publisher_pb2.RegisterSlotRequest(
@@ -130,7 +133,20 @@ def register(
     registered = channel.call(stub.RegisterSlot, request, timeout=300)
     raise_refusal(registered)
     nodes = [access.nonce_file for access in readable if access.nonce_file != publisher.store.nonce_file]
-    return Registration(channel, registered, identity, rank_layout, nodes)
+    return Registration(channel, registered, identity, rank_layout, list(dict.fromkeys([*nodes, *former])))
+
+
+def _claimed(channel: Channel, claim: publisher_pb2.CreatePublisherRequest, former: Sequence[str]) -> resources_pb2.Publisher:
+    """Claim the model, until the nodes with nonce files of `former` are known to the daemon or some seconds have passed."""
+    stub, end = publisher_pb2_grpc.PublisherServiceStub(channel.grpc), time.monotonic() + _NODE_SECONDS
+    while True:
+        failpoint("register.claim")
+        publisher: resources_pb2.Publisher = channel.call(stub.CreatePublisher, claim)
+        raise_refusal(publisher)
+        late = read_nonces(path for path in former if path not in publisher.nonce_files)
+        if publisher.state != State.REGISTERING or not late or time.monotonic() >= end:
+            return publisher
+        time.sleep(_NODE_POLL_SECONDS)
 
 
 def _shared(blocks: Mapping[str, list[int]], numbers: Mapping[str, int]) -> list[publisher_pb2.SharedBlocks]:

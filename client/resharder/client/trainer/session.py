@@ -95,7 +95,10 @@ class PublisherSession:
         if self._rank_layout is None:
             raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
         layout, shares = self._rank_layout, self._shares
-        self._registration = register(self._channel, self._model, self._files, self.identity, layout, shares=shares)
+        former = self._registration.nonce_files if self._registration is not None else ()
+        self._registration = register(
+            self._channel, self._model, self._files, self.identity, layout, shares=shares, former=former
+        )
         if self._lease is not None:
             self._lease.follow(self._registration)
         if self._newest is not None:

@@ -33,6 +33,7 @@ from resharder.server.ingest.released_files import EarlyDigests
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
+from resharder.server.node.reports import AHEAD
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.v1 import node_pb2
 
@@ -218,6 +219,11 @@ class FileSets:
             self._pool.submit(self._make, reservation)
 
     def _recycle_soon(self, reservation: ReservedSets, folder: Path) -> None:
+        """Use the files of a set again, or unlink them if enough sets are free: more have ended together than have begun."""
+        free = sum(not found.version for found in reservation.sets.values())
+        if free + reservation.making >= AHEAD:
+            self._pool.submit(_remove, folder)
+            return
         reservation.making += 1
         self._pool.submit(self._recycle, reservation, folder)
 

@@ -15,13 +15,10 @@ from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, Node
 from resharder.server.node.daemon_client import NodeTls
 from resharder.server.node.home_fetch import FetchFailed, HomeCopy, fetch_from_homes
 from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
-from resharder.server.node.reports import ReservationOrder, SetState, StateReport
+from resharder.server.node.reports import AHEAD, ReservationOrder, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
-
-AHEAD = 2
-"""Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
 
 
 class HomeRegister:

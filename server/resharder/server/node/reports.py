@@ -9,6 +9,9 @@ from resharder.server.node.links import LinkReport
 from resharder.server.node.sources import PeerOffer
 from resharder.server.state.errors import InvalidArgument
 
+AHEAD = 2
+"""Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
+
 
 class NodeState(Enum):
     """State of a node, as operators see it."""

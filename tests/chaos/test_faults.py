@@ -1,0 +1,55 @@
+"""When the death of a node takes place."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from resharder.client.operator.states import VersionState
+
+from tests.chaos.faults import Faults
+from tests.chaos.history import History
+from tests.chaos.system import System
+
+KILL = {"node": "far", "down": 2.0, "failpoint": "node.sync@1=kill", "small": True, "alone": True}
+
+
+class Signals:
+    """What of `System` a node's death needs. `folder`: of the one READY version; empty while the daemon lacks pieces of it."""
+
+    def __init__(self) -> None:
+        self.sent, self.heals, self.folder = list[Any](), 0, "/store"
+        self.nodes = {"far": SimpleNamespace(processes=lambda: ["far"], failpoint="", small=False)}
+        self.keepers = {"far": SimpleNamespace(down_until=0.0)}
+        self.observer = SimpleNamespace(versions=lambda model: [SimpleNamespace(state=VersionState.READY, folder=self.folder)])
+
+    def signal(self, processes: list[str], number: signal.Signals) -> None:
+        self.sent.append((processes, number))
+
+
+def killing(system: Signals, tmp_path: Path) -> threading.Thread:
+    thread = threading.Thread(target=Faults(cast(System, system), History(tmp_path / "history")).inject, args=("node.kill", KILL))
+    thread.start()
+    time.sleep(0.3)
+    assert not system.sent, "the daemon has all pieces"
+    return thread
+
+
+def test_a_node_dies_once_the_daemon_lacks_pieces_of_a_ready_version(tmp_path: Path) -> None:
+    system = Signals()
+    thread = killing(system, tmp_path)
+    system.folder = ""
+    thread.join(5)
+    assert system.sent == [(["far"], signal.SIGKILL)]
+    assert (system.nodes["far"].failpoint, system.nodes["far"].small) == ("node.sync@1=kill", True)
+
+
+def test_a_node_does_not_die_after_the_storm(tmp_path: Path) -> None:
+    system = Signals()
+    thread = killing(system, tmp_path)
+    system.heals, system.folder = 1, ""
+    thread.join(5)
+    assert not system.sent
+    assert not system.nodes["far"].failpoint
