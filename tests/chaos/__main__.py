@@ -20,6 +20,7 @@ from tests.chaos.schedule import SERVERS, draw
 from tests.chaos.storm import Result, Storms
 from tests.chaos.violations import is_lost
 from tests.chaos.violations import published as published_in
+from tests.support.hidden import unavailable
 
 
 def main() -> int:
@@ -40,6 +41,8 @@ def main() -> int:
     if given.schedule:
         print(*draw(f"{given.seed}/0", given.storm, boots=given.boots), sep="\n")
         return 0
+    if reason := unavailable():
+        parser.error(f"hosts cannot be emulated here: {reason}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends every process of the run first
     folder = Path(tempfile.mkdtemp(prefix="resharder-chaos-"))
     print(f"seed {given.seed}, in {folder}", flush=True)

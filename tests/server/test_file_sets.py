@@ -265,7 +265,6 @@ def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_set_aside_for(s
     site.follow(*((id, State.UPLOADING) for id in taken))
     wait_until(lambda: len(site.reported()) == 5)
     site.follow(*((id, State.ENDED) for id in taken))
-    wait_until(lambda: not site.sets.unsettled())
     wait_until(lambda: len(list((site.root / "sets").iterdir())) == AHEAD)
-    assert len(site.reported()) == AHEAD
+    wait_until(lambda: len(site.reported()) == AHEAD)
     assert site.copies.reserved_bytes == AHEAD * OWN[0].size

@@ -1,11 +1,16 @@
 """Processes as on a host of their own: folders of other hosts, in shared memory, are empty to them."""
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+_OWN_MOUNTS = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--mount")
 
-def hiding(folders: Iterable[Path], namespace: Sequence[str] = ("unshare", "--mount")) -> list[str]:
-    """Return a command that is put before another one, to whose process these folders are empty. Needs root.
+
+def hiding(folders: Iterable[Path], namespace: Sequence[str] = _OWN_MOUNTS) -> list[str]:
+    """Return a command that is put before another one, to whose process these folders are empty.
 
     The process replaces this command, and does not start if a folder cannot be hidden.
 
@@ -15,3 +20,11 @@ def hiding(folders: Iterable[Path], namespace: Sequence[str] = ("unshare", "--mo
     """
     mounts = " && ".join([*(f"mount -t tmpfs none {folder}" for folder in folders), 'exec "$@"'])
     return [*namespace, "sh", "-c", mounts, "sh"]
+
+
+def unavailable() -> str:
+    """Return why no folder can be hidden here; empty if one can."""
+    if not shutil.which("unshare"):
+        return "expected util-linux"
+    tried = subprocess.run([*hiding([]), "true"], capture_output=True, text=True)
+    return "" if tried.returncode == 0 else f"no mount namespaces: {tried.stderr.strip()}"

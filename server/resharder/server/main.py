@@ -122,7 +122,6 @@ class Daemon:
             homes=HomeRegister(self.store.folder, tls),
             partial=self.store.partials.get,
             lose=self.store.retirer.lose,
-            certificate=partial(certificate_of, tls),
         )
         self.store.catalogue.subscribe(self.nodes.version_changed)
         self.intake = Intake(
@@ -215,7 +214,7 @@ class Daemon:
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
             NodeService(
-                self.nodes, self._versions, self._checksums, web.own_certificate(self.config.security)
+                self.nodes, self._versions, self._checksums, partial(certificate_of, node_tls(self.config.security))
             ): node_pb2_grpc.add_NodeServiceServicer_to_server,
             DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
             OperatorService(

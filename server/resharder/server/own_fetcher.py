@@ -3,6 +3,7 @@
 import ssl
 from dataclasses import dataclass
 
+import structlog
 from resharder.server.node.daemon_client import NodeTls
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.sources import LIMITS
@@ -11,6 +12,8 @@ from resharder.server.node.swarm import Swarm
 from resharder.server.node.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.security.settings import Security
 from resharder.server.store.partials import PartialVersions
+
+_log = structlog.get_logger("resharder.node")
 
 
 def fetcher(partials: PartialVersions, nodes: NodeRegistry, tls: NodeTls | None, threads: int) -> StoreFetcher:
@@ -50,5 +53,6 @@ def certificate_of(tls: NodeTls | None) -> str:
     """Return `sha256:HEX` of the daemon's certificate; empty if there is none, or it cannot be read now."""
     try:
         return tls.fingerprint() if tls is not None else ""
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        _log.warning("certificate_not_read", reason=str(error))
         return ""

@@ -56,7 +56,6 @@ class NodeRegistry:
         homes: Register of the files on nodes into which ranks write.
         partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
         lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
-        certificate: Function that returns `sha256:HEX` of the daemon's certificate; empty without one.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class NodeRegistry:
         homes: HomeRegister | None = None,
         partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
         lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
-        certificate: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -84,7 +82,7 @@ class NodeRegistry:
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
-        self._partial, self._lose, self._certificate = partial, lose, certificate
+        self._partial, self._lose = partial, lose
         self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
 
     # Calls of nodes
@@ -358,9 +356,7 @@ class NodeRegistry:
         report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
         peers = [self._source(offer, version) for offer in answer.offers]
-        admitted = readers_of(self._readers.get(model_of(version), set()), self._nodes.values())
-        own = self._certificate() if any(model_of(name) == model_of(version) for name in self.own.partials()) else ""
-        readers = tuple(sorted(admitted | {own} if own else admitted))
+        readers = tuple(sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())))
         order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
         return order, answer.interval
 

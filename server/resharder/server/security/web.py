@@ -6,11 +6,10 @@ A token may also be the password of basic authentication, for which browsers pro
 import base64
 import binascii
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import structlog
-from resharder.server.node.daemon_client import fingerprint_of
 from resharder.server.security.access import Access, watched_pems
 from resharder.server.security.files import Watched
 from resharder.server.security.settings import Security
@@ -64,19 +63,6 @@ def _context(security: Security, required: bool) -> ssl.SSLContext:
         context.load_verify_locations(security.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
     return context
-
-
-def own_certificate(security: Security | None) -> Callable[[], str]:
-    """Return a function that returns `sha256:HEX` of the daemon's certificate; empty without one."""
-
-    def read() -> str:
-        try:
-            return fingerprint_of(security.certificate) if security is not None else ""
-        except (OSError, ValueError) as error:
-            _log.warning("certificate_not_read", reason=str(error))
-            return ""
-
-    return read
 
 
 def _bearers(headers: Sequence[str]) -> list[str]:
