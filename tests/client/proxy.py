@@ -15,7 +15,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self.forwarded, self.cuts = 0, 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -29,6 +29,10 @@ class Proxy:
             self._open.clear()
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else a thread within `accept` takes one more connection
         self._listener.close()
         self.cut()
 
@@ -39,6 +43,10 @@ class Proxy:
                 server = socket.create_connection(self._target)
                 with self._lock:
                     self._open += [client, server]
+                    closed = self._closed
+                if closed:
+                    self.cut()
+                    return
                 threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
                 threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
@@ -206,7 +207,8 @@ def check(life: Life) -> None:
     assert again.epochs.claim("policy") == epoch
     assert len(folders(model / "files")) == 1
     assert not any(folders(model / kind) for kind in ("pool", "staging", "retired"))
-    assert [event.id for event in Events(life.root / "store").last(1000)] == events == list(range(1, len(events) + 1))
+    with closing(Events(life.root / "store")) as kept:
+        assert [event.id for event in kept.last(1000)] == events == list(range(1, len(events) + 1))
     assert FleetFiles(life.root / "store/fleets").load(0.0) == {"policy": life.fleet}
     assert again.epochs.begin("policy", "later", 1).epoch == life.store.epochs.claim("policy").epoch + 1
     assert again.catalogue.newest_number("policy") >= max(life.numbers)
