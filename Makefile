@@ -53,10 +53,11 @@ docs: setup
 types: setup
 	$(BIN)/mypy converters server client
 
-# Three files at a time, for two processors: much of it is waiting. Where servers take all processors by themselves, one.
+# Three files at a time, for two processors: much of it is waiting. Where servers take the processors by themselves, two, and one in storms.
 unit: setup
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/soak tests/vllm $(PYTEST)
-	$(BIN)/pytest tests/e2e tests/gpu tests/failpoints tests/chaos $(PYTEST)
+	$(BIN)/pytest -n 2 --dist loadfile tests/e2e $(PYTEST)
+	$(BIN)/pytest tests/gpu tests/failpoints tests/chaos $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
 .venv-proto/.ready: pyproject.toml
