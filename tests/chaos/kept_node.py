@@ -88,7 +88,7 @@ class NodeMemory:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """What the processes of a node's host need of it.
+    """Versions and files that processes on the host of a node use there.
 
     Attributes:
         version: Version that its workers map, or that its ranks have written; 0 for none.

@@ -17,7 +17,7 @@ KILL = {"node": "far", "down": 2.0, "failpoint": "node.sync@1=kill", "small": Tr
 
 
 class Signals:
-    """What of `System` a node's death needs. `folder`: of the one READY version; empty while the daemon lacks pieces of it."""
+    """The part of `System` that the death of a node uses. `folder`: of the READY version; empty while the daemon lacks pieces."""
 
     def __init__(self) -> None:
         self.sent, self.heals, self.folder = list[Any](), 0, "/store"

@@ -1,4 +1,4 @@
-"""What the rules of the model share: violations, and views of a history."""
+"""Violations, and views of a history, for all rules of the model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

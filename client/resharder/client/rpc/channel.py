@@ -107,7 +107,7 @@ class Channel:
         endpoint: Address as `host:port`.
         patience: Seconds of retries; None is no bound.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables, if any.
-        interruptible: Whether Ctrl-C may interrupt the threads that read its streams, which then take a third longer.
+        interruptible: Whether Ctrl-C may interrupt threads that read its streams. Large streams are slower then.
 
     Raises:
         UsageError: The endpoint or the TLS settings are invalid.
