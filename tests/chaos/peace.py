@@ -62,12 +62,13 @@ class Peace:
         self._history.record("peace", phase=name, seconds=round(time.monotonic() - began, 1), problems=problems)
 
     def _processes_run(self) -> list[str]:
-        end = time.monotonic() + BOOT
+        end, problems = time.monotonic() + BOOT, list[str]()
         for name in self._system.keepers:
-            with suppress(TimeoutError):
+            try:
                 self._system.up(name, max(0.0, end - time.monotonic()))
-        late = [name for name, keeper in self._system.keepers.items() if not keeper.running.is_set()]
-        return [f"{name} does not run: {self._system.keepers[name].problem}" for name in late]
+            except TimeoutError as error:
+                problems.append(str(error))
+        return problems
 
     def _settles(self) -> list[str]:
         """With the orders of the storm, every server comes to rest, at the target if a move there has ended well."""

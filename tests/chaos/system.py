@@ -5,6 +5,7 @@ files of `node`, or, in every other of its lives, fetches over gRPC. The jobs of
 without a node, and on that of the daemon, in turn. The folders of all other hosts are empty to each of them.
 """
 
+import http.client
 import json
 import os
 import shutil
@@ -161,6 +162,12 @@ class KeptServer:
         if self.server.process is not None:
             self.server.kill()
 
+    def answers(self) -> bool:
+        """Return whether it answers and its engine lives. After the death of a worker, a server may take a minute to end."""
+        with suppress(OSError, http.client.HTTPException):
+            return answers(self.server.request("GET", "/health", timeout=5))
+        return False
+
     @property
     def reads(self) -> str:
         """Node through which its present life reads; empty for none."""
@@ -186,6 +193,11 @@ class KeptServer:
 def booted(answer: Response) -> bool:
     """Return whether /health answers as that of a server which serves, or which an operator put to sleep or drained meanwhile."""
     return answer.status == 200 or (answer.status == 503 and any(reason in answer.body for reason in _RESTING))
+
+
+def answers(answer: Response) -> bool:
+    """Return whether /health answers as that of a server whose engine lives, which may state why it does not serve."""
+    return answer.status == 200 or (answer.status == 503 and b"not serving: " in answer.body)
 
 
 class System:
@@ -239,10 +251,13 @@ class System:
         self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0)
 
     def up(self, name: str, timeout: float) -> None:
-        """Wait until a process runs."""
-        keeper = self.keepers[name]
-        wait_for(lambda: keeper.running.is_set() or keeper.given_up, timeout)
-        if not keeper.running.is_set():
+        """Wait until a process runs, and if it is a server, answers."""
+        keeper, server = self.keepers[name], self.servers.get(name)
+
+        def runs() -> bool:
+            return keeper.running.is_set() and (server is None or server.answers())
+
+        if not wait_for(lambda: runs() or keeper.given_up, timeout) or keeper.given_up:
             raise TimeoutError(f"expected {name} to run within {timeout:g} s: {keeper.problem}")
 
     def signal(self, processes: list[psutil.Process], number: signal.Signals) -> int:

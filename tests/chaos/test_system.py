@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.system import booted
+from tests.chaos.system import answers, booted
 from tests.support.hidden import hiding, unavailable
 from tests.support.vllm_server import Response
 
@@ -32,6 +32,12 @@ def test_a_server_without_a_confirmed_version_has_not_booted(reason: str) -> Non
 def test_a_server_that_serves_has_booted() -> None:
     assert booted(Response(200, {}, b""))
     assert not booted(Response(500, {}, b""))
+
+
+def test_a_server_whose_engine_is_dead_does_not_answer() -> None:
+    assert not answers(Response(503, {}, b""))
+    assert answers(refused("the lease ended"))
+    assert answers(Response(200, {}, b""))
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
