@@ -1,21 +1,23 @@
-"""Hand-over of a rank's boxes from its GPU into a version's files, by threads and sizes of their buffers.
+"""Hand-over of a rank's boxes from its GPU into a version's files, by threads, buffers of each thread and threads of the digests.
 
-`python -m benchmarks.hand_over [--gib N] [--tensor-mib N] [--threads 8,16] [--buffers 16,32]`. The store is that of `stores.py`.
-Each setting is measured alone, and beside a process that digests the same files as the daemon does, in a loop. There are two
-limits: a copy between pinned memory and the GPU, and the host's plain copies, without a GPU, from buffers of the same size
-into the same files, alone and beside the digests. Prints GB/s, the medians of the rounds after the first.
+`python -m benchmarks.hand_over [--gib N] [--tensor-mib N] [--threads 8,16] [--buffers 1x16,2x8] [--digest-threads 8,16]`: buffers
+are their number for each thread and their MiB. The store is that of `stores.py`. Each setting is measured alone, and beside a
+process that digests the same files as the daemon does, in a loop, once for each number of its threads. There are two limits: a
+copy between pinned memory and the GPU, and the host's plain copies, without a GPU, from one buffer of the same size for each
+thread into the same files, alone and beside the digests. Prints GB/s, the medians of the rounds after the first.
 """
 
 import argparse
 import ctypes
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from resharder.client.transport.base import AssignedSlot
@@ -31,22 +33,50 @@ from benchmarks.stores import fast_store
 from benchmarks.vllm_reload import limit_seconds
 from tests.support.released import Released
 
-ROUNDS, DIGEST_THREADS = 3, 8
+ROUNDS = 5
 
 
-def digest_forever(folder: Path, files: tuple[FileLayout, ...], bytes_read: Any) -> None:
+class Setting(NamedTuple):
+    """Threads of the copy, and the number and bytes of the buffers of each."""
+
+    threads: int
+    buffers: int
+    buffer_bytes: int
+
+
+def digest_forever(folder: Path, files: tuple[FileLayout, ...], threads: int, bytes_read: Any) -> None:
     while True:
         for file in files:
             with MappedFiles(folder, [file]) as maps:
-                digest_tensors(maps, DIGEST_THREADS)
+                digest_tensors(maps, threads)
             bytes_read.value += file.size
 
 
-def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Tensor], threads: int, buffer_bytes: int) -> float:
+@contextmanager
+def digests(folder: Path, files: tuple[FileLayout, ...], threads: int) -> Iterator[Callable[[], int]]:
+    """Digest the files in another process, if there are threads for it; yields a function that returns the bytes read so far."""
+    if not threads:
+        yield lambda: 0
+        return
+    context = multiprocessing.get_context("spawn")
+    bytes_read = context.Value("q", 0)
+    beside = context.Process(target=digest_forever, args=(folder, files, threads, bytes_read))
+    beside.start()
+    try:
+        while not bytes_read.value:  # its kernels are compiled then
+            time.sleep(0.05)
+        yield lambda: int(bytes_read.value)
+    finally:
+        beside.kill()
+        beside.join()
+
+
+def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Tensor], setting: Setting) -> float:
     """Return the median seconds."""
     pieces = [Piece(spec.name, full_box(spec.shape), spec.name, 0, contiguous_strides(spec.shape)) for spec in specs]
-    slot = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs), 1 << 20)
-    transport, times = FromGpu(torch.device("cuda", 0), threads, lambda: NotImplemented, buffer_bytes), []
+    slot, device = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs), 1 << 20), torch.device("cuda", 0)
+    transport = FromGpu(device, setting.threads, lambda: NotImplemented, setting.buffer_bytes, setting.buffers)
+    times = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()
         transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, pieces), Released())
@@ -54,12 +84,13 @@ def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Te
     return median(times[1:])
 
 
-def plain_copies(folder: Path, files: tuple[FileLayout, ...], threads: int, buffer_bytes: int) -> float:
+def plain_copies(folder: Path, files: tuple[FileLayout, ...], setting: Setting) -> float:
     """Return the median seconds in which threads copy a buffer each, over and over, to all bytes of the files."""
-    buffers, times = [ctypes.create_string_buffer(b"x" * buffer_bytes) for _ in range(threads)], []
+    threads, size_of_buffer, times = setting.threads, setting.buffer_bytes, []
+    buffers = [ctypes.create_string_buffer(b"x" * size_of_buffer) for _ in range(threads)]
     with MappedFiles(folder, files, writable=True) as maps, ThreadPoolExecutor(threads) as pool:
         bodies = [(begin + len(file.header), begin + file.size) for begin, file in zip(maps.begins, files, strict=True)]
-        parts = [(at, min(buffer_bytes, end - at)) for first, end in bodies for at in range(first, end, buffer_bytes)]
+        parts = [(at, min(size_of_buffer, end - at)) for first, end in bodies for at in range(first, end, size_of_buffer)]
 
         def copy(own: int) -> None:
             for at, size in parts[own::threads]:
@@ -72,28 +103,27 @@ def plain_copies(folder: Path, files: tuple[FileLayout, ...], threads: int, buff
     return median(times[1:])
 
 
-def measure(copy: Callable[[], float], folder: Path, files: tuple[FileLayout, ...], total: int) -> str:
-    """Return the rates in GB/s of a copy alone, beside digests of the same files, and of these digests."""
-    alone, context = copy(), multiprocessing.get_context("spawn")
-    bytes_read = context.Value("q", 0)
-    beside = context.Process(target=digest_forever, args=(folder, files, bytes_read))
-    beside.start()
-    while not bytes_read.value:  # its kernels are compiled then
-        time.sleep(0.05)
-    began, before = time.perf_counter(), bytes_read.value
-    with_digests = copy()
-    digested = (bytes_read.value - before) / (time.perf_counter() - began)
-    beside.kill()
-    beside.join()
-    return f"{total / alone / 1e9:5.1f}, {total / with_digests / 1e9:5.1f} ({digested / 1e9:.1f})"
+def measure(copy: Callable[[], float], total: int, bytes_read: Callable[[], int]) -> str:
+    """Return the rates in GB/s of a copy, and of the digests meanwhile."""
+    began, before = time.perf_counter(), bytes_read()
+    seconds = copy()
+    digested = (bytes_read() - before) / (time.perf_counter() - began)
+    return f"{total / seconds / 1e9:6.1f} ({digested / 1e9:4.1f})"
+
+
+def settings(threads: str, buffers: str) -> list[Setting]:
+    """Parse lists such as `8,16` and `1x16,2x8` into every combination."""
+    sizes = [tuple(map(int, each.split("x"))) for each in buffers.split(",")]
+    return [Setting(number, count, mib << 20) for number in map(int, threads.split(",")) for count, mib in sizes]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=int, default=8)
     parser.add_argument("--tensor-mib", type=int, default=16)
-    parser.add_argument("--threads", default="4,8,12,16")
-    parser.add_argument("--buffers", default="16,32,64", help="MiB of each thread's buffer")
+    parser.add_argument("--threads", default="8,16", help="threads that copy")
+    parser.add_argument("--buffers", default="1x16,2x8,2x16", help="buffers of each of them, and MiB of each buffer")
+    parser.add_argument("--digest-threads", default="8,16", help="threads of the digests beside")
     asked = parser.parse_args()
     count = (asked.gib << 10) // asked.tensor_mib
     specs = [TensorSpec(f"tensor.{i}", "BF16", (asked.tensor_mib << 6, 8192)) for i in range(count)]
@@ -104,12 +134,14 @@ def main() -> None:
             write_zeros(store / file.path, file.header, file.size)
         limit = total / limit_seconds(total) / 1e9
         print(f"{total / 1e9:.1f} GB, {len(specs)} tensors, {len(files)} files, {kind}; limit {limit:.1f} GB/s", flush=True)
-        print("threads  buffer  from the GPU: alone, beside digests (digests); plain copies: the same; GB/s", flush=True)
-        for threads in map(int, asked.threads.split(",")):
-            for mib in map(int, asked.buffers.split(",")):
-                ours = measure(partial(hand_over, store, specs, tensors, threads, mib << 20), store, files, total)
-                plain = measure(partial(plain_copies, store, files, threads, mib << 20), store, files, total)
-                print(f"{threads:7}  {mib:3} MiB  {ours}; {plain}", flush=True)
+        print("threads of digests; of copies  buffers  from the GPU, GB/s (digests)  plain copies (digests)", flush=True)
+        for digest_threads in (0, *map(int, asked.digest_threads.split(","))):
+            with digests(store, files, digest_threads) as bytes_read:
+                for each in settings(asked.threads, asked.buffers):
+                    ours = measure(partial(hand_over, store, specs, tensors, each), total, bytes_read)
+                    plain = measure(partial(plain_copies, store, files, each), total, bytes_read)
+                    size = f"{each.buffers} of {each.buffer_bytes >> 20} MiB"
+                    print(f"{digest_threads:10} {each.threads:10}  {size:12}  {ours}  {plain}", flush=True)
 
 
 if __name__ == "__main__":
