@@ -1,6 +1,8 @@
 """Files laid out up front are what safetensors reads, and hostile headers are refused."""
 
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
+from resharder.converters.storage.writable_files import WritableFiles
 from safetensors import safe_open
 
 SPECS = [TensorSpec("b", "BF16", (3, 5)), TensorSpec("a", "F32", (7,)), TensorSpec("c", "U8", (11,)), TensorSpec("s", "F32", ())]
@@ -61,6 +64,26 @@ def test_of_files_that_cannot_all_be_mapped_none_stays_mapped(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError) as caught:
         MappedFiles(tmp_path, files, writable=True)
     assert caught.value.__traceback__ is not None, "whose frames still have what they made"
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_of_files_that_cannot_all_be_opened_for_writing_none_stays_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, opened, os_open = write(tmp_path, 32), list[str](), os.open
+
+    def open_thrice(path: Path, flags: int, *mode: int) -> int:
+        opened.append(Path(path).name)
+        if len(opened) > 3:  # each file is opened for its map, and for writes by system calls
+            raise OSError(errno.EMFILE, "too many open files")
+        return os_open(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_thrice)
+    with pytest.raises(OSError, match="too many open files") as caught:  # its frames stay, as in a handler of it
+        WritableFiles(tmp_path, files)
+    assert opened[3] == files[1].path
+    assert caught.traceback
+    monkeypatch.undo()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 

@@ -29,8 +29,8 @@ from resharder.converters.geometry.piece_arrays import Ints, pack
 from resharder.converters.geometry.plan import plan_pieces
 
 Tensors = Mapping[str, torch.Tensor]
-BUFFERS = 2  # of each thread
-BUFFER_BYTES = 8 << 20
+BUFFERS = 1  # of each thread
+BUFFER_BYTES = 16 << 20
 _ALIGN = 16  # bytes: the widest words of the kernel
 
 

@@ -17,7 +17,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index, box_shape, full_box, run_start
 from resharder.converters.storage.digest import Array, copy_and_digest, digest
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles
-from resharder.converters.storage.pages import map_pages, small_pages
+from resharder.converters.storage.pages import map_pages
 
 
 class Home(NamedTuple):
@@ -76,8 +76,12 @@ class WritableFile:
 
     def __init__(self, folder: Path, file: FileLayout) -> None:
         self._map = MappedFiles(folder, [file], writable=True)
-        self._descriptor = os.open(folder / file.path, os.O_WRONLY | os.O_CLOEXEC)
-        self._small = small_pages(self._descriptor)
+        try:
+            self._descriptor = os.open(folder / file.path, os.O_WRONLY | os.O_CLOEXEC)
+        except BaseException:
+            self._map.close()
+            raise
+        self._small = self._map.small_pages
 
     def put(self, spec: TensorSpec, offset: int, box: Box, source: Array) -> int:
         """Write the elements of `box` of the tensor at `offset`, and return the box's digest."""
