@@ -176,8 +176,9 @@ class Reference:
             self._check_ready(record)
         self.check_steps(ready)
         present = {record.number for record in ready}
+        were_ready = {*self.ready, *(record.number for record in records.values() if record.ready_time)}
         for number in [n for n, state in self.states.items() if state == READY and n not in present]:
-            newer = sum(1 for other in self.ready if other > number)
+            newer = sum(1 for other in were_ready if other > number)  # one may be lost before a client is told of it
             is_lost = self.nodes is not None and number in self.nodes.gone
             kept = max(1, daemon.keep - (self.nodes is not None))  # the newest whole version may take a place
             assert newer >= kept or number in self.retired_on_command or is_lost, (

@@ -269,7 +269,8 @@ class ApiServer:
     def _check_open(self, version: int) -> None:
         if self.leads and self.core.process.alive and self.core.installed != version:
             self.schedule.fail(f"the leader's gate is open on {version}: {self.core.workers}")
-        if self.leads and self.core.process.alive:
+        # Of a paused engine, the side that resumes it resets the caches; this side may lead only until that one's LEAD arrives.
+        if self.leads and self.core.process.alive and not self.core.paused:
             self.core.check_caches()
         # A process that was stopped since acts on the time before; one that was not has had no reason to read the clock again.
         late = max(self.process.read_at, self.process.event_at) - self.granted_until
