@@ -1,10 +1,10 @@
-"""Hand-over of a rank's boxes from its GPU into a version's files, by threads, buffers of each thread and threads of the digests.
+"""Hand-over of a rank's boxes from its GPU into a version's files, by threads, sizes of their buffers and threads of the digests.
 
-`python -m benchmarks.hand_over [--gib N] [--tensor-mib N] [--threads 8,16] [--buffers 1x16,2x8] [--digest-threads 8,16]`: buffers
-are their number for each thread and their MiB. The store is that of `stores.py`. Each setting is measured alone, and beside a
-process that digests the same files as the daemon does, in a loop, once for each number of its threads. There are two limits: a
-copy between pinned memory and the GPU, and the host's plain copies, without a GPU, from one buffer of the same size for each
-thread into the same files, alone and beside the digests. Prints GB/s, the medians of the rounds after the first.
+`python -m benchmarks.hand_over [--gib N] [--tensor-mib N] [--threads 8,16] [--buffers 16,32] [--digest-threads 8,16]`. The store
+is that of `stores.py`. Each setting is measured alone, and beside a process that digests the same files as the daemon does, in a
+loop, once for each number of its threads. There are two limits: a copy between pinned memory and the GPU, and the host's plain
+copies, without a GPU, from buffers of the same size into the same files, alone and beside the digests. Prints GB/s, the medians
+of the rounds after the first.
 """
 
 import argparse
@@ -37,10 +37,9 @@ ROUNDS = 5
 
 
 class Setting(NamedTuple):
-    """Threads of the copy, and the number and bytes of the buffers of each."""
+    """Threads of the copy, and bytes of the buffer of each."""
 
     threads: int
-    buffers: int
     buffer_bytes: int
 
 
@@ -75,7 +74,7 @@ def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Te
     """Return the median seconds."""
     pieces = [Piece(spec.name, full_box(spec.shape), spec.name, 0, contiguous_strides(spec.shape)) for spec in specs]
     slot, device = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs), 1 << 20), torch.device("cuda", 0)
-    transport = FromGpu(device, setting.threads, lambda: NotImplemented, setting.buffer_bytes, setting.buffers)
+    transport = FromGpu(device, setting.threads, lambda: NotImplemented, setting.buffer_bytes)
     times = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()
@@ -112,9 +111,8 @@ def measure(copy: Callable[[], float], total: int, bytes_read: Callable[[], int]
 
 
 def settings(threads: str, buffers: str) -> list[Setting]:
-    """Parse lists such as `8,16` and `1x16,2x8` into every combination."""
-    sizes = [tuple(map(int, each.split("x"))) for each in buffers.split(",")]
-    return [Setting(number, count, mib << 20) for number in map(int, threads.split(",")) for count, mib in sizes]
+    """Parse lists such as `8,16` and `16,32` (MiB) into every combination."""
+    return [Setting(number, mib << 20) for number in map(int, threads.split(",")) for mib in map(int, buffers.split(","))]
 
 
 def main() -> None:
@@ -122,7 +120,7 @@ def main() -> None:
     parser.add_argument("--gib", type=int, default=8)
     parser.add_argument("--tensor-mib", type=int, default=16)
     parser.add_argument("--threads", default="8,16", help="threads that copy")
-    parser.add_argument("--buffers", default="1x16,2x8,2x16", help="buffers of each of them, and MiB of each buffer")
+    parser.add_argument("--buffers", default="16,32", help="MiB of the buffer of each of them")
     parser.add_argument("--digest-threads", default="8,16", help="threads of the digests beside")
     asked = parser.parse_args()
     count = (asked.gib << 10) // asked.tensor_mib
@@ -134,14 +132,13 @@ def main() -> None:
             write_zeros(store / file.path, file.header, file.size)
         limit = total / limit_seconds(total) / 1e9
         print(f"{total / 1e9:.1f} GB, {len(specs)} tensors, {len(files)} files, {kind}; limit {limit:.1f} GB/s", flush=True)
-        print("threads of digests; of copies  buffers  from the GPU, GB/s (digests)  plain copies (digests)", flush=True)
+        print("threads of digests; of copies  buffer  from the GPU, GB/s (digests)  plain copies (digests)", flush=True)
         for digest_threads in (0, *map(int, asked.digest_threads.split(","))):
             with digests(store, files, digest_threads) as bytes_read:
                 for each in settings(asked.threads, asked.buffers):
                     ours = measure(partial(hand_over, store, specs, tensors, each), total, bytes_read)
                     plain = measure(partial(plain_copies, store, files, each), total, bytes_read)
-                    size = f"{each.buffers} of {each.buffer_bytes >> 20} MiB"
-                    print(f"{digest_threads:10} {each.threads:10}  {size:12}  {ours}  {plain}", flush=True)
+                    print(f"{digest_threads:10} {each.threads:10}  {each.buffer_bytes >> 20:3} MiB  {ours}  {plain}", flush=True)
 
 
 if __name__ == "__main__":

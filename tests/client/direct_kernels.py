@@ -121,11 +121,11 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
     cpu = torch.device("cpu")
     assert DeviceToHost(Layout({}, ()), cpu, 1, {}).run(np.zeros((0, 2), np.int64), {}) == []
-    for threads, size, buffers in ((1, 64 << 20, 1), (3, 160 << 10, 2)):
+    for threads, size in ((1, 64 << 20), (3, 160 << 10)):
         for array in arrays.values():
             array[...] = 0
         groups, complete = {name: i % 5 for i, name in enumerate(arrays)}, list[int]()
-        copy = DeviceToHost(layout, cpu, threads, groups, size, buffers)
+        copy = DeviceToHost(layout, cpu, threads, groups, size)
         target = np.array([byte_bounds(arrays[name]) for name in copy.targets], np.int64)
         assert copy.run(target, tensors, complete.append) == [wanted[i] for i in chosen]
         assert complete == list(range(1 + max(groups[name] for name in copy.targets)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.gpu.device_to_host import Rounds, copy_rounds, last_rounds, through_buffers
+from resharder.client.gpu.device_to_host import Rounds, last_rounds, through_buffers
 from resharder.client.gpu.schedule import Moves
 from resharder.client.gpu.table import Table
 from resharder.client.gpu.tiles import TILE
@@ -105,64 +105,3 @@ def test_no_thread_takes_another_round_after_one_has_failed() -> None:
     assert rounds.take() == 0
     rounds.stop()
     assert rounds.take() is None
-
-
-class Steps:
-    """Steps of one thread's rounds, in order. The step of round `fails` raises OSError."""
-
-    def __init__(self, fails: tuple[str, int] | None = None) -> None:
-        self.steps: list[tuple[str, int]] = []
-        self.buffers: dict[int, int] = {}  # round that each buffer holds
-        self._fails = fails
-
-    def add(self, step: str, number: int) -> None:
-        self.steps.append((step, number))
-        if (step, number) == self._fails:
-            raise OSError(f"{step} {number}")
-
-    def launch(self, number: int, buffer: int) -> "Filled":
-        assert buffer not in self.buffers, "refilled before it was emptied"
-        self.buffers[buffer] = number
-        self.add("launch", number)
-        return Filled(self, number)
-
-    def empty(self, number: int, buffer: int) -> None:
-        assert self.steps[-1] == ("filled", number)
-        self.add("empty", number)
-        assert self.buffers.pop(buffer) == number
-
-
-class Filled:
-    """Event of a launch."""
-
-    def __init__(self, steps: Steps, number: int) -> None:
-        self._steps, self._number = steps, number
-
-    def synchronize(self) -> None:
-        self._steps.add("filled", self._number)
-
-
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_the_next_rounds_are_launched_before_the_oldest_one_is_waited_for(buffers: int, count: int) -> None:
-    steps, complete = Steps(), list[int]()
-    copy_rounds(Rounds(count, range(count), complete.append), steps.launch, steps.empty, range(buffers))
-    for step in ("launch", "filled", "empty"):
-        assert [number for each, number in steps.steps if each == step] == list(range(count))
-    for number in range(count):
-        ahead = [other for step, other in steps.steps[: steps.steps.index(("filled", number))] if step == "launch"]
-        assert len(ahead) == min(number + buffers, count)
-    assert complete == list(range(count))
-
-
-@pytest.mark.parametrize("fails", [("launch", 2), ("filled", 1), ("empty", 1)])
-def test_a_thread_that_fails_stops_all_and_completes_no_group_of_its_round(fails: tuple[str, int]) -> None:
-    steps, complete = Steps(fails), list[int]()
-    rounds = Rounds(9, range(9), complete.append)
-    with pytest.raises(OSError, match=f"{fails[0]} {fails[1]}"):
-        copy_rounds(rounds, steps.launch, steps.empty, range(2))
-    assert rounds.take() is None
-    assert complete == [0]
-    other = Steps()
-    copy_rounds(rounds, other.launch, other.empty, range(2))
-    assert other.steps == []

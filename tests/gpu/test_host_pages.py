@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from resharder.client.gpu.device_to_host import BUFFER_BYTES, BUFFERS
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.pinned_pages import register
 from resharder.client.transport.base import AssignedSlot
@@ -105,16 +104,13 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
     check(folder, layout, tensors, found)
 
 
-@pytest.mark.parametrize(("buffer_bytes", "buffers"), [(BUFFER_BYTES, BUFFERS), (160 << 10, 1), (160 << 10, 2)])
-def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(
-    folder: Path, buffer_bytes: int, buffers: int
-) -> None:
+def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(folder: Path) -> None:
     layout, tensors = on_device()
     layout = replace(layout, pieces=tuple(p._replace(plus=float(p.tensor == "experts")) for p in layout.pieces))
     slot = AssignedSlot(
         0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20
     )
-    transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"), buffer_bytes, buffers)
+    transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"))
     for seed in (1, 2):  # the second with the plan of the first
         fill(folder, seed)
         before = stored(folder)

@@ -1,8 +1,7 @@
-"""Copies from GPU tensors to host pages through pinned buffers, which kernels fill and threads empty.
+"""Copies from GPU tensors to host pages through pinned buffers: each thread has one, which a kernel fills and the thread empties.
 
-Threads take rounds, a buffer's bytes each, in order and without waiting for each other. Each thread has several buffers: while
-it empties one, kernels fill the others. With one buffer of 16 MiB for each of eight threads, 30 GB/s were copied, and 25 beside
-the daemon's digests; sixteen threads were no faster and left less to the digests (benchmarks/results/staged_gpu.md).
+Threads take rounds, a buffer's bytes each, in order and without waiting for each other. Eight with 16 MiB each copied 30 GB/s,
+and 25 beside the daemon's digests; sixteen were no faster and left less to the digests (benchmarks/results/staged_gpu.md).
 
 A kernel could write to the pages directly if they were registered with CUDA for each version. But the verification of the
 version waits for registration and release, and so do other threads' kernels. 61 GB were READY after 7.3 s that way and after
@@ -10,16 +9,14 @@ version waits for registration and release, and so do other threads' kernels. 61
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 
 import numpy as np
 import torch
 from resharder.client.gpu.digest import CachedDigester
 from resharder.client.gpu.schedule import Moves, schedule
-from resharder.client.gpu.streams import Mark, WorkStream
+from resharder.client.gpu.streams import WorkStream
 from resharder.client.gpu.table import Table, addresses_of, check_fit
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.switch_interval import short_switch_interval
@@ -29,7 +26,6 @@ from resharder.converters.geometry.piece_arrays import Ints, pack
 from resharder.converters.geometry.plan import plan_pieces
 
 Tensors = Mapping[str, torch.Tensor]
-BUFFERS = 1  # of each thread
 BUFFER_BYTES = 16 << 20
 _ALIGN = 16  # bytes: the widest words of the kernel
 
@@ -46,7 +42,6 @@ class DeviceToHost:
         threads: int,
         groups: Mapping[str, int],
         buffer_bytes: int = BUFFER_BYTES,
-        buffers: int = BUFFERS,
     ) -> None:
         """Plan the copy. Values are copied without the pieces' `plus`.
 
@@ -55,8 +50,7 @@ class DeviceToHost:
             device: Device of the tensors.
             threads: Threads that copy.
             groups: Group of each HF tensor, from 0 on. Groups are copied in order.
-            buffer_bytes: Size of a buffer.
-            buffers: Buffers of each thread.
+            buffer_bytes: Size of the buffer of each thread.
         """
         self._device = device
         copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
@@ -66,9 +60,9 @@ class DeviceToHost:
         self._last = last_rounds(self._empties, of_target)
         self._rounds = int(self._fills.round.max(initial=-1)) + 1
         size = min(buffer_bytes, int((self._fills.target_at + self._fills.rows * self._fills.width).max(initial=0)))
-        self._threads, pinned = min(threads, self._rounds), device.type == "cuda"
-        count = min(threads * buffers, self._rounds)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(threads, self._rounds))
+        ]
         self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
         self._fill: tuple[list[int], Ints, Table] | None = None  # pointers, ranges and table of the local tensors
 
@@ -99,25 +93,27 @@ class DeviceToHost:
         empty = Table(self._empties, np.append(source[:, 0], 0), np.append(target[:, 0], 0), torch.device("cpu"))
         digester, rounds = self._digester.at(tensors), Rounds(self._rounds, self._last, complete)
         self._copies.begin()
-        addresses = [buffer.data_ptr() for buffer in self._buffers]
-        shares = [addresses[i :: self._threads] for i in range(self._threads)]
-        with ThreadPoolExecutor(max(1, self._threads), "resharder-to-host") as pool, short_switch_interval():
+        with ThreadPoolExecutor(max(1, len(self._buffers)), "resharder-to-host") as pool, short_switch_interval():
             try:
-                _all([pool.submit(self._copy, rounds, fill, empty, share) for share in shares])
+                _all([pool.submit(self._copy, rounds, fill, empty, buffer.data_ptr()) for buffer in self._buffers])
             finally:
                 self._copies.drain()
         return digester.digests()
 
-    def _copy(self, rounds: "Rounds", fill: Table, empty: Table, buffers: Sequence[int]) -> None:
-        """Copy rounds through a thread's buffers until none is left."""
-        with self._copies.current():  # once rather than for each launch, since launches hold the interpreter's lock
-            copy_rounds(rounds, partial(self._launch, fill), empty.run, buffers)
-
-    def _launch(self, fill: Table, number: int, buffer: int) -> Mark:
-        """Begin to fill a buffer with a round; return the event at which it is full."""
-        with DRIVER_LOCK.background():  # without the lock, transfers took 300 ms instead of 180
-            fill.run(number, target_base=buffer)
-            return self._copies.mark(blocking=True)
+    def _copy(self, rounds: "Rounds", fill: Table, empty: Table, buffer: int) -> None:
+        """Copy rounds through one buffer until none is left."""
+        try:
+            while (k := rounds.take()) is not None:
+                with DRIVER_LOCK.background(), self._copies.work():  # without the lock, transfers took 300 ms instead of 180
+                    fill.run(k, target_base=buffer)
+                    filled = self._copies.mark(blocking=True)
+                if filled is not None:
+                    filled.synchronize()
+                empty.run(k, buffer)
+                rounds.finish(k)
+        except BaseException:
+            rounds.stop()
+            raise
 
 
 class Rounds:
@@ -158,36 +154,6 @@ class Rounds:
         """Let no thread take another round."""
         with self._lock:
             self._next = self._count
-
-
-def copy_rounds(
-    rounds: Rounds, launch: Callable[[int, int], Mark], empty: Callable[[int, int], None], buffers: Sequence[int]
-) -> None:
-    """Copy rounds through a thread's buffers until none is left: the next rounds are launched before the oldest one is emptied.
-
-    Args:
-        rounds: Rounds that several threads share. No thread takes another one after an exception.
-        launch: Begins to fill a buffer with a round, and returns the event at which it is full, None if it is full already.
-        empty: Copies a round out of its full buffer.
-        buffers: Addresses of the buffers.
-    """
-    free, filling = deque(buffers), deque[tuple[int, int, Mark]]()
-    try:
-        while True:
-            while free and (number := rounds.take()) is not None:
-                buffer = free.popleft()
-                filling.append((number, buffer, launch(number, buffer)))
-            if not filling:
-                return
-            number, buffer, filled = filling.popleft()
-            if filled is not None:
-                filled.synchronize()
-            empty(number, buffer)
-            rounds.finish(number)
-            free.append(buffer)
-    except BaseException:
-        rounds.stop()
-        raise
 
 
 def _all(futures: Sequence[Future[None]]) -> None:

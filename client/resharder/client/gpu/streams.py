@@ -9,7 +9,7 @@ context on GPU 0, which takes 0.5 GiB of its memory (seen with torch 2.11 and CU
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,12 +59,6 @@ class WorkStream:
             before = self.mark()
             yield
             self._spans.append((before, self.mark()))
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Launch the block's work on this stream, without the two events of `work` that measure its duration."""
-        with on_stream(self._stream) if self._stream is not None else nullcontext():
-            yield
 
     def mark(self, *, blocking: bool = False) -> Mark:
         """Record an event at the end of this stream's pending work.

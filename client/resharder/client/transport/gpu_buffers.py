@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from resharder.client.gpu.device_to_host import BUFFER_BYTES, BUFFERS, DeviceToHost
+from resharder.client.gpu.device_to_host import BUFFER_BYTES, DeviceToHost
 from resharder.client.gpu.pinned_pages import box_of, spans_of
 from resharder.client.transport.base import AssignedSlot, Releases
 from resharder.client.transport.live_items import LiveItems
@@ -39,25 +39,18 @@ class FromGpu:
 
     Args:
         device: GPU of the model's tensors.
-        threads: Threads that copy, each through buffers of its own.
+        threads: Threads that copy, each through a buffer of its own.
         otherwise: Creates the transport for tensors on other devices, and for items that come from an iterator.
         buffer_bytes: Size of a buffer.
-        buffers: Buffers of each thread.
     """
 
     name, reason = "shared-memory", ""
     mapped = True
 
     def __init__(
-        self,
-        device: torch.device,
-        threads: int,
-        otherwise: "Callable[[], Transport]",
-        buffer_bytes: int = BUFFER_BYTES,
-        buffers: int = BUFFERS,
+        self, device: torch.device, threads: int, otherwise: "Callable[[], Transport]", buffer_bytes: int = BUFFER_BYTES
     ) -> None:
-        self._device, self._threads, self._otherwise = device, threads, otherwise
-        self._plan_copy = partial(DeviceToHost, device=device, threads=threads, buffer_bytes=buffer_bytes, buffers=buffers)
+        self._device, self._threads, self._otherwise, self._buffer_bytes = device, threads, otherwise, buffer_bytes
         self._planned: _Planned | None = None
 
     def deliver(
@@ -89,7 +82,8 @@ class FromGpu:
     def _plan(self, slot: AssignedSlot, pieces: Sequence[Piece], files: list[FileLayout], maps: list[MappedFiles]) -> "_Planned":
         if self._planned is None or not self._planned.is_for(pieces, files):
             self._planned = None  # its buffers are free before others are made
-            self._planned = _Planned(slot, pieces, files, maps, self._plan_copy)
+            copy = partial(DeviceToHost, device=self._device, threads=self._threads, buffer_bytes=self._buffer_bytes)
+            self._planned = _Planned(slot, pieces, files, maps, copy)
         return self._planned
 
 
