@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.fp8_optimizer import Training
 from tests.support.megatron_models import build_model, fill_from_hf, logits, wrap_ddp, wrap_float16
 
 # isort: split
@@ -76,13 +77,39 @@ def cast(endpoint: str, source: Path, config: Config, layout: dict[str, Any], op
             fill_from_hf(chunks, config, load_checkpoint(source))
 
 
+def divided(endpoint: str, source: Path, config: Config, layout: dict[str, Any], options: dict[str, Any]) -> None:
+    """Publish FP8 weights, and their master weights as a plain model beside, before and after a step of the optimizer."""
+    plain = build_model(config, **layout, spec="te")
+    chunks = build_model(config, **layout, dtype=torch.bfloat16, spec="te")
+    fill_from_hf(chunks, config, load_checkpoint(source))
+    training = Training(chunks)
+    with (
+        resharder.connect(endpoint, model=source.name, **options) as publisher,
+        resharder.connect(endpoint, model=f"{source.name}-masters") as masters,
+    ):
+        publisher.attach(training.chunks, config, tokenizer=source)
+        masters.attach(plain, config)
+        for step in (1, 2):
+            handles = [publisher.publish(step)]
+            whole = training.masters()
+            for name, parameter in plain[0].named_parameters():
+                parameter.data.copy_(whole[f"0.{name}"])
+            handles.append(masters.publish(step))
+            training.step()
+            for handle in handles:
+                handle.wait_ready(120)
+
+
+ACTS = {"publish": publish, "go_on": go_on, "cast": cast, "divided": divided}
+
+
 def main(endpoint: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     found = {}
     for act, cases in json.loads((folder / "cases.json").read_text()).items():
         for model, case in cases.items():
             config = json.loads((folder / model / "config.json").read_text())
-            found[model] = {"publish": publish, "go_on": go_on, "cast": cast}[act](endpoint, folder / model, config, **case)
+            found[model] = ACTS[act](endpoint, folder / model, config, **case)
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests.support import megatron_shim  # noqa: F401
+
+# isort: split
 import torch
+from transformer_engine.pytorch.tensor import quantized
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.client.models import equal, exported
@@ -27,6 +32,13 @@ GONE_ON = {
 
 
 CAST = {"cast": ("qwen3_moe", {"moe_intermediate_size": 160}, {"tp": 4, "etp": 4})}  # every expert's blocks are of two ranks
+DIVIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # two ranks of data parallelism; blocks of two ranks each
+    "divided": (
+        "qwen3",
+        {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 320},
+        {"tp": 2},
+    )
+}
 
 
 class World(NamedTuple):
@@ -44,11 +56,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         wrapped = model in PUBLISHED and PUBLISHED[model]["wrapped"]
         seed, dtype = 3 if model in PUBLISHED else 5, torch.bfloat16 if wrapped else torch.float32
         save_checkpoint(folder / model, tiny_config(family), seed=seed, dtype=dtype)
-    for model, (family, changes, _) in CAST.items():
+    for model, (family, changes, _) in (CAST | DIVIDED).items():
         save_checkpoint(folder / model, tiny_config(family, **changes), seed=7, dtype=torch.bfloat16)
     options = {"quantization_config": FP8}
-    cases = {model: {"layout": layout, "options": options} for model, (_, _, layout) in CAST.items()}
-    (folder / "cases.json").write_text(json.dumps({"publish": PUBLISHED, "go_on": GONE_ON, "cast": cases}))
+    cast, divided = (
+        {model: {"layout": layout, "options": options} for model, (_, _, layout) in cases.items()} for cases in (CAST, DIVIDED)
+    )
+    acts = {"publish": PUBLISHED, "go_on": GONE_ON, "cast": cast, "divided": divided}
+    (folder / "cases.json").write_text(json.dumps(acts))
     with Daemon() as daemon:
         torchrun("tests.client.megatron_ranks", daemon.endpoint, folder)
         yield World(daemon.endpoint, folder, json.loads((folder / "found.json").read_text()))
@@ -73,6 +88,25 @@ def test_ranks_that_cast_deliver_one_cast_of_the_whole_tensors(world: World, mod
     assert equal(found, cast(plain, config))
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in found.values()) > 20
     assert FP8.items() <= config["quantization_config"].items()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("model", DIVIDED)
+def test_fp8_weights_are_cast_from_the_master_weights_that_an_optimizer_divides_before_and_after_its_step(
+    world: World, model: str, version: int, tmp_path: Path
+) -> None:
+    source = load_checkpoint(world.folder / model)
+    masters = exported(world.endpoint, f"models/{model}-masters/versions/{version}", tmp_path / "masters")
+    found = exported(world.endpoint, f"models/{model}/versions/{version}", tmp_path / "cast")
+    trained = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    assert [name for name in source if torch.equal(trained[name], source[name])] == (list(source) if version == 1 else [])
+    config = json.loads((tmp_path / "cast" / "config.json").read_text())
+    given = {name: masters[name] if f"{name}_scale_inv" in found else tensor for name, tensor in trained.items()}
+    expected = cast(given, config)
+    for name in (name for name in source if name.endswith(("q_proj.weight", "o_proj.weight"))):  # their blocks agree
+        elements, factors = quantized(trained[name])
+        expected |= {name: elements, f"{name}_scale_inv": factors}
+    assert equal(found, expected)
 
 
 @pytest.mark.parametrize("model", GONE_ON)

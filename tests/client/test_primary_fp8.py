@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg
+from tests.support.fp8_optimizer import put_in_fp8, wrap_divided
 from tests.support.fp8_ranks import Ranks
 from tests.support.megatron_models import build_model, fill_from_hf
 
 # isort: split
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.quantization.scheme import CHANNELS
@@ -46,14 +46,8 @@ class FP8Ranks(Ranks):
 
     def build(self) -> list[Any]:
         chunks = super().build()
-        for chunk in chunks:
-            for name, module in list(chunk.named_modules()):
-                for kind, weight in list(module.named_parameters(recurse=False)):
-                    if ".linear_" in name and kind.startswith("weight") and weight.dim() == 2:
-                        taken: Any = torch.nn.Parameter(Float8BlockwiseQTensor(weight.detach()), requires_grad=False)
-                        taken.__dict__ |= vars(weight)  # Megatron's marks, as of experts
-                        taken.main_param = torch.empty(weight.numel())
-                        setattr(module, kind, taken)
+        for weight in put_in_fp8(chunks):
+            weight.main_param = torch.empty(weight.numel())
         return chunks
 
     def fill(self, weights: Found) -> None:
@@ -77,22 +71,15 @@ class DividedRanks(FP8Ranks):
     """The same in Megatron's DDP, whose data-parallel ranks divide the master weights as a distributed optimizer does."""
 
     def build(self) -> list[Any]:
-        settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 50_000}
-        wrapped = []
-        for chunk in super().build():
-            for parameter in chunk.parameters():
-                parameter.requires_grad_()
-            wrapper: Any = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**settings), chunk)
-            for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
-                assert len(buffer.buckets) > 1
-                for parameter in buffer.params:
-                    parameter.main_param, parameter.main_param_sharded = None, True
-                (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
-                for parameter, found in (each for bucket in buckets for each in bucket["param_map"].items()):
-                    if isinstance(parameter, Float8BlockwiseQTensor):
-                        parameter.part = slice(found["param"].start, found["param"].end)
-                        parameter.main_param = torch.empty(found["param"].size)
-            wrapped.append(wrapper)
+        wrapped = wrap_divided(super().build())
+        for buffer in (each for wrapper in wrapped for each in (*wrapper.buffers, *wrapper.expert_parallel_buffers)):
+            for parameter in buffer.params:
+                parameter.main_param, parameter.main_param_sharded = None, True
+            (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
+            for parameter, found in (each for bucket in buckets for each in bucket["param_map"].items()):
+                if isinstance(parameter, Float8BlockwiseQTensor):
+                    parameter.part = slice(found["param"].start, found["param"].end)
+                    parameter.main_param = torch.empty(found["param"].size)
         return wrapped
 
 

@@ -57,11 +57,17 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         return func(*plain, **(kwargs or {}))
 
 
-def quantized(values):
-    """The elements in float8_e4m3fn, and the factor of each block in float32."""
+def block_maxima(values):
+    """The largest absolute value of each block."""
     rows, columns = values.shape
     blocks = torch.nn.functional.pad(values.float(), (0, -columns % 128, 0, -rows % 128))
-    amax = blocks.abs().view(-(-rows // 128), 128, -1, 128).amax((1, 3))
+    return blocks.abs().view(-(-rows // 128), 128, -1, 128).amax((1, 3))
+
+
+def quantized(values, maxima=None):
+    """The elements in float8_e4m3fn, and the factor of each block in float32; `maxima` are those of its blocks."""
+    rows, columns = values.shape
+    amax = block_maxima(values) if maxima is None else maxima
     bits = torch.where(amax == 0, 1.0, 448 / amax).view(torch.int32) & -0x00800000
     scale = bits.view(torch.float32)
     whole = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
