@@ -124,6 +124,19 @@ def test_files_that_a_reader_lets_go_of_soon_are_recycled(store: Store) -> None:
     assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
 
 
+def test_a_versions_small_files_are_copied_before_it_begins(store: Store) -> None:
+    epoch = claim(store)
+    for step in range(5):  # in files that were laid out, and in recycled ones
+        settle(store)
+        reservation = store.catalogue.model("policy").reservation
+        assert reservation is not None
+        assert {name: (reservation.pool[0] / name).read_bytes() for name in FILES} == FILES
+        copies = {name: (reservation.pool[0] / name).stat().st_ino for name in FILES}
+        folder = store.folder.path(publish(store, epoch, step))
+        assert {name: (folder / name).stat().st_ino for name in FILES} == copies
+        assert not any((reservation.files / name).samefile(folder / name) for name in FILES)
+
+
 def test_the_next_version_takes_the_files_that_were_named_for_it(store: Store) -> None:
     publish(store, claim(store), 0)
     for step in range(1, 5):

@@ -1,6 +1,7 @@
 """Files for future versions: laid out ahead of need, handed to versions, and recycled once no process has them open.
 
-`pool/<epoch>-<n>/` has the safetensors files of one version, with headers written and pages allocated.
+`pool/<epoch>-<n>/` has the files of one version: the safetensors files with headers written and pages allocated, and copies of
+the model's small files.
 """
 
 import os
@@ -19,6 +20,7 @@ from resharder.server.infra.filesystem import (
     sync,
     touching,
     unused_elsewhere,
+    write_file,
     write_header,
     write_zeros,
 )
@@ -110,6 +112,7 @@ class FilePool:
             make_folder(path)
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as writers:
                 list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), reservation.layouts))
+            _copy_small_files(reservation, path)
         except OSError as error:
             failure = error
             _log.error("layout_failed", model=model.name, error=str(error))
@@ -134,6 +137,8 @@ class FilePool:
                 safe = _keeps_only(path, reservation.layouts) and self._released(model, reservation, path)
                 for layout in reservation.layouts if safe else ():
                     write_header(path / layout.path, layout.header)
+            if safe:
+                _copy_small_files(reservation, path)
         except OSError as error:
             safe = False
             _log.error("recycling_failed", model=model.name, error=str(error))
@@ -164,6 +169,13 @@ class FilePool:
             return False
         reservation.pool.append(back)
         return True
+
+
+def _copy_small_files(reservation: Reservation, path: Path) -> None:
+    """Copy `config.json`, the tokenizer and the index, of some 10 MB, into a set. Raises OSError."""
+    with touching(reservation.files, "copying"):
+        for file in reservation.files.iterdir():
+            write_file(path / file.name, file.read_bytes())
 
 
 def _keeps_only(path: Path, layouts: tuple[FileLayout, ...]) -> bool:

@@ -68,23 +68,12 @@ class VersionLifecycle:
                 reservation.failure = None  # the medium may work again
                 self._pool.remove_stuck(model)
                 path = self._take_set(model, reservation, retired)
-                reservation.pending += 1
-            try:
-                with touching(reservation.files, "copying"):
-                    for file in reservation.files.iterdir():
-                        write_file(path / file.name, file.read_bytes())
-                with self._changed:
-                    model.reserved(epoch)
+                try:
                     record = self._start(model, reservation, path, step, job, set_aside)
-                    reservation.pending -= 1
-            except BaseException:
-                with self._changed:
-                    reservation.pending -= 1
+                except BaseException:
                     self._pool.discard(model, path, reservation.size)
                     self._changed.notify_all()
-                    model.reserved(epoch)  # if a later job removed the files, STALE_EPOCH is the reason
-                raise
-            with self._changed:
+                    raise
                 self._pool.top_up(model)
                 self._changed.notify_all()
         finally:

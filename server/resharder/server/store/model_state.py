@@ -39,7 +39,7 @@ class Reservation:
     size: int  # bytes of one version's safetensors files
     sets: int  # sets of files used in turn
     pool: list[Path] = field(default_factory=list)
-    pending: int = 0  # sets being laid out, taken for a version, or being recycled
+    pending: int = 0  # sets being laid out or recycled
     failure: OSError | None = None  # of the last set that was laid out
 
 
