@@ -355,6 +355,42 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
     assert [future.result(LONG) for future in asked] == [[one + 2] for (one,) in wanted]
 
 
+def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_those_of_the_last_version(site: Site) -> None:
+    group, ranks = in_columns(site)
+    asked, sent = ask(site, group, 1), []
+    for rank in ranks:
+        task = rank.task("UPLOADING")
+        assert task
+        assert task.sent
+        sent.append(task.sent)
+        site.direct.transfers.report(rank.member, group, 1, said(task, task.sent))
+    wanted = [future.result(LONG) for future in asked]
+    first = Rank(site, 0, 2, 100.0)
+    assert not first.offer.ranks[0][2]  # not before every rank offers it
+    ranks = [first, Rank(site, 1, 2, 100.0)]
+    for rank, known in zip(ranks, sent, strict=True):
+        task = rank.task("UPLOADING")
+        assert task == Task(Act.DIGEST, group)
+        site.direct.transfers.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
+    assert [future.result(LONG) for future in ask(site, group, 2)] == [[one + 2] for (one,) in wanted]
+    assert not any(tasks for _, _, tasks in ranks[0].offer.ranks.values())  # requested once
+    again = site.offer(3)[0].offer
+    assert all(list(tasks) == [Task(Act.DIGEST, group)] for _, _, tasks in again.ranks.values())
+    unused = site.offer(4)[0].offer  # no worker has asked for those of version 3
+    assert not any(tasks for _, _, tasks in unused.ranks.values())
+
+
+def test_digests_are_not_requested_of_a_group_that_has_ended(site: Site) -> None:
+    group, _ = in_columns(site)
+    asked = ask(site, group, 1)
+    site.finish(site.worker("left", 0), group, error="CUDA ran out of memory")
+    for future in asked:
+        with pytest.raises(FailedPrecondition):
+            future.result(LONG)
+    offer = site.offer(2)[0].offer
+    assert not any(tasks for _, _, tasks in offer.ranks.values())
+
+
 def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
     group, ranks = in_columns(site)
     asked = ask(site, group, 1)

@@ -18,6 +18,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.gpu.streams import on_stream
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
+from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.converters.errors import LayoutError
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout
@@ -109,15 +110,19 @@ class Sender:
         return on_stream(self._stream)
 
     def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
-        """Execute the tasks of an offer. Its calls are appended to `calls`, for cancellation by other threads."""
+        """Execute the tasks of an offer, beside the delivery's Python code.
+
+        Its calls are appended to `calls`, for cancellation by other threads.
+        """
         try:
-            try:
-                self._serve(request, calls)
-            except ResharderError as error:
-                if error.reason != _UNKNOWN:
-                    raise
-                self.declare(request.member.owner)
-                self._serve(request, calls)
+            with short_switch_interval():
+                try:
+                    self._serve(request, calls)
+                except ResharderError as error:
+                    if error.reason != _UNKNOWN:
+                        raise
+                    self.declare(request.member.owner)
+                    self._serve(request, calls)
         except ResharderError as error:
             logger.warning("servers take the staged path for %s: %s", request.version, error)
 

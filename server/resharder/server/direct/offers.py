@@ -61,9 +61,20 @@ class Offers:
             offer.servers_sleep |= servers_sleep
             offer.ranks[member.rank] = (member, memory, deque())
             if offer.complete:
+                self._ask_ahead(offer)
                 self._offered.add(model, number)
             exchange.changed.notify()
             return offer
+
+    def _ask_ahead(self, offer: Offer) -> None:
+        """Request the digests of groups whose workers asked for those of the last version, before the workers ask again.
+
+        Ranks compute them while the workers' server receives the order to stage.
+        """
+        for group in self._exchange.groups_of(offer):
+            if group.verifies_ahead and not group.error:
+                group.verifies_ahead = False
+                offer.ask(group)
 
     def withhold(self, model: str, number: int) -> None:
         """Declare that no rank will offer a version, nor an earlier one that is not offered yet."""

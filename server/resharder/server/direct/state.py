@@ -84,6 +84,7 @@ class Group:
     reported_of: int = 0  # version of the last DIGEST tasks
     reported: dict[int, Digests] = field(default_factory=dict)  # by rank
     has_sent: bool = False  # ranks have the boxes of their DIGEST tasks
+    verifies_ahead: bool = False  # workers have asked for digests since they were last requested ahead of them
 
     @property
     def starting(self) -> bool:
@@ -145,7 +146,8 @@ class Offer:
         self.changed.notify()
 
     def ask(self, group: Group) -> None:
-        """Queue a DIGEST task for each rank of a group."""
+        """Queue a DIGEST task of this version for each rank of a group."""
+        group.reported_of, group.reported = self.number, {}
         for member in group.members[: group.senders]:
             sent = None if group.has_sent else sent_by(group.planned.plan, member.rank)
             there = self.ranks.get(member.rank)

@@ -80,8 +80,8 @@ class Transfers:
             offer, deadline = exchange.offer_of(group), exchange.clock() + exchange.seconds
             if offer.number != number:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over: version {offer.number} is offered")
+            group.verifies_ahead = True
             if group.reported_of != number:
-                group.reported_of, group.reported = number, {}
                 offer.ask(group)
         while True:
             seen = exchange.changed.count
