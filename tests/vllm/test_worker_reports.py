@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
+from resharder.client.inference.worker import agent as agent_module
+from resharder.client.inference.worker.direct_receiver import EarlyVersion
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.reporter import PROCESS, claim
 from resharder.client.inference.worker.staging import StagedInstall
@@ -198,3 +201,20 @@ def test_only_what_is_missing_is_got_around() -> None:
     missing = [DaemonUnreachable("gone"), DaemonUnreachable("nothing yet", "NO_VERSION")]
     refused = [Refused("no", "FLEET_MODEL"), UsageError("wrong")]
     assert [boot_loader._is_missing(error) for error in missing + refused] == [True, True, False, False]
+
+
+def test_a_version_that_is_served_ahead_is_compared_after_the_pause_of_its_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While clients wait, the worker calls no daemon and collects no garbage."""
+    steps: list[str] = []
+
+    @contextmanager
+    def collected() -> Iterator[None]:
+        steps.append("collect")
+        yield
+
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(sleep=lambda seconds: steps.append("wait")))
+    monkeypatch.setattr(agent_module, "gc_paused", collected)
+    monkeypatch.setattr(agent_module, "compare_with_store", lambda *_: steps.append("compare"))
+    agent = agent_of(SimpleNamespace(endpoint="127.0.0.1:1"))  # type: ignore[arg-type]
+    agent._compare(EarlyVersion("models/policy/versions/2", "", (), ()), "an-install")
+    assert steps == ["wait", "collect", "compare"]

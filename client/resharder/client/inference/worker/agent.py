@@ -34,6 +34,7 @@ from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.worker")
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
+_PAUSE_SECONDS = 0.25  # most pauses of installs over the direct path have ended after less
 
 
 class Agent:
@@ -253,7 +254,11 @@ class Agent:
         return {"version": self.version}
 
     def _compare(self, early: EarlyVersion, install_id: str) -> None:
-        """Compare an early version with the store's, once it is READY."""
+        """Compare an early version with the store's, once it is READY.
+
+        Begins after the pause of its install: a collection stops all threads, and would prolong the pause.
+        """
+        time.sleep(_PAUSE_SECONDS)
         with short_switch_interval(), gc_paused():
             stored = self.staging.prepare_fallback
             found = compare_with_store(self.channel, early, stored, lambda: self._applied == install_id)
