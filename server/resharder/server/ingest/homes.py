@@ -16,6 +16,7 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.store.partial import MissingPieces
+from resharder.server.store.verified import VerifiedVersion
 
 DAEMON_HOST = ""
 """Host of the daemon, among the hosts of ranks; others are ids of nodes."""
@@ -41,6 +42,15 @@ class FileProof:
 
 class HomeLost(Exception):
     """A node that cannot verify or send the files that ranks have written. The message has the reason."""
+
+
+class ReplicasShort(Exception):
+    """Too few nodes hold a version. The message has the reason."""
+
+
+Replicate = Callable[[Sequence[VerifiedVersion], Callable[[], bool]], object]
+"""Function that has nodes hold verified versions, and returns once they do. Raises ReplicasShort, also once the second argument
+returns True: a version is aborted."""
 
 
 class HomeNodes(Protocol):

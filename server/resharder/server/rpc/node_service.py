@@ -13,7 +13,8 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.links import MOST_LINKS, LinkReport
-from resharder.server.node.registry import DAEMON, NodeRegistry
+from resharder.server.node.own_pieces import DAEMON
+from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import (
     CopyOrder,
     CopyReport,
