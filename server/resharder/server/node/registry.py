@@ -209,7 +209,7 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
-            self.homes.reported(node.report, node.caller, drained, node.changed.notify)
+            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.notify)
             view = self._view(node)
         node.changed.notify()
         return view
@@ -332,7 +332,7 @@ class NodeRegistry:
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
-            self.homes.reported(report, caller, node.drained, node.changed.notify)
+            self.homes.reported(report, caller, node.drained or report.ending, node.changed.notify)
         for other in told:
             other.changed.notify()
         if joined:
@@ -379,8 +379,8 @@ class NodeRegistry:
         answer = self._tracker.report(report, self._clock())
         peers = [self._source(offer, version) for offer in answer.offers]
         readers = tuple(sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())))
-        order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
-        return order, answer.interval
+        given = version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers
+        return CopyOrder(*given, self.own.is_sole_holder(id, version)), answer.interval
 
     def _source(self, offer: PeerOffer, version: str) -> PeerSource:
         return PeerSource(offer, "") if offer.peer == DAEMON else source_of(self._nodes[offer.peer].report, offer, version)
