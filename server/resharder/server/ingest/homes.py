@@ -56,8 +56,8 @@ returns True: a version is aborted."""
 class HomeNodes(Protocol):
     """Nodes as homes of files. Thread-safe; no method calls ingest."""
 
-    def nonce_files(self) -> list[str]:
-        """Return the paths of the nonce files of live nodes."""
+    def nonce_files(self, *, drained: bool) -> list[str]:
+        """Return the paths of the nonce files of live nodes, either of drained ones or of the others."""
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank that has read these nonce files: `DAEMON_HOST` or the id of a node; None if unknown."""
@@ -111,7 +111,7 @@ class HomeNodes(Protocol):
 class NoNodes:
     """`HomeNodes` of a daemon without nodes."""
 
-    def nonce_files(self) -> list[str]:
+    def nonce_files(self, *, drained: bool) -> list[str]:
         """Return no path."""
         return []
 
