@@ -124,7 +124,11 @@ class NodeAgent:
         self._ending = True
         with self._changed:
             known = self._orders
-        await_departure(known, lambda: self._daemon.sync(self._report(0.0)), seconds, forced, self._clock)
+        await_departure(known, self._exchange, seconds, forced, self._clock)
+
+    def _exchange(self) -> node_pb2.NodeOrders:
+        """Report and return the orders; none once the loop has ended, as after another process has taken this node's place."""
+        return node_pb2.NodeOrders() if self._ended else self._daemon.sync(self._report(0.0))
 
     def close(self) -> None:
         """End the loop, and tell the daemon that this node leaves."""

@@ -20,7 +20,7 @@ from resharder.server.node.replica_plan import Counts, ReplicaNeed, ReplicaPlace
 from resharder.server.store.verified import VerifiedVersion, VerifiedVersions
 
 _BARRED_SECONDS = 60.0  # for a node that could not hold a version
-_STEP_SECONDS = 0.1
+_STEP_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
