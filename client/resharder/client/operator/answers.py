@@ -97,8 +97,7 @@ class VersionStatus:
     """W3C traceparent of its first span; empty without traces."""
     set_aside: bool
     """Whether the target `latest` skips it while the model has another READY version."""
-    homes: tuple[VersionHomeStatus, ...] = ()
-    """Nodes into whose files ranks write, while it is UPLOADING."""
+    homes: tuple[VersionHomeStatus, ...] = ()  # nodes into whose files ranks write, while it is UPLOADING
 
 
 @dataclass(frozen=True)
