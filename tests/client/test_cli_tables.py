@@ -175,3 +175,20 @@ def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_thei
     assert resharder("resume-node", "nodes/gpu-1").out == "nodes/gpu-1: resumed\n"
     requests = [operator_pb2.SetNodeDrainedRequest(node="nodes/gpu-1", drained=drained) for drained in (True, False)]
     assert fake.asked == requests
+
+
+def test_nodes_are_followed_by_the_versions_that_have_too_few_replicas(fake: FakeOperator) -> None:
+    fake.nodes = [Node(name="nodes/gpu-1", state=Node.LIVE)]
+    problem = "12 of 48 pieces have fewer than 3 holders"
+    given = {"short_pieces": 12, "pieces": 48, "replicas": 3, "problem": problem}
+    names = [f"models/policy/versions/{number}" for number in (4, 5)]
+    fake.shortages = [
+        operator_pb2.ReplicaShortage(version=name, waits=waits, **given)  # type: ignore[arg-type]
+        for name, waits in zip(names, (False, True), strict=True)
+    ]
+    assert resharder("nodes").out.splitlines()[2:] == [f"{names[0]}: {problem}", f"{names[1]} is not READY: {problem}"]
+    found = json.loads(resharder("nodes", "--json").out)["shortages"]
+    assert [(each["version"], each["waits"], each["short_pieces"]) for each in found] == [
+        (names[0], False, 12),
+        (names[1], True, 12),
+    ]

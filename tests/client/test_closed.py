@@ -48,6 +48,7 @@ CALLS: dict[str, Callable[[Operator], Any]] = {
     "only_model": lambda operator: operator.only_model(),
     "pin": lambda operator: operator.pin("rl", 1),
     "profile_install": lambda operator: list(operator.profile_install("s")),
+    "replica_shortages": lambda operator: operator.replica_shortages(),
     "restore": lambda operator: operator.restore(1, model="m"),
     "resume": lambda operator: operator.resume("rl"),
     "resume_node": lambda operator: operator.resume_node("n"),

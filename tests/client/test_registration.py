@@ -1,10 +1,13 @@
 """Ranks whose registration is interrupted by a restart of the daemon."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import grpc
 import pytest
 from resharder.client.trainer import registration
 from resharder.client.trainer.publisher import Publisher
+from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import CONFIG, connect, declared, parts, spread, together, weights
 from tests.support.daemon import Daemon
@@ -57,6 +60,34 @@ def test_the_models_files_are_sent_again_if_the_daemon_restarts_between_the_call
     attach(first)
     assert restarts
     publish([first, second])
+
+
+class AnsweringChannel:
+    """Channel to a daemon that answers each claim with the next publisher."""
+
+    grpc = grpc.insecure_channel("localhost:1")
+
+    def __init__(self, *answers: resources_pb2.Publisher) -> None:
+        self._answers, self.claims = answers, 0
+
+    def call(self, method: object, request: object) -> resources_pb2.Publisher:
+        self.claims += 1
+        return self._answers[min(self.claims, len(self._answers)) - 1]
+
+
+@pytest.mark.parametrize("field", ["nonce_files", "drained_nonce_files"])
+def test_a_rank_waits_for_the_node_of_its_host_after_a_restart_of_the_daemon_until_it_is_known(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_NODE_POLL_SECONDS", 0.01)
+    nonce = tmp_path / "nonce"
+    nonce.write_bytes(b"n")
+    state = resources_pb2.Publisher.REGISTERING
+    known = resources_pb2.Publisher(state=state, **{field: [str(nonce)]})  # type: ignore[arg-type]
+    channel = AnsweringChannel(resources_pb2.Publisher(state=state), known)
+    claim = publisher_pb2.CreatePublisherRequest()
+    assert registration._claimed(channel, claim, [str(nonce)]) == known  # type: ignore[arg-type]
+    assert channel.claims == 2, "a drained node is known, and no rank waits for it"
 
 
 @pytest.fixture

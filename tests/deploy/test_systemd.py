@@ -1,5 +1,6 @@
 """The units, by systemd's own tools, in a root of their own in which the programs that they start exist."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -49,3 +50,18 @@ def test_there_is_time_to_drain() -> None:
 
     lines = dict(line.split("=", 1) for line in (UNITS / "resharderd.service").read_text().splitlines() if "=" in line[:24])
     assert int(lines["TimeoutStopSec"]) >= Config().drain_seconds + 15
+
+
+def test_a_node_has_time_to_wait_for_copies_of_what_it_alone_holds() -> None:
+    from resharder.server.node_main import NodeConfig
+
+    deploy, least = UNITS.parent, NodeConfig().drain_seconds + 15
+    bounds = {
+        "systemd/resharder-node.service": r"^TimeoutStopSec=(\d+)$",
+        "compose/node.yaml": r"resharder-node[\s\S]*?stop_grace_period: (\d+)s",
+        "kubernetes/components/nodes/node.yaml": r"terminationGracePeriodSeconds: (\d+)",
+    }
+    for file, bound in bounds.items():
+        found = re.search(bound, (deploy / file).read_text(), re.MULTILINE)
+        assert found is not None, file
+        assert int(found[1]) >= least, file

@@ -11,7 +11,8 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.infra.change_signal import Pause
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.links import MOST_LINKS, LinkLog, LinkReport
-from resharder.server.node.registry import DAEMON, NodeRegistry
+from resharder.server.node.own_pieces import DAEMON
+from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable

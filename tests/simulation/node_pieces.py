@@ -45,10 +45,10 @@ class NodePieces:
         """Let some of the store's commits lack pieces."""
         commit = store.lifecycle.commit
 
-        def without_some(record: VersionRecord, digests: Any, slots: Any, *others: ProvenVersion, missing: Any = None) -> Any:
+        def without_some(record: VersionRecord, digests: Any, slots: Any, *others: ProvenVersion, **options: Any) -> Any:
             if self._random.random() < 0.7:
-                missing = self._take(store, record)
-            return commit(record, digests, slots, *others, missing=missing)
+                options["missing"] = self._take(store, record)
+            return commit(record, digests, slots, *others, **options)
 
         store.lifecycle.commit = without_some  # type: ignore[method-assign]
 

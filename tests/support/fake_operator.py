@@ -19,6 +19,7 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
         self.fleets, self.servers = list(fleets), servers or []
         self.versions: list[resources_pb2.Version] = []
         self.nodes: list[resources_pb2.Node] = []
+        self.shortages: list[operator_pb2.ReplicaShortage] = []
         self.retired = operator_pb2.RetireVersionsResponse()
         self.asked: list[Message] = []
         self._later: deque[Callable[[], None]] = deque()
@@ -55,7 +56,7 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
         return operator_pb2.ListFleetsResponse(fleets=self.fleets)
 
     def ListNodes(self, request: Message, context: grpc.ServicerContext) -> Message:
-        return operator_pb2.ListNodesResponse(nodes=self.nodes)
+        return operator_pb2.ListNodesResponse(nodes=self.nodes, shortages=self.shortages)
 
     def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, context: grpc.ServicerContext) -> Message:
         self.asked.append(request)

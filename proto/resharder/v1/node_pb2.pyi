@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class SyncNodeRequest(_message.Message):
     RECEIVED_ENGINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     node: str
     instance: str
     data_address: str
@@ -47,7 +48,8 @@ class SyncNodeRequest(_message.Message):
     received_engine_bytes: int
     certificate: str
     reservations: _containers.RepeatedCompositeFieldContainer[NodeReservation]
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ...) -> None: ...
+    ending: bool
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ...) -> None: ...
 
 class NodeReservation(_message.Message):
     __slots__ = ("id", "sets", "problem")
@@ -136,20 +138,22 @@ class FileSetOrder(_message.Message):
     def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ..., closed: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeOrder(_message.Message):
-    __slots__ = ("version", "peers", "scarce", "granted", "readers", "wanted")
+    __slots__ = ("version", "peers", "scarce", "granted", "readers", "wanted", "sole_holder")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SCARCE_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    SOLE_HOLDER_FIELD_NUMBER: _ClassVar[int]
     version: str
     peers: _containers.RepeatedCompositeFieldContainer[NodePeer]
     scarce: bytes
     granted: _containers.RepeatedScalarFieldContainer[int]
     readers: _containers.RepeatedScalarFieldContainer[str]
     wanted: bytes
-    def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+    sole_holder: bool
+    def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ..., wanted: _Optional[bytes] = ..., sole_holder: bool = ...) -> None: ...
 
 class NodePeer(_message.Message):
     __slots__ = ("node", "data_address", "held", "transfers", "origin", "session", "addresses")

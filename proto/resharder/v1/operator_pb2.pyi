@@ -101,12 +101,30 @@ class ListNodesRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListNodesResponse(_message.Message):
-    __slots__ = ("nodes", "next_page_token")
+    __slots__ = ("nodes", "next_page_token", "shortages")
     NODES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SHORTAGES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Node]
     next_page_token: str
-    def __init__(self, nodes: _Optional[_Iterable[_Union[_resources_pb2.Node, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    shortages: _containers.RepeatedCompositeFieldContainer[ReplicaShortage]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[_resources_pb2.Node, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., shortages: _Optional[_Iterable[_Union[ReplicaShortage, _Mapping]]] = ...) -> None: ...
+
+class ReplicaShortage(_message.Message):
+    __slots__ = ("version", "short_pieces", "pieces", "replicas", "waits", "problem")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHORT_PIECES_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    short_pieces: int
+    pieces: int
+    replicas: int
+    waits: bool
+    problem: str
+    def __init__(self, version: _Optional[str] = ..., short_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., replicas: _Optional[int] = ..., waits: bool = ..., problem: _Optional[str] = ...) -> None: ...
 
 class SetNodeDrainedRequest(_message.Message):
     __slots__ = ("node", "drained")

@@ -147,10 +147,12 @@ class PutProfileResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "replica")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     version: str
-    def __init__(self, version: _Optional[str] = ...) -> None: ...
+    replica: bool
+    def __init__(self, version: _Optional[str] = ..., replica: bool = ...) -> None: ...
 
 class GetNextFilesRequest(_message.Message):
     __slots__ = ("version",)

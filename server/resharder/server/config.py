@@ -41,8 +41,12 @@ class Config(BaseSettings):
     replicas: int = Field(
         1,
         ge=1,
-        le=2,
-        description="holders, at READY, of each piece that ranks write on nodes; 2: READY waits for the daemon's copy",
+        le=16,
+        description="holders, at READY, of each piece that ranks write on nodes; 2: READY waits for the daemon's copy; more: and "
+        "for those of further nodes, of all pieces",
+    )
+    replica_seconds: float = Field(
+        60.0, gt=0, description="time without a further piece on nodes after which a version that waits for replicas is aborted"
     )
     shared_memory: bool = Field(
         True, description="whether clients on this host may map the store; false: all data goes over the network"

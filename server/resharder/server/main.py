@@ -62,7 +62,7 @@ from resharder.server.security.limits import Limits
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import PauseMode
 from resharder.server.state.server import Settings
-from resharder.server.state.version import VersionRecord
+from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
 from resharder.v1 import direct_pb2_grpc, node_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
@@ -122,6 +122,9 @@ class Daemon:
             homes=HomeRegister(self.store.folder, tls),
             partial=self.store.partials.get,
             lose=self.store.retirer.lose,
+            replicas=config.replicas,
+            replica_seconds=config.replica_seconds,
+            verified=self.store.reader.verified,
         )
         self.store.catalogue.subscribe(self.nodes.version_changed)
         self.intake = Intake(
@@ -130,6 +133,7 @@ class Daemon:
             chunk_bytes=config.chunk_bytes,
             threads=config.digest_threads,
             replicas=config.replicas,
+            replicate=self.nodes.replication.replicate,
             nodes=self.nodes.homes,
             audience=self.fleets.roster.serving,
         )
@@ -171,13 +175,8 @@ class Daemon:
 
     def _server(self) -> RpcServer:
         config = self.config
-        dispatcher = Dispatcher(
-            self.access,
-            self.fleets.roster.model_of,
-            self.shown.observed.refused,
-            waits=config.threads,
-            transfers=config.transfers,
-        )
+        observed, model_of = self.shown.observed, self.fleets.roster.model_of
+        dispatcher = Dispatcher(self.access, model_of, observed.refused, waits=config.threads, transfers=config.transfers)
         options = [
             ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port
             ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -267,6 +266,8 @@ class Daemon:
         if self.config.security is None:
             say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
+        records = (record for model in self.store.catalogue.models() for record in self.store.catalogue.versions(model))
+        self.nodes.replication.start(record.name for record in records if record.state == READY)
         self._ticker.start()
         self.fetcher.start()
         self.shown.set_ready()
@@ -289,6 +290,7 @@ class Daemon:
         self.server.drain()
         self.intake.steps.drain(self.config.drain_seconds)
         self._ended.set()
+        self.nodes.replication.close()
         self.checks.close()
         self.fleets.close()
         self.events.close()
@@ -324,7 +326,8 @@ def run(
     store_limit_bytes: Annotated[int | None, typer.Option(help="bound on versions' bytes; 0: 80 % of the free space")] = None,
     keep_count: Annotated[int | None, typer.Option(help="READY versions retained of each model")] = None,
     keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions retained of each model; 0: no bound")] = None,
-    replicas: Annotated[int | None, typer.Option(help="holders, at READY, of what ranks write on nodes: 1 or 2")] = None,
+    replicas: Annotated[int | None, typer.Option(help="holders, at READY, of what ranks write on nodes")] = None,
+    replica_seconds: Annotated[float | None, typer.Option(help="time without progress of replicas before READY")] = None,
     shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="duration of leases")] = None,
     forget_seconds: Annotated[float | None, typer.Option(help="time after which a LOST server is forgotten")] = None,
@@ -371,8 +374,8 @@ def serve(config: Config) -> None:
     def end(number: int, frame: FrameType | None) -> None:
         ended.set()
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     try:
         daemon = Daemon(config)
     except DaemonError as error:

@@ -79,6 +79,9 @@ class NodeConfig(BaseSettings):
         None, description="file with the token of calls of the daemon, for one that asks for no certificate"
     )
     insecure: bool = Field(False, description="whether to listen beyond the loopback without certificates")
+    drain_seconds: float = Field(
+        60.0, ge=0, description="time after SIGTERM for the daemon to copy what this node alone holds; a second SIGTERM ends it"
+    )
     transfer: Literal["http", "mooncake"] = Field("http", description="engine that moves pieces between nodes that both have it")
     transfer_protocol: Literal["rdma", "tcp"] = Field("rdma", description="network of the engine mooncake")
     log_format: Literal["console", "json"] = "console"
@@ -306,6 +309,7 @@ def run(
     tls_peer_name: Annotated[str | None, typer.Option(help="name in other nodes' certificates, if not their address")] = None,
     token_file: Annotated[Path | None, typer.Option(help="file with the token of calls of the daemon")] = None,
     insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without certificates")] = None,
+    drain_seconds: Annotated[float | None, typer.Option(help="time after SIGTERM for others to copy what it alone holds")] = None,
     transfer: Annotated[str | None, typer.Option(help="http, or mooncake between nodes that both have it")] = None,
     transfer_protocol: Annotated[str | None, typer.Option(help="network of the engine mooncake: rdma or tcp")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
@@ -322,13 +326,16 @@ def run(
 
 
 def serve(config: NodeConfig) -> None:
-    """Run a node until SIGTERM or SIGINT. Raises ConfigError if it cannot start with these options."""
+    """Run a node until SIGTERM or SIGINT; a second one ends the wait for copies of what this node alone holds.
+
+    Raises ConfigError if it cannot start with these options.
+    """
     raise_malloc_thresholds()
     configure_logs(config.log_format, config.log_level)
-    ended = threading.Event()
+    ended, forced = threading.Event(), threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
+        (forced if ended.is_set() else ended).set()
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
@@ -343,6 +350,8 @@ def serve(config: NodeConfig) -> None:
     node.start()
     while not ended.is_set() and not node.agent.wait(0.5):
         pass
+    if node.agent.failure is None:
+        node.agent.drain(config.drain_seconds, forced)
     node.stop()
     if node.agent.failure is not None:
         sys.exit(f"resharder-node: {node.agent.failure}")

@@ -42,10 +42,12 @@ def _copy(copy: NodeCopyStatus) -> str:
 def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     """Show every node: memory, bytes received and sent, versions and their progress."""
     with Operator(endpoint) as operator:
-        found = operator.nodes()
+        found, shortages = operator.nodes(), operator.replica_shortages()
     if as_json:
-        return print_json({"nodes": [*map(plain, found)]})
+        return print_json({"nodes": [*map(plain, found)], "shortages": [*map(plain, shortages)]})
     print_table(NODES, node_rows(found), wide)
+    for each in shortages:
+        print(f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}")
 
 
 @command(Section.MAINTAIN, "drain-node")

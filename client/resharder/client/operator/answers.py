@@ -97,8 +97,7 @@ class VersionStatus:
     """W3C traceparent of its first span; empty without traces."""
     set_aside: bool
     """Whether the target `latest` skips it while the model has another READY version."""
-    homes: tuple[VersionHomeStatus, ...] = ()
-    """Nodes into whose files ranks write, while it is UPLOADING."""
+    homes: tuple[VersionHomeStatus, ...] = ()  # nodes into whose files ranks write, while it is UPLOADING
 
 
 @dataclass(frozen=True)
@@ -131,6 +130,7 @@ class PublisherStatus:
     data_address: str
     """`host:port` of the daemon's data port, by which ranks of other hosts send; without host: the endpoint's. Empty for none."""
     nonce_files: tuple[str, ...] = ()  # of nodes; only in the answer to a rank
+    drained_nonce_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

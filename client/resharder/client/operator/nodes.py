@@ -81,12 +81,32 @@ class NodeStatus:
     """To the last peers from which it requested pieces."""
 
 
+@dataclass(frozen=True)
+class ReplicaShortageStatus:
+    """Version of which too few hosts hold pieces."""
+
+    version: str
+    """`models/{model}/versions/{number}`."""
+    short_pieces: int
+    """Pieces with fewer holders than `replicas`."""
+    pieces: int
+    replicas: int
+    waits: bool
+    """Whether it is withheld from READY until it has its replicas."""
+    problem: str
+
+
 class NodeCommands(OperatorQueries):
     """Queries and commands named as in `resharder`."""
 
     def nodes(self) -> list[NodeStatus]:
         """Return nodes, sorted by id."""
         return list(self._pages(self._stub.ListNodes, operator_pb2.ListNodesRequest(), "nodes", NodeStatus))
+
+    def replica_shortages(self) -> list[ReplicaShortageStatus]:
+        """Return the versions with fewer replicas than the daemon's `replicas`, if that is above 2."""
+        found = self._call(self._stub.ListNodes, operator_pb2.ListNodesRequest(page_size=1))
+        return [answer(ReplicaShortageStatus, each) for each in found.shortages]
 
     def drain_node(self, node: str) -> NodeStatus:
         """Let a node take no further version, and drop versions that no process maps.

@@ -137,13 +137,17 @@ def register(
 
 
 def _claimed(channel: Channel, claim: publisher_pb2.CreatePublisherRequest, former: Sequence[str]) -> resources_pb2.Publisher:
-    """Claim the model, until the nodes with nonce files of `former` are known to the daemon or some seconds have passed."""
+    """Claim the model, until the nodes with nonce files of `former` are known to the daemon or some seconds have passed.
+
+    Drained nodes are not waited for.
+    """
     stub, end = publisher_pb2_grpc.PublisherServiceStub(channel.grpc), time.monotonic() + _NODE_SECONDS
     while True:
         failpoint("register.claim")
         publisher: resources_pb2.Publisher = channel.call(stub.CreatePublisher, claim)
         raise_refusal(publisher)
-        late = read_nonces(path for path in former if path not in publisher.nonce_files)
+        known = {*publisher.nonce_files, *publisher.drained_nonce_files}
+        late = read_nonces(path for path in former if path not in known)
         if publisher.state != State.REGISTERING or not late or time.monotonic() >= end:
             return publisher
         time.sleep(_NODE_POLL_SECONDS)

@@ -70,6 +70,11 @@ class PieceNumbering:
         start = (piece - self._firsts[index]) * self.piece_bytes
         return PieceSpan(name, start, min(start + self.piece_bytes, size))
 
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each piece."""
+        return self._sizes
+
     def size_of(self, pieces: "Bitmap") -> int:
         """Return the bytes of some pieces."""
         return int(self._sizes[pieces.flags()].sum())

@@ -47,7 +47,14 @@ class StoredVersions:
 
     @contextmanager
     def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
-        """Pin a READY version meanwhile. Raises as `VersionReader.manifest` does."""
+        """Pin a READY version meanwhile. Of one that nodes replicate before READY, pieces alone can be read.
+
+        Raises as `VersionReader.manifest` does.
+        """
+        if (verified := self._reader.verified.get(model, number)) is not None:
+            record, files = verified.manifest.record, verified.manifest.files
+            yield ServedVersion(record.name, record.fingerprint, {file.path: file.size for file in files}, verified.folder)
+            return
         with self._reader.folder(model, number) as (manifest, folder):
             sizes, record = {file.path: file.size for file in manifest.files}, manifest.record
             partial = self._reader.partial(model, number)

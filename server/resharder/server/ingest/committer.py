@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.server.infra.medium import medium_error
+from resharder.server.ingest.homes import ReplicasShort, Replicate
 from resharder.server.ingest.shared import IngestShared, Phase
 from resharder.server.ingest.upload import ProofFailed, Upload
 from resharder.server.ingest.version_group import VersionGroups
@@ -24,7 +25,8 @@ class Committer:
         shared: State that the parts of ingest share.
         groups: Groups of versions that become READY together.
         patience: Seconds to wait for the last writer to close a version's files.
-        replicas: Holders that every piece of a version must have before it is READY, 1 or 2.
+        replicas: Holders that every piece of a version must have before it is READY.
+        replicate: Function that has nodes hold verified versions.
         forget: Removes a version from the UPLOADING ones.
         abort: Aborts a version and its group, with a reason.
     """
@@ -35,11 +37,13 @@ class Committer:
         groups: VersionGroups,
         patience: float,
         replicas: int,
+        replicate: Replicate,
         forget: Callable[[Upload], None],
         abort: Callable[[Upload, str], object],
     ) -> None:
         self._shared, self._store, self._groups = shared, shared.store, groups
-        self._patience, self._replicas, self._forget, self._abort = patience, replicas, forget, abort
+        self._patience, self._replicas, self._replicate = patience, replicas, replicate
+        self._forget, self._abort = forget, abort
 
     @contextmanager
     def _timed(self, phase: Phase, upload: Upload) -> Iterator[None]:
@@ -61,10 +65,17 @@ class Committer:
                     ProvenVersion(each.record, found.digests, each.slot_digests(), found.missing) for each, found in group
                 )
                 with self._timed("commit", upload):
-                    self._store.lifecycle.commit(first.record, first.digests, first.slots, *others, missing=first.missing)
+                    self._store.lifecycle.commit(
+                        first.record,
+                        first.digests,
+                        first.slots,
+                        *others,
+                        missing=first.missing,
+                        before_ready=lambda versions: self._replicate(versions, lambda: any(each.aborted for each, _ in group)),
+                    )
                 for each, _ in group:
                     self._forget(each)
-        except ProofFailed as error:
+        except (ProofFailed, ReplicasShort) as error:
             self._abort(upload, str(error))
         except (DaemonError, OSError) as error:
             known = error if isinstance(error, DaemonError) else medium_error(error)

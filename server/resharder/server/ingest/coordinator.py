@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from resharder.server.ingest.exchange import MaximaExchange
-from resharder.server.ingest.homes import HomeNodes, NoNodes
+from resharder.server.ingest.homes import HomeNodes, NoNodes, Replicate
 from resharder.server.ingest.publishers import Publishers
 from resharder.server.ingest.shared import IngestObserver, IngestShared
 from resharder.server.ingest.steps import Steps
@@ -36,8 +36,9 @@ class Intake:
         chunk_bytes: Size of the chunks that ranks send.
         writer_patience: Seconds to wait for the last writer to close a version's files.
         threads: Threads of a verification.
-        replicas: Holders that every piece of a version must have before it is READY: 1, or 2 to have the daemon copy before what
-            ranks have written on nodes.
+        replicas: Holders that every piece of a version must have before it is READY: 1, or more to have the daemon copy before
+            what ranks have written on nodes.
+        replicate: Function that has nodes hold verified versions.
         clock: Monotonic clock in seconds.
         nodes: Nodes into whose files ranks may write; None for none.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
@@ -53,6 +54,7 @@ class Intake:
         writer_patience: float = 10.0,
         threads: int = 2,
         replicas: int = 1,
+        replicate: Replicate = lambda versions, stopped: None,
         clock: Callable[[], float] = time.monotonic,
         nodes: HomeNodes | None = None,
         audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),
@@ -60,7 +62,7 @@ class Intake:
         self.store = store
         self.nodes: HomeNodes = nodes or NoNodes()
         self._shared = IngestShared(store, clock, self.nodes)
-        self.uploads = Uploads(self._shared, writer_patience, replicas)
+        self.uploads = Uploads(self._shared, writer_patience, replicas, replicate)
         self.publishers = Publishers(self._shared, self.uploads, lease_seconds)
         self.exchange = MaximaExchange(self._shared, self.publishers)
         self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes, threads)

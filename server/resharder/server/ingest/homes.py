@@ -16,6 +16,7 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.store.partial import MissingPieces
+from resharder.server.store.verified import VerifiedVersion
 
 DAEMON_HOST = ""
 """Host of the daemon, among the hosts of ranks; others are ids of nodes."""
@@ -43,11 +44,20 @@ class HomeLost(Exception):
     """A node that cannot verify or send the files that ranks have written. The message has the reason."""
 
 
+class ReplicasShort(Exception):
+    """Too few nodes hold a version. The message has the reason."""
+
+
+Replicate = Callable[[Sequence[VerifiedVersion], Callable[[], bool]], object]
+"""Function that has nodes hold verified versions, and returns once they do. Raises ReplicasShort, also once the second argument
+returns True: a version is aborted."""
+
+
 class HomeNodes(Protocol):
     """Nodes as homes of files. Thread-safe; no method calls ingest."""
 
-    def nonce_files(self) -> list[str]:
-        """Return the paths of the nonce files of live nodes."""
+    def nonce_files(self, *, drained: bool) -> list[str]:
+        """Return the paths of the nonce files of live nodes, either of drained ones or of the others."""
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank that has read these nonce files: `DAEMON_HOST` or the id of a node; None if unknown."""
@@ -101,7 +111,7 @@ class HomeNodes(Protocol):
 class NoNodes:
     """`HomeNodes` of a daemon without nodes."""
 
-    def nonce_files(self) -> list[str]:
+    def nonce_files(self, *, drained: bool) -> list[str]:
         """Return no path."""
         return []
 

@@ -262,6 +262,11 @@ class Upload:
         if aborted:
             self._early.drop()
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the version is aborted."""
+        return self._aborted
+
     def slot_digests(self) -> tuple[tuple[int, str], ...]:
         """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
@@ -270,11 +275,12 @@ class Upload:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
         Digests that were taken early, of files that no process has opened for writing since, are not taken again. Files on nodes
-        are verified there. With two `replicas` they are then copied into the version's folder, and verified again as all others.
+        are verified there. With two or more `replicas` they are then copied into the version's folder, and verified again as all
+        others.
 
         Args:
             patience: Seconds to wait for other processes that have the files open for writing.
-            replicas: Holders that every piece must have, 1 or 2. With 1, the daemon may lack pieces that a node holds.
+            replicas: Holders that every piece must have. With 1, the daemon may lack pieces that a node holds.
 
         Raises ProofFailed, OSError.
         """

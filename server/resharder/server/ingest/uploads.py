@@ -7,6 +7,7 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.ingest.committer import Committer
+from resharder.server.ingest.homes import Replicate
 from resharder.server.ingest.publisher import FENCED, PublisherRecord
 from resharder.server.ingest.shared import IngestObserver, IngestShared
 from resharder.server.ingest.upload import AT_HOME, MAPPED, Upload, hash_digests
@@ -28,14 +29,21 @@ class Uploads:
     Args:
         shared: State that the parts of ingest share.
         writer_patience: Seconds to wait for the last writer to close a version's files.
-        replicas: Holders that every piece of a version must have before it is READY, 1 or 2.
+        replicas: Holders that every piece of a version must have before it is READY.
+        replicate: As of `Committer`.
     """
 
-    def __init__(self, shared: IngestShared, writer_patience: float, replicas: int) -> None:
+    def __init__(
+        self,
+        shared: IngestShared,
+        writer_patience: float,
+        replicas: int,
+        replicate: Replicate,
+    ) -> None:
         self._shared, self._store = shared, shared.store
         self._open: dict[tuple[str, int], Upload] = {}
         self._groups = VersionGroups(shared.lock)
-        self._committer = Committer(shared, self._groups, writer_patience, replicas, self._forget, self._abort)
+        self._committer = Committer(shared, self._groups, writer_patience, replicas, replicate, self._forget, self._abort)
 
     def add(self, upload: Upload) -> None:
         """Add a version that a rank has begun. Callers hold the shared lock."""

@@ -16,7 +16,9 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import HeldVersion, NodeCopies
+from resharder.server.node.copy_problems import CopyProblems
 from resharder.server.node.daemon_client import DaemonClient
+from resharder.server.node.departure import await_departure
 from resharder.server.node.file_sets import FileSets
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.swarm import PieceOffers, Swarm
@@ -26,11 +28,9 @@ from resharder.v1 import node_pb2, resources_pb2
 
 _FIRST_RETRY, _LONGEST_RETRY = 0.2, 2.0
 _SHORTEST_REPORT = 0.02  # seconds between two reports
-_STUCK_SECONDS = 5.0  # without a piece, after which the reason of the last failure is reported
 _STEP_SECONDS = 0.25
 _NO_PORT = "the daemon has no data port (data_listen)"
 _UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out
-_RETRY_SECONDS = 2.0  # until a version that could not be created is tried again
 _log = structlog.get_logger("resharder.node")
 
 
@@ -87,8 +87,8 @@ class NodeAgent:
         self._orders = node_pb2.NodeOrders()
         self._has_orders = False
         self._report_now = False
-        self._problems = _Problems(clock)
-        self._progress: dict[str, tuple[int, float]] = {}  # pieces, and since when
+        self._ending = False
+        self._problems = CopyProblems(clock)
         self._swarm = make_swarm(self._wake)
         self.failure: Exception | None = None
         """Error that ended the loop."""
@@ -113,6 +113,22 @@ class NodeAgent:
         """Return whether the loop has ended, at the latest after some seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ended, seconds)
+
+    def drain(self, seconds: float, forced: threading.Event) -> None:
+        """Offer no files for further versions, and wait until no version needs this node.
+
+        Args:
+            seconds: Bound on the wait.
+            forced: Ends the wait.
+        """
+        self._ending = True
+        with self._changed:
+            known = self._orders
+        await_departure(known, self._exchange, seconds, forced, self._clock)
+
+    def _exchange(self) -> node_pb2.NodeOrders:
+        """Report and return the orders; none once the loop has ended, as after another process has taken this node's place."""
+        return node_pb2.NodeOrders() if self._ended else self._daemon.sync(self._report(0.0))
 
     def close(self) -> None:
         """End the loop, and tell the daemon that this node leaves."""
@@ -167,7 +183,7 @@ class NodeAgent:
             failures = 0
             with self._changed:
                 self._orders, self._has_orders = orders, True
-                self._sets.follow(orders.reservations, drained=orders.drained)
+                self._sets.follow(orders.reservations, drained=orders.drained or self._ending)
                 self._changed.notify_all()
             pause, wait = _interval(orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete())
             with self._changed:
@@ -202,6 +218,7 @@ class NodeAgent:
             seen=self._orders.revision,
             wait_seconds=wait_seconds,
             leaving=leaving,
+            ending=self._ending,
             certificate=self._daemon.certificate(),
             links=[link.to_proto() for link in self._swarm.links.all()],
             reservations=reservations,
@@ -214,7 +231,7 @@ class NodeAgent:
                 folder=str(version.folder),
                 held=version.held().to_bytes(),
                 wanted=version.wanted().to_bytes(),
-                problem=self._stuck(version),
+                problem=self._problems.stuck(version, self._swarm.problem(version.name)),
                 addresses=version.addresses(),
             )
             for version in self._copies.all()
@@ -222,17 +239,6 @@ class NodeAgent:
         for name, problem in self._problems.all().items():
             found.setdefault(name, node_pb2.NodeVersion(version=name)).problem = problem
         return list(found.values())
-
-    def _stuck(self, version: HeldVersion) -> str:
-        """Return why no piece of a version has arrived for some seconds; empty while pieces arrive."""
-        held, now = len(version.held()), self._clock()
-        pieces, since = self._progress.get(version.name, (-1, now))
-        if held != pieces:
-            self._progress[version.name] = held, now
-            return ""
-        reason = self._swarm.problem(version.name)
-        stuck = len(version.missing()) and now - since > _STUCK_SECONDS and reason
-        return f"no piece for {now - since:.0f} s: {reason}" if stuck else ""
 
     # Versions and pieces
 
@@ -244,7 +250,7 @@ class NodeAgent:
             if orders is not None:
                 self._drop_others(present, {order.version for order in orders.versions})
                 with self._changed:  # the last orders: by earlier ones, sets of a new reservation would be dropped
-                    self._sets.follow(self._orders.reservations, drained=self._orders.drained)
+                    self._sets.follow(self._orders.reservations, drained=self._orders.drained or self._ending)
                 for order in orders.versions:
                     self._advance(order)
             with self._changed:
@@ -256,18 +262,14 @@ class NodeAgent:
             if version.name not in wanted:
                 try:
                     if self._copies.drop(version.name):
-                        self._forget(version.name)
+                        self._swarm.forget(version.name)
+                        self._problems.forget(version.name)
                         _log.info("version_dropped", version=version.name)
                 except OSError as error:
                     _log.warning("not_dropped", version=version.name, reason=str(error))
         for name in set(self._problems.all()) - wanted:
-            self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        self._swarm.forget(name)
-        self._problems.solved(name)
-        with self._changed:
-            self._progress.pop(name, None)
+            self._swarm.forget(name)
+            self._problems.forget(name)
 
     def _advance(self, order: node_pb2.NodeOrder) -> None:
         """Create a version, or start requests for its pieces; report early once there is nothing left to request."""
@@ -329,36 +331,6 @@ class NodeAgent:
         if self._problems.add(name, problem):
             _log.warning("version_refused", version=name, reason=problem)
         self._report_soon()
-
-
-class _Problems:
-    """Problems with creating or enlarging versions, and the time of the next attempt. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._found: dict[str, tuple[str, float]] = {}
-
-    def all(self) -> dict[str, str]:
-        """Return the problem of each version that has one."""
-        with self._lock:
-            return {name: problem for name, (problem, _) in self._found.items()}
-
-    def waits(self, name: str) -> bool:
-        """Return whether the next attempt is not due yet."""
-        with self._lock:
-            return self._found.get(name, ("", 0.0))[1] > self._clock()
-
-    def add(self, name: str, problem: str) -> bool:
-        """Record a problem, and return whether it is another one than before."""
-        with self._lock:
-            former, _ = self._found.get(name, ("", 0.0))
-            self._found[name] = problem, self._clock() + _RETRY_SECONDS
-            return former != problem
-
-    def solved(self, name: str) -> None:
-        """Forget the problem of a version."""
-        with self._lock:
-            self._found.pop(name, None)
 
 
 def _interval(longest: float, unsettled: bool, uploading: bool, *, incomplete: bool) -> tuple[float, float]:

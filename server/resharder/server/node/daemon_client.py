@@ -124,8 +124,8 @@ class DaemonClient:
         return orders
 
     def version(self, name: str) -> RemoteVersion:
-        """Return a READY version."""
-        request = server_pb2.GetManifestRequest(version=name)
+        """Return a READY version, or one that nodes replicate before it is READY."""
+        request = server_pb2.GetManifestRequest(version=name, replica=True)
         found = self._call(self._opened().servers.GetManifest, request, _CHECKSUM_SECONDS)
         files = tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
         address: str = found.data_address

@@ -159,12 +159,11 @@ class HomeRegister:
 
     # Ingest: `HomeNodes`
 
-    def nonce_files(self) -> list[str]:
-        """Return the paths of the nonce files of live nodes."""
+    def nonce_files(self, *, drained: bool) -> list[str]:
+        """Return the paths of the nonce files of live nodes, either of drained ones or of the others."""
         with self._state.changed:
-            return list(
-                dict.fromkeys(n.report.nonce_file for n in self._state.nodes.values() if n.report.nonce_file and not n.drained)
-            )
+            found = (node.report.nonce_file for node in self._state.nodes.values() if node.drained == drained)
+            return [path for path in dict.fromkeys(found) if path]
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank, as `HomeNodes.host_of`."""

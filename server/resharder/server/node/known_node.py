@@ -1,14 +1,15 @@
 """A node as the daemon's register has it."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.node.reports import HostCopy, StateReport, bitmap_of
+from resharder.server.node.reports import CopyView, HostCopy, PeerSource, StateReport, bitmap_of
+from resharder.server.node.sources import PeerOffer
 from resharder.server.state.errors import FailedPrecondition
 
 
@@ -28,6 +29,8 @@ class KnownNode:
     """Ids of the servers that asked for each version; versions in the order of their last new request."""
     pieces: dict[str, Bitmap] = field(default_factory=dict)
     """Pieces of each of these versions that workers on the host need."""
+    replicas: dict[str, Bitmap] = field(default_factory=dict)
+    """Pieces of versions that the node holds as a replica, among `pieces`: other versions do not take their memory."""
     changed: ChangeSignal = field(default_factory=ChangeSignal)
     ordered: tuple[int, float] = (0, -inf)
     """Revision of the last orders that this process was sent, and the time at which this revision was sent first."""
@@ -38,6 +41,12 @@ class KnownNode:
         """Add the servers and pieces of a request for a version, which becomes the last requested one."""
         self.wants[version] = self.wants.pop(version, set()).union(servers)
         self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
+
+    def forget(self, version: str) -> bool:
+        """Forget what is needed of a version, and return whether anything was."""
+        self.pieces.pop(version, None)
+        self.replicas.pop(version, None)
+        return self.wants.pop(version, None) is not None
 
     def replaced(self) -> FailedPrecondition:
         """Return the error for a former process of this id."""
@@ -61,7 +70,8 @@ def chosen_of(
 ) -> list[str]:
     """Return the versions that a node should hold.
 
-    These are the ones with pieces that the daemon's store lacks, and unless the node is drained the last requested ones that fit.
+    These are the ones with pieces that the daemon's store lacks, planned replicas, and unless the node is drained the last
+    requested ones that fit.
 
     Args:
         node: The node.
@@ -69,7 +79,7 @@ def chosen_of(
         is_source: Function that returns whether the node has pieces of a version that the daemon's store lacks.
         reserved: Bytes of the node's capacity that are reserved for versions that ranks write.
     """
-    chosen = [version for version in node.wants if is_source(version)]
+    chosen = [version for version in node.wants if is_source(version) or version in node.replicas]
     left = node.report.capacity_bytes - reserved - sum(numberings[version].size_of(node.pieces[version]) for version in chosen)
     others = [version for version in node.wants if version in numberings and version not in chosen]
     for version in reversed(others) if not node.drained else ():
@@ -80,24 +90,55 @@ def chosen_of(
     return chosen
 
 
-def host_copy_of(node: KnownNode, version: str, needed: Bitmap, piece_bytes: int, problem: str) -> HostCopy:
+def source_of(report: StateReport, offer: PeerOffer, version: str) -> PeerSource:
+    """Return where the pieces of a version on a node are fetched."""
+    copies = report.copies if report.session else ()
+    addresses = next((copy.addresses for copy in copies if copy.version == version), ())
+    return PeerSource(offer, report.data_address, report.session, addresses)
+
+
+def host_copy_of(node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool) -> HostCopy:
     """Return how much of a version the node of a worker's host holds.
 
     Args:
         node: The node.
         version: Resource name.
         needed: Pieces that the worker needs.
-        piece_bytes: Length of a piece.
-        problem: Reason for which the node holds nothing of the version; empty for none.
+        numbering: Numbers of its pieces; None if it is no longer READY.
+        current: Whether the node is still in the register.
     """
+    problem = "" if numbering is not None else f"{version} is no longer READY"
+    if not problem and (node.lost or not current):
+        problem = "it is lost"
     copy = next((copy for copy in node.report.copies if copy.version == version), None)
     held = bitmap_of(needed.count, copy)
     whole = copy is not None and not len(needed - held)
     problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
     name = f"nodes/{node.report.node}"
-    if problem or copy is None:
+    if problem or copy is None or numbering is None:
         return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
-    return HostCopy(name, copy.folder, whole, len(held) * piece_bytes)
+    return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
+
+
+def copies_of(
+    node: KnownNode, chosen: Collection[str], numberings: Mapping[str, PieceNumbering], held: Mapping[str, int]
+) -> list[CopyView]:
+    """Return the versions that a node holds or should hold, for display.
+
+    Args:
+        node: The node.
+        chosen: Versions that it should hold.
+        numberings: Numbering of the pieces of each READY version.
+        held: Pieces of each of these that it has reported.
+    """
+    reported, copies = {copy.version: copy for copy in node.report.copies}, []
+    for version in sorted({*reported, *node.wants}):
+        numbering, copy = numberings.get(version), reported.get(version)
+        count = numbering.count if numbering else 0
+        servers = tuple(sorted(node.wants.get(version, ())))
+        wanted, problem = len(node.pieces.get(version, ())), copy.problem if copy else ""
+        copies.append(CopyView(version, held.get(version, 0), wanted, count, version in chosen, problem, servers))
+    return copies
 
 
 def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:

@@ -84,6 +84,11 @@ class OwnPieces:
         """Return whether a node holds pieces that the store lacks."""
         return version in self._partials and len(self._table.bitmap(version, node) - self._table.bitmap(version, DAEMON)) > 0
 
+    def is_sole_holder(self, node: str, version: str) -> bool:
+        """Return whether a node holds pieces that neither the store nor another node has."""
+        held = self._table.bitmap(version, node)
+        return version in self._partials and len(held & self._table.scarce(version)) > 0
+
     def missing(self) -> int:
         """Return the number of pieces of READY versions that the store lacks. Takes the lock."""
         with self._lock:

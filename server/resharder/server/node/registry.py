@@ -18,10 +18,20 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
-from resharder.server.node.known_node import KnownNode, chosen_of, host_copy_of, model_of, pieces_of, readers_of, reading
-from resharder.server.node.own_pieces import DAEMON as DAEMON
-from resharder.server.node.own_pieces import OwnPieces
+from resharder.server.node.known_node import (
+    KnownNode,
+    chosen_of,
+    copies_of,
+    host_copy_of,
+    model_of,
+    pieces_of,
+    readers_of,
+    reading,
+    source_of,
+)
+from resharder.server.node.own_pieces import DAEMON, OwnPieces
 from resharder.server.node.piece_table import PieceTable
+from resharder.server.node.replication import Replication
 from resharder.server.node.reports import (
     CopyOrder,
     CopyReport,
@@ -38,9 +48,10 @@ from resharder.server.node.reports import (
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import READY, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
+from resharder.server.store.verified import VerifiedVersions
 
 
 class NodeRegistry:
@@ -56,6 +67,9 @@ class NodeRegistry:
         homes: Register of the files on nodes into which ranks write.
         partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
         lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
+        replicas: Holders that each piece needs; `replication` has those above 2.
+        replica_seconds: Time that a version waits for them before READY.
+        verified: Versions that nodes replicate before READY.
     """
 
     def __init__(
@@ -70,12 +84,16 @@ class NodeRegistry:
         homes: HomeRegister | None = None,
         partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
         lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
+        replicas: int = 1,
+        replica_seconds: float = 60.0,
+        verified: VerifiedVersions | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._manifest, self._record, self.lease_seconds, self._note = manifest, record, lease_seconds, note
-        self._forget_seconds, self._drained = forget_seconds, drained or DrainedNodes()
-        self._clock, self._wall, self.homes = clock, wall, homes or HomeRegister()
+        self._manifest, self._record, self._verified = manifest, record, verified or VerifiedVersions()
+        self.lease_seconds, self._note = lease_seconds, note
+        self._forget_seconds, self._drained, self.homes = forget_seconds, drained or DrainedNodes(), homes or HomeRegister()
+        self._clock, self._wall = clock, wall
         self._longest = min(LONGEST, lease_seconds / 3)  # seconds between two reports of a node
         self._lock = threading.Lock()
         self._nodes: dict[str, KnownNode] = {}
@@ -84,6 +102,8 @@ class NodeRegistry:
         self._readers: dict[str, set[str]] = {}
         self._partial, self._lose = partial, lose
         self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
+        shared = self._nodes, self._numberings, self._readers, self._tracker.table, self.homes, self._lock
+        self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
 
     # Calls of nodes
 
@@ -129,10 +149,9 @@ class NodeRegistry:
 
     def admit(self, version: str, caller: str) -> None:
         """Record that a caller may read a version's model, so that other nodes let it."""
-        name = caller.rpartition("@")[0]
         with self._lock:
             readers = self._readers.setdefault(model_of(version), set())
-            if not name or name in readers:
+            if not (name := caller.rpartition("@")[0]) or name in readers:
                 return
             readers.add(name)
             told = list(self._nodes.values())
@@ -155,7 +174,7 @@ class NodeRegistry:
             InvalidArgument: NODE: a bitmap of another number of pieces.
         """
         numbering = self._known(version)
-        if numbering is None:
+        if numbering is None or self.replication.waits(version):
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
         pieces = wanted_of(numbering.count, version, needed)
         with self._lock:
@@ -190,7 +209,7 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
-            self.homes.reported(node.report, node.caller, drained, node.changed.notify)
+            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.notify)
             view = self._view(node)
         node.changed.notify()
         return view
@@ -221,6 +240,7 @@ class NodeRegistry:
             node.changed.notify()
         for version, reason in gone:
             self._lose(*parse_name(version, "versions"), reason)
+        self.replication.renew()
 
     def own_sources(self, version: str) -> list[PeerSource]:
         """Return the live nodes with pieces that the daemon's store lacks of a version."""
@@ -237,17 +257,17 @@ class NodeRegistry:
         for id, files in self.homes.written(record.name).items() if record.state == READY else ():
             self._hold(record.name, id, files)
         self.homes.version_changed(record)
+        if record.state != UPLOADING:
+            self.replication.version_changed(record.name)
         if record.state == READY:
-            if self._partial(record.model, record.number) is not None:
+            if self.replication.replicas > 2 or self._partial(record.model, record.number) is not None:
                 self._known(record.name)
             return
         with self._lock:
             self.own.drop(record.name)
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
-            told = [node for node in self._nodes.values() if node.wants.pop(record.name, None) is not None]
-            for node in told:
-                node.pieces.pop(record.name, None)
+            told = [node for node in self._nodes.values() if node.forget(record.name)]
         for node in told:
             node.changed.notify()
 
@@ -271,7 +291,8 @@ class NodeRegistry:
                 return known
         try:
             name, number = parse_name(version, "versions")
-            numbering = number_pieces(self._manifest(name, number).files)
+            found = self._verified.get(name, number)
+            numbering = number_pieces((found.manifest if found is not None else self._manifest(name, number)).files)
         except DaemonError:
             return None
         partial = self._partial(name, number)
@@ -282,8 +303,8 @@ class NodeRegistry:
             told = list(self._nodes.values()) if lacking else []
         for node in told:
             node.changed.notify()
-        if self._record(name, number).state != READY:  # retired in the meantime, perhaps before the table had it
-            self.version_changed(self._record(name, number))
+        if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
+            self.version_changed(record)  # retired in the meantime, perhaps before the table had it
             return None
         return numbering
 
@@ -311,7 +332,7 @@ class NodeRegistry:
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
-            self.homes.reported(report, caller, node.drained, node.changed.notify)
+            self.homes.reported(report, caller, node.drained or report.ending, node.changed.notify)
         for other in told:
             other.changed.notify()
         if joined:
@@ -322,6 +343,7 @@ class NodeRegistry:
     def _record_pieces(self, node: KnownNode, report: StateReport) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
         reported, written = {copy.version: copy for copy in report.copies}, self.homes.not_adopted(report)
+        written = {version: files for version, files in written.items() if not self.replication.waits(version)}  # other `ETag`
         for version, numbering in self._numberings.items():
             copy, known = reported.get(version), self._tracker.table[version]
             if copy is not None or version in written or report.node in known.index or report.node in known.awaited:
@@ -357,37 +379,21 @@ class NodeRegistry:
         answer = self._tracker.report(report, self._clock())
         peers = [self._source(offer, version) for offer in answer.offers]
         readers = tuple(sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())))
-        order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
-        return order, answer.interval
+        given = version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers
+        return CopyOrder(*given, self.own.is_sole_holder(id, version)), answer.interval
 
     def _source(self, offer: PeerOffer, version: str) -> PeerSource:
-        if offer.peer == DAEMON:
-            return PeerSource(offer, "")
-        report = self._nodes[offer.peer].report
-        copies = report.copies if report.session else ()
-        addresses = next((copy.addresses for copy in copies if copy.version == version), ())
-        return PeerSource(offer, report.data_address, report.session, addresses)
+        return PeerSource(offer, "") if offer.peer == DAEMON else source_of(self._nodes[offer.peer].report, offer, version)
 
     def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> HostCopy:
         with self._lock:
-            numbering = self._numberings.get(version)
-            problem = "" if numbering is not None else f"{version} is no longer READY"
-            if not problem and (node.lost or self._nodes.get(node.report.node) is not node):
-                problem = "it is lost"
-            return host_copy_of(node, version, needed, numbering.piece_bytes if numbering else 0, problem)
+            return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(node.report.node) is node)
 
     def _view(self, node: KnownNode) -> NodeView:
         state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
-        reported = {copy.version: copy for copy in node.report.copies}
         chosen = set(self._chosen(node)) if state is not NodeState.LOST else set()
-        copies = []
-        for version in sorted({*reported, *node.wants}):
-            numbering, copy = self._numberings.get(version), reported.get(version)
-            count = numbering.count if numbering else 0
-            held = len(self._tracker.table.bitmap(version, node.report.node)) if numbering else 0
-            servers = tuple(sorted(node.wants.get(version, ())))
-            wanted = len(node.pieces.get(version, ()))
-            copies.append(CopyView(version, held, wanted, count, version in chosen, copy.problem if copy else "", servers))
+        held = {name: len(self._tracker.table.bitmap(name, node.report.node)) for name in self._numberings}
+        copies = copies_of(node, chosen, self._numberings, held)
         for version, (own, files) in self.homes.uploading(node.report.node).items():
             pieces = number_pieces(own).count, number_pieces(files).count
             copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))

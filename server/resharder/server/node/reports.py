@@ -73,6 +73,7 @@ class StateReport:
     links: tuple[LinkReport, ...] = ()
     certificate: str = ""
     reservations: tuple[ReservationReport, ...] = ()
+    ending: bool = False
 
 
 class SetState(Enum):
@@ -118,7 +119,10 @@ class PeerSource:
 
 @dataclass(frozen=True)
 class CopyOrder:
-    """A version that a node should hold, and the packed bitmap of the pieces that workers on its host need."""
+    """A version that a node should hold, and the packed bitmap of the pieces that workers on its host need.
+
+    `sole_holder`: whether no other host holds some of its pieces.
+    """
 
     version: str
     wanted: bytes
@@ -126,6 +130,7 @@ class CopyOrder:
     scarce: bytes = b""
     granted: tuple[int, ...] = ()
     readers: tuple[str, ...] = ()
+    sole_holder: bool = False
 
 
 @dataclass(frozen=True)

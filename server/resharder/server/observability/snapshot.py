@@ -9,6 +9,7 @@ from resharder.server.fleets.roster import FleetView, Roster, ServerView
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.replication import ReplicaShortage
 from resharder.server.node.reports import NodeView
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
@@ -47,6 +48,7 @@ class Snapshot:
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
     nodes: Sequence[NodeView] = ()
     missing_pieces: int = 0  # of READY versions in the store
+    shortages: Sequence[ReplicaShortage] = ()
 
     def lag(self, view: FleetView) -> Lag:
         """Return the lag of a fleet in this snapshot."""
@@ -82,6 +84,7 @@ def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[],
         servers,
         nodes.views(),
         nodes.own.missing(),
+        nodes.replication.shortages(),
     )
 
 

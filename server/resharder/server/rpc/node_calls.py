@@ -3,6 +3,7 @@
 from google.protobuf.message import Message
 from resharder.server.infra.event_log import Events
 from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.replication import ReplicaShortage
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.node_service import node_id, node_to_proto
 from resharder.server.rpc.views import page_of
@@ -19,10 +20,24 @@ class NodeCalls:
         """List nodes by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
         views = [(view.report.node, view) for view in self._nodes.views()]
         page, token = page_of(views, request.page_size, request.page_token)
-        return operator_pb2.ListNodesResponse(nodes=map(node_to_proto, page), next_page_token=token)
+        shortages = () if request.page_token else self._nodes.replication.shortages()
+        return operator_pb2.ListNodesResponse(
+            nodes=map(node_to_proto, page), next_page_token=token, shortages=map(_shortage, shortages)
+        )
 
     def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:
         """Drain a node, or resume it. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
         view = self._nodes.set_drained(node_id(request.node), request.drained)
         self._node_events.add("operator", request.node, "drain" if request.drained else "resume")
         return node_to_proto(view)
+
+
+def _shortage(found: ReplicaShortage) -> operator_pb2.ReplicaShortage:
+    return operator_pb2.ReplicaShortage(
+        version=found.version,
+        short_pieces=found.short,
+        pieces=found.pieces,
+        replicas=found.replicas,
+        waits=found.waits,
+        problem=found.problem,
+    )

@@ -13,7 +13,8 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.links import MOST_LINKS, LinkReport
-from resharder.server.node.registry import DAEMON, NodeRegistry
+from resharder.server.node.own_pieces import DAEMON
+from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import (
     CopyOrder,
     CopyReport,
@@ -197,6 +198,7 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         session=request.session[:300],
         received_engine_bytes=max(0, request.received_engine_bytes),
         certificate=request.certificate,
+        ending=request.ending,
         links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
         reservations=tuple(
             ReservationReport(
@@ -233,6 +235,7 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
         scarce=order.scarce,
         granted=order.granted,
         readers=order.readers,
+        sole_holder=order.sole_holder,
         peers=[
             node_pb2.NodePeer(
                 node="daemon" if source.offer.peer == DAEMON else f"nodes/{source.offer.peer}",

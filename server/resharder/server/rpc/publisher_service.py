@@ -36,7 +36,8 @@ class PublisherService:
         files = {file.path: file.content for file in request.model.files}
         create = self._intake.publishers.create
         made = self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
-        made.nonce_files.extend(self._intake.nodes.nonce_files())
+        made.nonce_files.extend(self._intake.nodes.nonce_files(drained=False))
+        made.drained_nonce_files.extend(self._intake.nodes.nonce_files(drained=True))
         return made
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:

@@ -87,9 +87,10 @@ class ServerService:
         return server_pb2.PutProfileResponse()
 
     def GetManifest(self, request: server_pb2.GetManifestRequest, call: Call) -> server_pb2.Manifest:
-        """Return the tensors, files and digests of a READY version."""
+        """Return the tensors, files and digests of a READY version, or of one that nodes replicate before it is READY."""
         model, number = parse_name(request.version, "versions")
-        manifest = self._store.reader.manifest(model, number)
+        verified = self._store.reader.verified.get(model, number) if request.replica else None
+        manifest = verified.manifest if verified is not None else self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
         return manifest_to_proto(version, manifest, self._data_address)
 

@@ -1,6 +1,6 @@
 """The life of a version from UPLOADING to READY or ABORTED."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from resharder.server.store.model_state import Reservation, StoredModel
 from resharder.server.store.partial import MissingPieces, PartialVersion
 from resharder.server.store.renames import rename_together
 from resharder.server.store.retirement import Retirer
+from resharder.server.store.verified import VerifiedVersion
 
 
 class ProvenVersion(NamedTuple):
@@ -134,12 +135,14 @@ class VersionLifecycle:
         slots: tuple[tuple[int, str], ...],
         *others: ProvenVersion,
         missing: MissingPieces | None = None,
+        before_ready: Callable[[Sequence[VerifiedVersion]], object] = lambda versions: None,
     ) -> VersionRecord:
         """Make an UPLOADING version READY, together with `others`: all or none.
 
         Their bytes must be complete and verified, and no process may still write to them. Of a version with `missing`, this
         holds for the bytes in the store and those on the nodes together; it is READY without the missing pieces, and
-        `PartialVersions` has it until they have been fetched.
+        `PartialVersions` has it until they have been fetched. `before_ready` is called with all versions once their manifests are
+        written; the versions stay UPLOADING if it raises.
 
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
         NO_DESCRIPTORS).
@@ -147,6 +150,7 @@ class VersionLifecycle:
         proven = (ProvenVersion(record, digests, slots, missing), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
         partial = [self._partial(each, done) for each, done in zip(proven, ready, strict=True)]
+        before_ready([self._verified(each, done) for each, done in zip(proven, ready, strict=True)])
         with self._changed:
             models = [self._catalogue.model(each.record.model) for each in proven]
             for model, each in zip(models, proven, strict=True):
@@ -191,8 +195,12 @@ class VersionLifecycle:
         """Return what the store lacks of a version whose manifest is written; None for a whole one."""
         if proven.missing is None:
             return None
-        found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=False)
-        return PartialVersion(self._folder.path(ready), found, proven.missing)
+        return PartialVersion(self._folder.path(ready), self._verified(proven, ready).manifest, proven.missing)
+
+    def _verified(self, proven: ProvenVersion, ready: VersionRecord) -> VerifiedVersion:
+        """Return a version whose manifest is written, in the folder that it has until it is READY."""
+        found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=proven.missing is None)
+        return VerifiedVersion(found, self._folder.path(proven.record))
 
     def abort(self, name: str, number: int, reason: str) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.

@@ -17,6 +17,7 @@ from resharder.server.store.manifest import Manifest
 from resharder.server.store.manifest_cache import ManifestCache
 from resharder.server.store.partial import PartialVersion
 from resharder.server.store.pins import VersionPins
+from resharder.server.store.verified import VerifiedVersions
 
 PATIENCE = 5.0
 
@@ -37,6 +38,7 @@ class VersionReader:
     ) -> None:
         self._folder, self._catalogue, self._pins, self._manifests = folder, catalogue, pins, manifests
         self._patience = patience
+        self.verified = VerifiedVersions()
 
     @medium_errors()
     def manifest(self, name: str, number: int) -> Manifest:

@@ -53,6 +53,8 @@ def _problems(now: Snapshot) -> Iterator[str]:
             yield f"node {node.report.node} is LOST: it has not called within its lease"
         for copy in (copy for copy in node.copies if copy.problem and copy.wanted):
             yield f"node {node.report.node}: {copy.version} does not arrive: {copy.problem}"
+    for each in now.shortages:
+        yield f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}"
 
 
 def _fleet_problems(now: Snapshot, view: FleetView) -> Iterator[str]:

@@ -141,6 +141,11 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
         "Pieces of READY versions that the daemon has yet to copy from nodes",
         value=now.missing_pieces,
     )
+    short = GaugeMetricFamily(
+        "resharder_store_short_pieces",
+        "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 2",
+        value=sum(each.short for each in now.shortages),
+    )
     wanted = [copy for view in live for copy in view.copies if copy.wanted and not copy.uploading]
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
@@ -150,4 +155,4 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     stuck = GaugeMetricFamily(
         "resharder_node_stuck_copies", "Versions that do not arrive on a node", value=sum(bool(copy.problem) for copy in wanted)
     )
-    yield from (states, memory, limit, received, engine, own, missing, stuck)
+    yield from (states, memory, limit, received, engine, own, short, missing, stuck)
