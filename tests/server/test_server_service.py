@@ -393,7 +393,7 @@ def test_the_files_of_the_next_version_are_named_while_there_are_any(site: Site)
     asked = server_pb2.GetNextFilesRequest(version=f"models/policy/versions/{number}")
     site.until(lambda: bool(site.stub.GetNextFiles(asked).folder))
     folder = Path(site.stub.GetNextFiles(asked).folder)
-    assert {file.name for file in folder.iterdir()} == {"model.safetensors"}
+    assert {file.name for file in folder.iterdir()} == {"model.safetensors", "config.json"}
     missing = server_pb2.GetNextFilesRequest(version="models/policy/versions/99")
     assert refusal(lambda: site.stub.GetNextFiles(missing)) == (grpc.StatusCode.NOT_FOUND, "VERSION_UNKNOWN")
 

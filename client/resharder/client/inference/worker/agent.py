@@ -34,7 +34,6 @@ from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.worker")
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
-_PAUSE_SECONDS = 0.25  # most pauses of installs over the direct path have ended after less
 
 
 class Agent:
@@ -254,11 +253,8 @@ class Agent:
         return {"version": self.version}
 
     def _compare(self, early: EarlyVersion, install_id: str) -> None:
-        """Compare an early version with the store's, once it is READY.
-
-        Begins after the pause of its install: a collection stops all threads, and would prolong the pause.
-        """
-        time.sleep(_PAUSE_SECONDS)
+        """Compare an early version with the store's, once it is READY and the pause of its install has ended."""
+        time.sleep(0.25)  # most pauses have ended by then; a collection, which stops all threads, would prolong them
         with short_switch_interval(), gc_paused():
             stored = self.staging.prepare_fallback
             found = compare_with_store(self.channel, early, stored, lambda: self._applied == install_id)
