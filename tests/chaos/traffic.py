@@ -47,15 +47,18 @@ class Traffic:
         self._ended.set()
         for thread in self._threads:
             thread.join(330)
-        self.drain(120)
+        if not self.drain(600):
+            self._history.record("trouble", text=f"{self._queue.unfinished_tasks} answers were not compared")
+            self._queue.queue.clear()
         self._queue.put(None)  # type: ignore[arg-type]
-        self._comparing.join(60)
+        self._comparing.join()
 
-    def drain(self, timeout: float) -> None:
-        """Wait until every answer so far is compared."""
+    def drain(self, timeout: float) -> bool:
+        """Wait until every answer so far is compared; return whether it is, within `timeout` seconds."""
         end = time.monotonic() + timeout
         while self._queue.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.1)
+        return not self._queue.unfinished_tasks
 
     def _client(self, name: str, kind: str) -> None:
         tokens, pause = LENGTHS[kind]
