@@ -19,7 +19,7 @@ from resharder.server.state.errors import FailedPrecondition, Unavailable
 from resharder.server.state.server import Worker, WorkerState
 from resharder.server.state.server_events import Attached
 from resharder.server.state.version import READY, VersionRecord
-from resharder.server.store import lifecycle
+from resharder.server.store import file_pool
 from resharder.server.store.store import Store
 
 from tests.support.store_versions import FILES, LAYOUTS, claim, numbers, publish, ready_version, settle
@@ -101,15 +101,15 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def in_between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """`act` is done once, when a version's small files are written."""
-    real, todo = lifecycle.write_file, [act]
+    """`act` is done once, when the small files of a future version are written."""
+    real, todo = file_pool.write_file, [act]
 
     def write_file(path: Path, content: bytes) -> None:
         while path.name in FILES and todo:
             todo.pop()()
         real(path, content)
 
-    monkeypatch.setattr(lifecycle, "write_file", write_file)
+    monkeypatch.setattr(file_pool, "write_file", write_file)
 
 
 def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +128,16 @@ def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store
 
     in_between(monkeypatch, elsewhere)
     assert publish(store, epoch, 1).number == 2
+    settle(store)
     assert done.is_set()
 
 
 def test_a_version_whose_job_is_fenced_while_its_files_are_written_never_begins(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    epoch, later = claim(store), []
+    later = list[int]()
     in_between(monkeypatch, lambda: later.append(claim(store, "later")))
+    epoch = claim(store)
     with pytest.raises(FailedPrecondition, match=f"epoch {epoch} has no reserved capacity, the newest epoch is {epoch + 1}"):
         store.lifecycle.begin("policy", epoch, 0, "job")
     assert store.catalogue.versions("policy") == []
@@ -153,8 +155,8 @@ def test_a_medium_that_fails_while_small_files_are_written_costs_no_room(store: 
     def fail() -> None:
         raise OSError("the medium is full")
 
-    epoch = claim(store)
     in_between(monkeypatch, fail)
+    epoch = claim(store)
     with pytest.raises(Unavailable, match="the medium is full"):
         store.lifecycle.begin("policy", epoch, 0, "job")
     settle(store)

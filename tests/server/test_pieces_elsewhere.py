@@ -102,7 +102,7 @@ def test_a_daemon_fetches_the_pieces_that_a_node_alone_holds_and_serves_no_byte_
         expected = checksums(daemon, version)
         daemon.kill()
         content = take_away(daemon, version, "home")
-        daemon.start(failpoint="node.held@2=kill")
+        daemon.launch(failpoint="node.held@2=kill")  # it may die before its health can be asked for
         daemon.wait()
         assert node.process is not None
         node.process.send_signal(signal.SIGSTOP)  # no piece arrives meanwhile
