@@ -106,7 +106,7 @@ class TogetherCycle:
         self.job: tuple[str, str, float] = ("", "", 0.0)
         self.step, self.ready = 0, dict[str, dict[int, str]]()  # fingerprints of READY versions by step, of each model
         self.spoilt = set[int]()
-        self._over, self._apart = threading.Event(), ""
+        self._over, self._apart, self._looking = threading.Event(), "", threading.Lock()
 
     def environment(self, place: str, spec: str = "", mark: str = "mark") -> dict[str, str]:
         given = {"RESHARDER_CYCLE": str(self.folder)}
@@ -222,6 +222,10 @@ class TogetherCycle:
 
         Raises Failed if a step is READY of one model and, thereafter, not of the other, or is no longer READY.
         """
+        with self._looking:  # an answer that another thread asked for before lacks what is READY since
+            return self._look()
+
+    def _look(self) -> dict[str, dict[int, str]]:
         found: dict[str, dict[int, str]] = {}
         for first, second in (MODELS, MODELS[::-1]):
             earlier = {step: v.fingerprint for step, v in self.versions(first).items() if v.state == Version.READY}
