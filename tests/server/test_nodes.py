@@ -82,8 +82,11 @@ def test_a_node_takes_pieces_from_another_and_refuses_bytes_that_are_wrong(daemo
             assert stage(daemon.endpoint, version) == ARRIVED
             assert second.files(version) == stored(daemon, version)
             wait_until(lambda: nodes(daemon)["nodes/two"].received_peer_bytes > 0)
-            received = nodes(daemon)["nodes/two"]  # after the wrong piece, the other node is left alone for a second
-            assert received.received_origin_bytes + received.received_peer_bytes <= (PIECES + 1) * PIECE_BYTES
+            received = nodes(daemon)["nodes/two"]
+            # The wrong piece comes from the daemon, and others may: it is the only source for a second.
+            assert received.received_origin_bytes >= PIECE_BYTES
+            assert received.received_peer_bytes >= PIECE_BYTES
+            assert received.received_origin_bytes + received.received_peer_bytes < PIECES * PIECE_BYTES  # nothing comes twice
             assert "expected checksum" in second.log.read_text()
 
 

@@ -269,7 +269,7 @@ class ApiServer:
     def _check_open(self, version: int) -> None:
         if self.leads and self.core.process.alive and self.core.installed != version:
             self.schedule.fail(f"the leader's gate is open on {version}: {self.core.workers}")
-        # Of a paused engine, the side that resumes it resets the caches; this side may lead only until that one's LEAD arrives.
+        # A paused engine's caches are checked when it resumes. Until the next leader's LEAD arrives, this side counts as leading.
         if self.leads and self.core.process.alive and not self.core.paused:
             self.core.check_caches()
         # A process that was stopped since acts on the time before; one that was not has had no reason to read the clock again.

@@ -47,7 +47,7 @@ class ReplicaShortage:
 
 
 class Replication:
-    """Plans of replicas. Callers of `update` and `placed` hold the register's lock.
+    """Plans of replicas. Thread-safe: public methods take the register's lock where they need it.
 
     Args:
         nodes: All nodes by id, of the register.

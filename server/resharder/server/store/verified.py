@@ -1,4 +1,4 @@
-"""Verified versions that are not READY yet: nodes replicate them first, and no other client reads them."""
+"""Verified versions that are not READY yet: nodes replicate them first. No call names them to a worker."""
 
 import threading
 from pathlib import Path

@@ -253,7 +253,7 @@ class Agent:
         return {"version": self.version}
 
     def _compare(self, early: EarlyVersion, install_id: str) -> None:
-        """Compare an early version with the store's, once it is READY and the pause of its install has ended."""
+        """Compare an early version with the store's, once it is READY, from 0.25 s after its install on."""
         time.sleep(0.25)  # most pauses have ended by then; a collection, which stops all threads, would prolong them
         with short_switch_interval(), gc_paused():
             stored = self.staging.prepare_fallback
