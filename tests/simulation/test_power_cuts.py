@@ -17,7 +17,7 @@ from resharder.server.store.store import Store
 
 from tests.simulation.daemon import STORE
 from tests.simulation.driver import ignore
-from tests.simulation.filesystem import SimulatedFiles
+from tests.simulation.filesystem import Change, SimulatedFiles
 from tests.simulation.medium import Crash, Medium
 from tests.simulation.schedule import Process, Schedule
 from tests.simulation.seams import Log, installed
@@ -228,3 +228,39 @@ def test_small_files_that_could_not_be_removed_are_never_the_models(host: Host) 
     with pytest.raises(DaemonError, match="EIO"):
         host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, SMALL))
     assert host.act(lambda: host.store.reader.model_files("policy")) == SMALL
+
+
+LATER = {name: content + b" " for name, content in SMALL.items()}
+
+
+def test_small_files_whose_write_failed_are_whole_after_a_power_cut(host: Host) -> None:
+    host.start()
+    host.publish(host.claim("job"), 1)
+    epoch = host.act(lambda: host.store.epochs.begin("policy", "later", 1)).epoch
+    host.medium.plan = Refusals(("sync folder", "/files", 1))
+    with pytest.raises(DaemonError, match="EIO"):
+        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+    host.medium.plan = Refusals(("sync folder", "/files", 1))
+    with pytest.raises(DaemonError, match="EIO"):  # of what the first call has left, if it left anything
+        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+    host.files.changes = [change for change in host.files.changes if not _renames(change, "new.part", into=True)]
+    host.restart(power=True, kept=1.0)
+    assert host.act(lambda: host.store.reader.model_files("policy")) in (SMALL, LATER)
+
+
+def test_earlier_small_files_stay_until_later_ones_are_durable(host: Host) -> None:
+    host.start()
+    host.publish(host.claim("job"), 1)
+    epoch = host.act(lambda: host.store.epochs.begin("policy", "later", 1)).epoch
+    host.medium.crash = Crash(0, False, "sync folder", "/files")
+    host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+    host.restart(power=False)
+    host.files.changes = [change for change in host.files.changes if not _renames(change, "new.part", into=False)]
+    host.restart(power=True, kept=1.0)
+    assert host.act(lambda: host.store.reader.model_files("policy")) in (SMALL, LATER)
+
+
+def _renames(change: Change, name: str, *, into: bool) -> bool:
+    """Return whether a change gives something a name, or takes the name from something that has another one then."""
+    given = {other: inode is not None for _, other, inode in change.entries}
+    return len(given) == 2 and given.get(name) is into

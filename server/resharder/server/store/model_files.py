@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from resharder.server.infra.filesystem import make_durable_folder, make_folder, matching, move, sync, touching, write_file
+from resharder.server.infra.filesystem import (
+    is_gone,
+    make_durable_folder,
+    make_folder,
+    matching,
+    move,
+    sync,
+    touching,
+    write_file,
+)
 
 
 def folders(model: Path) -> list[Path]:
@@ -34,8 +43,9 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
         sync(parent)
     except OSError:
         with suppress(OSError):
-            done.rename(part)  # a folder that is removed in part must not be the valid one
-        shutil.rmtree(part, ignore_errors=True)
+            if not is_gone(done):
+                done.rename(part)  # a folder that is removed in part must not be the valid one
+            drop_unfinished(model)
         raise
     for older in earlier:  # the next call retries one that stays
         shutil.rmtree(older, ignore_errors=True)
@@ -43,12 +53,18 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
 
 
 def drop_unfinished(model: Path) -> None:
-    """Remove unfinished folders, and older ones that an earlier daemon left behind. Raises MediumRefused."""
-    for older in folders(model)[:-1]:
-        shutil.rmtree(older, ignore_errors=True)
-    for part in matching(model / "files", "*.part"):
-        with touching(part, "removing"):
-            shutil.rmtree(part)
+    """Remove unfinished folders, and older ones that an earlier daemon left behind. Raises MediumRefused.
+
+    The names of all folders are durable before: after a power cut, a folder that is removed in part is not the valid one.
+    """
+    older, unfinished = folders(model)[:-1], matching(model / "files", "*.part")
+    if older or unfinished:
+        sync(model / "files")
+    for folder in older:
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in unfinished:
+        with touching(folder, "removing"):
+            shutil.rmtree(folder)
 
 
 def _numbers(folder: Path) -> tuple[int, int]:

@@ -63,11 +63,11 @@ def _read_claim(model: StoredModel) -> None:
 
 def _restore_model(folder: Path) -> StoredModel:
     model = StoredModel(folder.name, folder)
-    model.sweep()
-    model.stuck = model.unswept()
-    for renamed in (folder, folder / "versions"):  # a daemon that was killed may not have synced what is read here
+    for renamed in (folder, folder / "versions"):  # a daemon that was killed may not have synced what is read or removed here
         if renamed.exists():
             sync(renamed)
+    model.sweep()
+    model.stuck = model.unswept()
     _read_claim(model)
     for version in matching(folder / "versions", "[0-9]*"):
         try:
