@@ -1,10 +1,14 @@
 """vLLM's own cast of whole checkpoints to FP8 blocks."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+_EAGER = threading.Lock()
+"""Held while `torch.compile` is off, which is a setting of the process."""
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -12,7 +16,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
 def cast(found: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Every matrix cast, except those of modules that the config lists as unconverted."""
     kept, made = config["quantization_config"]["modules_to_not_convert"], dict[str, torch.Tensor]()
-    with torch.compiler.set_stance("force_eager"):
+    with _EAGER, torch.compiler.set_stance("force_eager"):
         for name, tensor in found.items():
             if tensor.dim() != 2 or name.removesuffix(".weight") in kept:
                 made[name] = tensor
