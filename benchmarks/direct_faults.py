@@ -1,7 +1,8 @@
 """Faults and sleep on the direct path, with real parts: one Megatron rank on a GPU, one vLLM server on another.
 
-`python -m benchmarks.direct_faults [--layers N] [--only sleep|faults]`; `--cpu-tiny` runs it on a CPU, as a
-trial. Invariants are checked, and observations are printed in a table at the end. No duration is compared with a bound.
+`python -m benchmarks.direct_faults [--layers N] [--only sleep|faults]`; `--each 2`: two ranks and a server of two workers, on
+four GPUs, where faults hit one of the ranks; `--cpu-tiny` runs it on a CPU, as a trial. Invariants are checked, and observations
+are printed in a table at the end. No duration is compared with a bound.
 """
 
 import argparse
@@ -130,9 +131,9 @@ class Trial:
         self.direct_again("that")
 
 
-def run(job: Job, cpu: bool, only: str | None) -> None:
+def run(job: Job, each: int, cpu: bool, only: str | None) -> None:
     more = () if cpu else ("--enable-sleep-mode",)
-    with System(job, 1, 1, cpu=cpu, more=more, direct_seconds=SECONDS[cpu]) as system:
+    with System(job, each, each, cpu=cpu, more=more, direct_seconds=SECONDS[cpu]) as system:
         trial = Trial(system, cpu)
         parts: dict[str, list[Callable[[], None]]] = {
             "sleep": [lambda: trial.sleeps(ASLEEP_1), lambda: trial.sleeps(ASLEEP_2)],
@@ -151,13 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=8, help="of Qwen3-8B's 36")
     parser.add_argument("--only", choices=["sleep", "faults"])
+    parser.add_argument("--each", type=int, default=1, help="ranks of the trainer, and workers of the server")
     parser.add_argument("--cpu-tiny", action="store_true")
     arguments = parser.parse_args()
     job = CPU_JOBS[0]
     if not arguments.cpu_tiny:
         few = GPU_JOBS[0].config | {"num_hidden_layers": arguments.layers}
         job = Job(f"Qwen3-8B, {arguments.layers} layers", few, "tp")
-    run(job, arguments.cpu_tiny, arguments.only)
+    run(job, arguments.each, arguments.cpu_tiny, arguments.only)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Installs over the direct and the staged path in a complete system: two Megatron ranks on two GPUs, a daemon, one vLLM server of
 two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--reload]`;
 `--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three;
-with `--replicas 2`: a rank to each server, concurrently, on four.
+with `--replicas 2`: a rank to each server, concurrently, on four; `--servers 2 --workers 1`: two ranks to two servers of one
+worker, on four.
 `--gpus` lists the GPUs, repeated where processes share one: `0,1,1` for two servers, `0,1,1,0` for two ranks that send to two
 workers across two GPUs (NCCL joins no two processes on one GPU: in the dense shape these exchange nothing). `--cpu-tiny` runs
 on a CPU, as a trial. Servers run with CUDA graphs, unless `--eager` is given. With `--quantization fp8`, ranks cast to FP8
@@ -74,12 +75,13 @@ def install(system: System, clients: list[Client], path: str, seed: int | None =
 def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield the rows, and again after the staged path's peer was measured, which takes long."""
     each, count, cpu = arguments.each, arguments.servers, arguments.cpu_tiny
+    workers = arguments.workers or each
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
     own_transfer = None
     for backend in ("ipc", "nccl"):
         if getattr(arguments, backend) and job.quantization is None:
-            own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
+            own_transfer = vllm_transfer.measure(job.name, workers, "ipc" if backend == "ipc" else "nccl")
     nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
         own = {
@@ -88,7 +90,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
             "store": folder / "store",
             "direct_seconds": arguments.seconds,
         }
-        with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
+        with System(job, each, workers, count, cpu, eager=arguments.eager, **own) as system:
             system.say(f"the store is in {kind}")
             held = system.fingerprints()
             needed = max(worker.needed_bytes for one in servers(system.daemon) for worker in one.workers)
@@ -137,6 +139,7 @@ def rows_of(
     """Return rows of medians, without the first install, which connects and compiles."""
     each, replicas, count = arguments.each, arguments.replicas, arguments.servers
     whom = "" if (each, replicas, count) == (2, 1, 1) else f", {each * replicas} to {count}"
+    whom += f" of {arguments.workers}" if arguments.workers else ""
     sent = read(arguments.json).get(f"direct {job.name}") if arguments.json else None
     rows = []
     for path, seen in found.items():
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--cpu-tiny", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--each", type=int, default=2, help="ranks of the trainer, and workers of each server")
+    parser.add_argument("--workers", type=int, help="of each server, if not as many as ranks")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1, help="of the trainer's model, each of as many ranks")
     parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")

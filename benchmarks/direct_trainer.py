@@ -29,7 +29,7 @@ from resharder.converters.geometry.layout import Piece
 from resharder.converters.models.tensor_io import view_of
 from resharder.converters.models.megatron.layout import local_layout
 
-from tests.support.late_group import Late
+from tests.support.late_group import Late, LatePairs
 
 _plain_run = Transfer.run
 _fault = ""
@@ -46,18 +46,23 @@ def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device
 
 
 def run(self: Transfer, *arguments: Any) -> Seconds:
-    """Run a transfer, with the fault once data was sent."""
+    """Run a transfer, with the fault before others read this rank's memory or, if none does, between two of its messages."""
     global _fault
     what, _fault = _fault, ""
     if not what:
         return _plain_run(self, *arguments)
-    acts = {"stop": partial(os.kill, os.getpid(), signal.SIGSTOP), "die": partial(os.kill, os.getpid(), signal.SIGKILL)}
-    group, at = self.group, min(2, len(self.schedule.rounds))
-    self.group = Late(group, at, acts.get(what) or partial(time.sleep, float(what)))
+    signals = {"stop": signal.SIGSTOP, "die": signal.SIGKILL}
+    act = partial(os.kill, os.getpid(), signals[what]) if what in signals else partial(time.sleep, float(what))
+    group, pairs = self.group, self._pairs
+    sending = [number for number, exchange in enumerate(self.schedule.rounds, 1) if exchange.sends]
+    if pairs.owners:
+        self._pairs = LatePairs(pairs, act)  # type: ignore[assignment]
+    else:
+        self.group = Late(group, sending[:2][-1], act)
     try:
         return _plain_run(self, *arguments)
     finally:
-        self.group = group
+        self.group, self._pairs = group, pairs
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Members of a transfer's group that run an action first."""
+"""Members of a transfer that run an action first."""
 
 from collections.abc import Callable
 from typing import Any
 
 from resharder.client.direct.base import DirectGroup
+from resharder.client.direct.peer_memory.pairs import PeerPairs
 
 
 class Late:
@@ -18,3 +19,17 @@ class Late:
         if self._rounds == self._at:
             self._act()
         return self._group.post(*parts)
+
+
+class LatePairs:
+    """Pairs whose memory is computed, and read by others, after a call of `act`."""
+
+    def __init__(self, pairs: PeerPairs, act: Callable[[], object]) -> None:
+        self._pairs, self._act = pairs, act
+
+    def fill(self) -> None:
+        self._act()
+        self._pairs.fill()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pairs, name)
