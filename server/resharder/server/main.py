@@ -1,6 +1,5 @@
 """`resharderd`, the daemon's command. By default it listens on the loopback interface and stores versions in shared memory."""
 
-import gc
 import os
 import signal
 import sys
@@ -37,8 +36,8 @@ from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
 from resharder.server.infra.descriptors import Descriptors
 from resharder.server.infra.event_log import Events
-from resharder.server.infra.filesystem import raise_malloc_thresholds
 from resharder.server.infra.medium import medium_error
+from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.node.drained import DrainedNodes
@@ -366,8 +365,7 @@ def serve(config: Config) -> None:
     """Run a daemon until SIGTERM or SIGINT. Raises ConfigError if it cannot start with these options."""
     check_store(config.store)
     raise_malloc_thresholds()
-    gc.freeze()  # versions of many tensors create many objects: collections took a sixth of the time
-    gc.set_threshold(100_000, 50, 100)
+    configure_collections()
     configure_logs(config.log_format, config.log_level)
     ended = threading.Event()
 

@@ -30,8 +30,8 @@ from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
-from resharder.server.infra.filesystem import raise_malloc_thresholds
 from resharder.server.infra.medium import medium_error
+from resharder.server.infra.process_memory import raise_malloc_thresholds
 from resharder.server.logs import configure_logs
 from resharder.server.node.agent import NodeAgent, NodeIdentity
 from resharder.server.node.copies import NodeCopies

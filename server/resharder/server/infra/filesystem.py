@@ -1,6 +1,5 @@
-"""File operations beyond `pathlib`: detection of other processes' open files, durable writes, and malloc's settings."""
+"""File operations beyond `pathlib`: detection of other processes' open files, and durable writes."""
 
-import ctypes
 import errno
 import fcntl
 import fnmatch
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _ZEROS = bytes(4 << 20)
 
 
@@ -31,21 +29,6 @@ def touching(path: Path, doing: str, needed: int = 0) -> Iterator[None]:
         raise
     except OSError as error:
         raise MediumRefused(error, path, doing, needed) from error
-
-
-def raise_malloc_thresholds() -> None:
-    """Configure malloc for messages of about 1 MiB; a no-op with musl.
-
-    They reuse the heap instead of fresh pages (2.0 -> 3.0 GB/s received). Two heaps replace eight per core, because each retains
-    freed memory (320 -> 190 MiB after 200 concurrent uploads).
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # musl
-        return
-    mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-    mallopt(_M_ARENA_MAX, 2)
 
 
 def unused_elsewhere(path: Path) -> bool:

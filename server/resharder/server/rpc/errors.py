@@ -1,9 +1,11 @@
 """Conversion of exceptions to gRPC statuses."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import grpc.aio
 import structlog
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -36,4 +38,19 @@ async def abort(context: Any, error: Exception, refused: Callable[[str], None]) 
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
-    await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+    try:
+        await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+    except grpc.aio.AbortError as ended:
+        asyncio.get_running_loop().call_soon(_drop_traceback, ended)
+        raise
+
+
+def _drop_traceback(error: BaseException) -> None:
+    """Free the frames of a call that has ended, and what they refer to, without a collection of garbage.
+
+    gRPC keeps the exception of `abort` in the call's state, to which these frames refer; so does the future of a step, with the
+    exception that the step has raised.
+    """
+    error.__traceback__ = None
+    if error.__context__ is not None:
+        _drop_traceback(error.__context__)
