@@ -38,6 +38,7 @@ from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient, NodeTls, certificate_id
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
+from resharder.server.node.link_probe import LinkProbe
 from resharder.server.node.memory import EngineFailed, MemoryEngine
 from resharder.server.node.mooncake import MooncakeEngine
 from resharder.server.node.sources import LIMITS, UPLOADS
@@ -173,6 +174,7 @@ class Node:
             lambda: (self._sent, self.port.transfers),
             self.sets,
             instance,
+            LinkProbe(self.daemon, config.name, instance, tls),
         )
 
     def start(self) -> None:
