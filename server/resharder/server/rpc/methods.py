@@ -133,5 +133,7 @@ METHODS = (
     Method(_HEALTH, "List", _EVERY_CALLER, About.NOTHING),
     Method(_REFLECTION, "ServerReflectionInfo", _ANY_ROLE, About.NOTHING, Cost.WAIT),
 )
+REPLICATE = Method(_S, "GetManifest", _NODE, About.MODEL, Cost.TRANSFER)
+"""`GetManifest` with `replica`, and reads of pieces from the data port before READY."""
 SERVICES = tuple(dict.fromkeys(method.service for method in METHODS))
 BY_PATH = {method.path: method for method in METHODS}

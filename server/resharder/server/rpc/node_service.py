@@ -80,7 +80,7 @@ class NodeService:
     @medium_errors()
     def GetPieceChecksums(self, request: node_pb2.GetPieceChecksumsRequest, call: Call) -> node_pb2.PieceChecksums:
         """Return the checksums of consecutive pieces of a file. The caller may fetch them from other nodes from then on."""
-        with self._versions.pinned(*parse_name(request.version, "versions")) as served:
+        with self._versions.pinned(*parse_name(request.version, "versions"), replicates=True) as served:
             size = served.sizes.get(request.file)
             if size is None:
                 raise ResourceNotFound("VERSION_UNKNOWN", f"{served.name} has no safetensors file {request.file[:200]!r}")
