@@ -121,7 +121,7 @@ class Profile(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
-    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files", "drained_nonce_files")
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files", "settled_nonces")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Publisher.State]
@@ -150,7 +150,7 @@ class Publisher(_message.Message):
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
-    DRAINED_NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_NONCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     job: str
@@ -165,8 +165,8 @@ class Publisher(_message.Message):
     newest_version: int
     data_address: str
     nonce_files: _containers.RepeatedScalarFieldContainer[str]
-    drained_nonce_files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ..., drained_nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...
+    settled_nonces: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ..., settled_nonces: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Slot(_message.Message):
     __slots__ = ("rank", "state", "size_bytes", "received_bytes")

@@ -226,8 +226,8 @@ class NodeRegistry:
                 if not node.lost and now - node.reported_at > self.lease_seconds:
                     node.lost = True
                     self._tracker.remove_node(id)
-                    self.homes.gone(id)
                     lost.append((id, node))
+            self.homes.gone(*(id for id, _ in lost))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
         for id, node in lost:
