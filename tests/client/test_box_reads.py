@@ -218,6 +218,6 @@ def test_boxes_beyond_a_response_are_refused_before_they_are_cut(monkeypatch: py
     manifest = Manifest(record, (FileLayout("f", b"", spec.size, (Placed(spec, 0),)),), {}, ())
     served = ServedVersion("models/m/versions/1", "f", {}, Path("/"), manifest=manifest)
     monkeypatch.setattr("resharder.server.store.box_reads.cut_chunks", lambda *_: pytest.fail("cut"))
-    version = PinnedVersion(SimpleNamespace(pinned=lambda *_: nullcontext(served)), "m", 1)  # type: ignore[arg-type]
+    version = PinnedVersion(SimpleNamespace(pinned=lambda *_, **__: nullcontext(served)), "m", 1, False)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=f"expected boxes of 1 to 67108864 bytes, got {1 << 49}"):
         version.boxes(boxes_request("", [("a", (Range(0, 1 << 40), Range(0, 512)))]), manifest)

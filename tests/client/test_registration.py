@@ -1,6 +1,7 @@
 """Ranks whose registration is interrupted by a restart of the daemon."""
 
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import grpc
@@ -75,19 +76,19 @@ class AnsweringChannel:
         return self._answers[min(self.claims, len(self._answers)) - 1]
 
 
-@pytest.mark.parametrize("field", ["nonce_files", "drained_nonce_files"])
 def test_a_rank_waits_for_the_node_of_its_host_after_a_restart_of_the_daemon_until_it_is_known(
-    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registration, "_NODE_POLL_SECONDS", 0.01)
     nonce = tmp_path / "nonce"
     nonce.write_bytes(b"n")
     state = resources_pb2.Publisher.REGISTERING
-    known = resources_pb2.Publisher(state=state, **{field: [str(nonce)]})  # type: ignore[arg-type]
-    channel = AnsweringChannel(resources_pb2.Publisher(state=state), known)
+    other = resources_pb2.Publisher(state=state, nonce_files=[str(nonce)], settled_nonces=[sha256(b"m").hexdigest()])
+    known = resources_pb2.Publisher(state=state, settled_nonces=[sha256(b"n").hexdigest()])
+    channel = AnsweringChannel(resources_pb2.Publisher(state=state), other, known)
     claim = publisher_pb2.CreatePublisherRequest()
     assert registration._claimed(channel, claim, [str(nonce)]) == known  # type: ignore[arg-type]
-    assert channel.claims == 2, "a drained node is known, and no rank waits for it"
+    assert channel.claims == 3, "the path is that of another host's node first"
 
 
 @pytest.fixture

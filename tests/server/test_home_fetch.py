@@ -46,7 +46,7 @@ class Served:
     folder: Path
 
     @contextmanager
-    def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
+    def pinned(self, model: str, number: int, *, replicates: bool) -> Iterator[ServedVersion]:
         yield ServedVersion(VERSION, TAG, {file.path: file.size for file in FILES}, self.folder)
 
 

@@ -9,6 +9,7 @@ from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost
 from resharder.server.node import homes
 from resharder.server.node.home_fetch import HomeSource
 from resharder.server.node.homes import HomeRegister
+from resharder.server.node.lost import nonce_id
 from resharder.server.node.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, VersionRecord
@@ -95,7 +96,7 @@ def test_a_node_that_its_ranks_may_not_be_on_any_more_is_no_home(world: World) -
 def test_no_set_is_taken_of_a_node_that_is_drained_lost_or_without_memory(world: World) -> None:
     world.report("one", "s", drained=True)
     world.report("two", problem="memory full")
-    assert (world.homes.nonce_files(drained=False), world.homes.nonce_files(drained=True)) == (["/two/nonce"], ["/one/nonce"])
+    assert world.homes.nonces() == (("/two/nonce",), (nonce_id(b"one"), nonce_id(b"two")))
     assert world.take() == {}
     assert not any(world.is_coming(node) for node in READS), "so no version waits for it"
     world.homes.gone("two")

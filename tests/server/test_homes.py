@@ -3,6 +3,7 @@
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -100,6 +101,28 @@ def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -
     node.start()
     joined(site.daemon, "b")
     wait_until(lambda: [transport for _, transport, _ in site.publish(next(STEPS))[1]] == ["node"] * 4, 60)
+
+
+@pytest.mark.parametrize("ends", ["killed", "stopped"])
+def test_a_node_that_was_gone_before_a_restart_of_the_daemon_delays_no_rank(site: Site, ends: str) -> None:
+    site.attach(f"after a node was {ends}")
+    site.check(site.publish(1)[0])
+    site.nodes["b"].kill() if ends == "killed" else site.nodes["b"].stop()
+    wait_until(lambda: "nodes/b" not in (found := nodes(site.daemon)) or found["nodes/b"].state == resources_pb2.Node.LOST)
+    site.daemon.stop()
+    site.daemon.start()
+    began = time.monotonic()
+    version, used = site.publish(2)
+    assert time.monotonic() - began < 9, "ranks wait 10 s for a node that may report"
+    assert [transport for _, transport, _ in used] == ["node", "node", "http", "http"]
+    site.check(version)
+    site.nodes["b"].start()
+    joined(site.daemon, "b")
+    site.daemon.kill()
+    site.daemon.start()
+    version, used = site.publish(3)
+    assert [transport for _, transport, _ in used] == ["node"] * 4, "a node that has come back is waited for"
+    site.check(version)
 
 
 def test_ranks_are_at_home_again_after_a_restart_of_the_daemon_that_a_node_notices_late(site: Site) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17resharder/v1/node.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\x93\x04\n\x0fSyncNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x03\x12\x12\n\nused_bytes\x18\x06 \x01(\x03\x12\x11\n\ttransfers\x18\x07 \x01(\x05\x12+\n\x08versions\x18\x08 \x03(\x0b\x32\x19.resharder.v1.NodeVersion\x12\x1d\n\x15received_origin_bytes\x18\t \x01(\x03\x12\x1b\n\x13received_peer_bytes\x18\n \x01(\x03\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04seen\x18\x0c \x01(\x06\x12\x14\n\x0cwait_seconds\x18\r \x01(\x01\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\x12%\n\x05links\x18\x0f \x03(\x0b\x32\x16.resharder.v1.NodeLink\x12\x0f\n\x07session\x18\x10 \x01(\t\x12\x1d\n\x15received_engine_bytes\x18\x11 \x01(\x03\x12\x13\n\x0b\x63\x65rtificate\x18\x12 \x01(\t\x12\x33\n\x0creservations\x18\x13 \x03(\x0b\x32\x1d.resharder.v1.NodeReservation\x12\x0e\n\x06\x65nding\x18\x14 \x01(\x08\"S\n\x0fNodeReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04sets\x18\x02 \x03(\x0b\x32\x15.resharder.v1.FileSet\x12\x0f\n\x07problem\x18\x03 \x01(\t\"%\n\x07\x46ileSet\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"p\n\x0bNodeVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06wanted\x18\x05 \x01(\x0c\x12\x11\n\taddresses\x18\x06 \x03(\x06\"\xdb\x01\n\nNodeOrders\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08revision\x18\x02 \x01(\x06\x12)\n\x08versions\x18\x03 \x03(\x0b\x32\x17.resharder.v1.NodeOrder\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\x12\x16\n\x0ereport_seconds\x18\x05 \x01(\x01\x12\x34\n\x0creservations\x18\x06 \x03(\x0b\x32\x1e.resharder.v1.ReservationOrder\x12\x1a\n\x12\x64\x61\x65mon_certificate\x18\x07 \x01(\t\"[\n\x10ReservationOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tpublisher\x18\x02 \x01(\t\x12(\n\x04sets\x18\x03 \x03(\x0b\x32\x1a.resharder.v1.FileSetOrder\"\xc0\x01\n\x0c\x46ileSetOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .resharder.v1.FileSetOrder.State\x12\x0e\n\x06\x63losed\x18\x04 \x03(\t\"R\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\r\n\tUPLOADING\x10\x01\x12\r\n\tVERIFYING\x10\x02\x12\t\n\x05READY\x10\x03\x12\t\n\x05\x45NDED\x10\x04\"\x9a\x01\n\tNodeOrder\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.resharder.v1.NodePeer\x12\x0e\n\x06scarce\x18\x03 \x01(\x0c\x12\x0f\n\x07granted\x18\x04 \x03(\x05\x12\x0f\n\x07readers\x18\x05 \x03(\t\x12\x0e\n\x06wanted\x18\x06 \x01(\x0c\x12\x13\n\x0bsole_holder\x18\x07 \x01(\x08\"\x83\x01\n\x08NodePeer\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x11\n\ttransfers\x18\x04 \x01(\x05\x12\x0e\n\x06origin\x18\x05 \x01(\x08\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x11\n\taddresses\x18\x07 \x03(\x06\"U\n\x18GetPieceChecksumsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x03\"#\n\x0ePieceChecksums\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"u\n\x15GetHostVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0e\n\x06needed\x18\x04 \x01(\x0c\"t\n\x0bHostVersion\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x13\n\x0bnonce_files\x18\x05 \x03(\t\"O\n\x17GetReservedFilesRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x13\n\x0breservation\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\":\n\rReservedFiles\x12)\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1a.resharder.v1.ReservedFile\"@\n\x0cReservedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\x8c\x01\n\x13PutFileProofRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0b\n\x03set\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12&\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x17.resharder.v1.FileProof\"=\n\tFileProof\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x16\n\x14PutFileProofResponse2\xae\x03\n\x0bNodeService\x12\x43\n\x08SyncNode\x12\x1d.resharder.v1.SyncNodeRequest\x1a\x18.resharder.v1.NodeOrders\x12Y\n\x11GetPieceChecksums\x12&.resharder.v1.GetPieceChecksumsRequest\x1a\x1c.resharder.v1.PieceChecksums\x12P\n\x0eGetHostVersion\x12#.resharder.v1.GetHostVersionRequest\x1a\x19.resharder.v1.HostVersion\x12V\n\x10GetReservedFiles\x12%.resharder.v1.GetReservedFilesRequest\x1a\x1b.resharder.v1.ReservedFiles\x12U\n\x0cPutFileProof\x12!.resharder.v1.PutFileProofRequest\x1a\".resharder.v1.PutFileProofResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17resharder/v1/node.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\x93\x04\n\x0fSyncNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x03\x12\x12\n\nused_bytes\x18\x06 \x01(\x03\x12\x11\n\ttransfers\x18\x07 \x01(\x05\x12+\n\x08versions\x18\x08 \x03(\x0b\x32\x19.resharder.v1.NodeVersion\x12\x1d\n\x15received_origin_bytes\x18\t \x01(\x03\x12\x1b\n\x13received_peer_bytes\x18\n \x01(\x03\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04seen\x18\x0c \x01(\x06\x12\x14\n\x0cwait_seconds\x18\r \x01(\x01\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\x12%\n\x05links\x18\x0f \x03(\x0b\x32\x16.resharder.v1.NodeLink\x12\x0f\n\x07session\x18\x10 \x01(\t\x12\x1d\n\x15received_engine_bytes\x18\x11 \x01(\x03\x12\x13\n\x0b\x63\x65rtificate\x18\x12 \x01(\t\x12\x33\n\x0creservations\x18\x13 \x03(\x0b\x32\x1d.resharder.v1.NodeReservation\x12\x0e\n\x06\x65nding\x18\x14 \x01(\x08\"S\n\x0fNodeReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04sets\x18\x02 \x03(\x0b\x32\x15.resharder.v1.FileSet\x12\x0f\n\x07problem\x18\x03 \x01(\t\"%\n\x07\x46ileSet\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"p\n\x0bNodeVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06wanted\x18\x05 \x01(\x0c\x12\x11\n\taddresses\x18\x06 \x03(\x06\"\x82\x02\n\nNodeOrders\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08revision\x18\x02 \x01(\x06\x12)\n\x08versions\x18\x03 \x03(\x0b\x32\x17.resharder.v1.NodeOrder\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\x12\x16\n\x0ereport_seconds\x18\x05 \x01(\x01\x12\x34\n\x0creservations\x18\x06 \x03(\x0b\x32\x1e.resharder.v1.ReservationOrder\x12\x1a\n\x12\x64\x61\x65mon_certificate\x18\x07 \x01(\t\x12%\n\x04link\x18\x08 \x01(\x0b\x32\x17.resharder.v1.LinkOrder\"O\n\tLinkOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12\x10\n\x08versions\x18\x04 \x03(\t\"[\n\x10ReservationOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tpublisher\x18\x02 \x01(\t\x12(\n\x04sets\x18\x03 \x03(\x0b\x32\x1a.resharder.v1.FileSetOrder\"\xc0\x01\n\x0c\x46ileSetOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .resharder.v1.FileSetOrder.State\x12\x0e\n\x06\x63losed\x18\x04 \x03(\t\"R\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\r\n\tUPLOADING\x10\x01\x12\r\n\tVERIFYING\x10\x02\x12\t\n\x05READY\x10\x03\x12\t\n\x05\x45NDED\x10\x04\"\x9a\x01\n\tNodeOrder\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.resharder.v1.NodePeer\x12\x0e\n\x06scarce\x18\x03 \x01(\x0c\x12\x0f\n\x07granted\x18\x04 \x03(\x05\x12\x0f\n\x07readers\x18\x05 \x03(\t\x12\x0e\n\x06wanted\x18\x06 \x01(\x0c\x12\x13\n\x0bsole_holder\x18\x07 \x01(\x08\"\x83\x01\n\x08NodePeer\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x11\n\ttransfers\x18\x04 \x01(\x05\x12\x0e\n\x06origin\x18\x05 \x01(\x08\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x11\n\taddresses\x18\x07 \x03(\x06\"U\n\x18GetPieceChecksumsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x03\"#\n\x0ePieceChecksums\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"u\n\x15GetHostVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0e\n\x06needed\x18\x04 \x01(\x0c\"t\n\x0bHostVersion\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x13\n\x0bnonce_files\x18\x05 \x03(\t\"O\n\x17GetReservedFilesRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x13\n\x0breservation\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\":\n\rReservedFiles\x12)\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1a.resharder.v1.ReservedFile\"@\n\x0cReservedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\x8c\x01\n\x13PutFileProofRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0b\n\x03set\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12&\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x17.resharder.v1.FileProof\"=\n\tFileProof\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x16\n\x14PutFileProofResponse\"~\n\x19PutLinkMeasurementRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05order\x18\x03 \x01(\t\x12\x32\n\x0bmeasurement\x18\x04 \x01(\x0b\x32\x1d.resharder.v1.LinkMeasurement\"\x1c\n\x1aPutLinkMeasurementResponse2\x97\x04\n\x0bNodeService\x12\x43\n\x08SyncNode\x12\x1d.resharder.v1.SyncNodeRequest\x1a\x18.resharder.v1.NodeOrders\x12Y\n\x11GetPieceChecksums\x12&.resharder.v1.GetPieceChecksumsRequest\x1a\x1c.resharder.v1.PieceChecksums\x12P\n\x0eGetHostVersion\x12#.resharder.v1.GetHostVersionRequest\x1a\x19.resharder.v1.HostVersion\x12V\n\x10GetReservedFiles\x12%.resharder.v1.GetReservedFilesRequest\x1a\x1b.resharder.v1.ReservedFiles\x12U\n\x0cPutFileProof\x12!.resharder.v1.PutFileProofRequest\x1a\".resharder.v1.PutFileProofResponse\x12g\n\x12PutLinkMeasurement\x12\'.resharder.v1.PutLinkMeasurementRequest\x1a(.resharder.v1.PutLinkMeasurementResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,37 +41,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEVERSION']._serialized_start=729
   _globals['_NODEVERSION']._serialized_end=841
   _globals['_NODEORDERS']._serialized_start=844
-  _globals['_NODEORDERS']._serialized_end=1063
-  _globals['_RESERVATIONORDER']._serialized_start=1065
-  _globals['_RESERVATIONORDER']._serialized_end=1156
-  _globals['_FILESETORDER']._serialized_start=1159
-  _globals['_FILESETORDER']._serialized_end=1351
-  _globals['_FILESETORDER_STATE']._serialized_start=1269
-  _globals['_FILESETORDER_STATE']._serialized_end=1351
-  _globals['_NODEORDER']._serialized_start=1354
-  _globals['_NODEORDER']._serialized_end=1508
-  _globals['_NODEPEER']._serialized_start=1511
-  _globals['_NODEPEER']._serialized_end=1642
-  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_start=1644
-  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_end=1729
-  _globals['_PIECECHECKSUMS']._serialized_start=1731
-  _globals['_PIECECHECKSUMS']._serialized_end=1766
-  _globals['_GETHOSTVERSIONREQUEST']._serialized_start=1768
-  _globals['_GETHOSTVERSIONREQUEST']._serialized_end=1885
-  _globals['_HOSTVERSION']._serialized_start=1887
-  _globals['_HOSTVERSION']._serialized_end=2003
-  _globals['_GETRESERVEDFILESREQUEST']._serialized_start=2005
-  _globals['_GETRESERVEDFILESREQUEST']._serialized_end=2084
-  _globals['_RESERVEDFILES']._serialized_start=2086
-  _globals['_RESERVEDFILES']._serialized_end=2144
-  _globals['_RESERVEDFILE']._serialized_start=2146
-  _globals['_RESERVEDFILE']._serialized_end=2210
-  _globals['_PUTFILEPROOFREQUEST']._serialized_start=2213
-  _globals['_PUTFILEPROOFREQUEST']._serialized_end=2353
-  _globals['_FILEPROOF']._serialized_start=2355
-  _globals['_FILEPROOF']._serialized_end=2416
-  _globals['_PUTFILEPROOFRESPONSE']._serialized_start=2418
-  _globals['_PUTFILEPROOFRESPONSE']._serialized_end=2440
-  _globals['_NODESERVICE']._serialized_start=2443
-  _globals['_NODESERVICE']._serialized_end=2873
+  _globals['_NODEORDERS']._serialized_end=1102
+  _globals['_LINKORDER']._serialized_start=1104
+  _globals['_LINKORDER']._serialized_end=1183
+  _globals['_RESERVATIONORDER']._serialized_start=1185
+  _globals['_RESERVATIONORDER']._serialized_end=1276
+  _globals['_FILESETORDER']._serialized_start=1279
+  _globals['_FILESETORDER']._serialized_end=1471
+  _globals['_FILESETORDER_STATE']._serialized_start=1389
+  _globals['_FILESETORDER_STATE']._serialized_end=1471
+  _globals['_NODEORDER']._serialized_start=1474
+  _globals['_NODEORDER']._serialized_end=1628
+  _globals['_NODEPEER']._serialized_start=1631
+  _globals['_NODEPEER']._serialized_end=1762
+  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_start=1764
+  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_end=1849
+  _globals['_PIECECHECKSUMS']._serialized_start=1851
+  _globals['_PIECECHECKSUMS']._serialized_end=1886
+  _globals['_GETHOSTVERSIONREQUEST']._serialized_start=1888
+  _globals['_GETHOSTVERSIONREQUEST']._serialized_end=2005
+  _globals['_HOSTVERSION']._serialized_start=2007
+  _globals['_HOSTVERSION']._serialized_end=2123
+  _globals['_GETRESERVEDFILESREQUEST']._serialized_start=2125
+  _globals['_GETRESERVEDFILESREQUEST']._serialized_end=2204
+  _globals['_RESERVEDFILES']._serialized_start=2206
+  _globals['_RESERVEDFILES']._serialized_end=2264
+  _globals['_RESERVEDFILE']._serialized_start=2266
+  _globals['_RESERVEDFILE']._serialized_end=2330
+  _globals['_PUTFILEPROOFREQUEST']._serialized_start=2333
+  _globals['_PUTFILEPROOFREQUEST']._serialized_end=2473
+  _globals['_FILEPROOF']._serialized_start=2475
+  _globals['_FILEPROOF']._serialized_end=2536
+  _globals['_PUTFILEPROOFRESPONSE']._serialized_start=2538
+  _globals['_PUTFILEPROOFRESPONSE']._serialized_end=2560
+  _globals['_PUTLINKMEASUREMENTREQUEST']._serialized_start=2562
+  _globals['_PUTLINKMEASUREMENTREQUEST']._serialized_end=2688
+  _globals['_PUTLINKMEASUREMENTRESPONSE']._serialized_start=2690
+  _globals['_PUTLINKMEASUREMENTRESPONSE']._serialized_end=2718
+  _globals['_NODESERVICE']._serialized_start=2721
+  _globals['_NODESERVICE']._serialized_end=3256
 # @@protoc_insertion_point(module_scope)

@@ -121,7 +121,7 @@ class Profile(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
-    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files", "drained_nonce_files")
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files", "settled_nonces")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Publisher.State]
@@ -150,7 +150,7 @@ class Publisher(_message.Message):
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
-    DRAINED_NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_NONCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     job: str
@@ -165,8 +165,8 @@ class Publisher(_message.Message):
     newest_version: int
     data_address: str
     nonce_files: _containers.RepeatedScalarFieldContainer[str]
-    drained_nonce_files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ..., drained_nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...
+    settled_nonces: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ..., settled_nonces: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Slot(_message.Message):
     __slots__ = ("rank", "state", "size_bytes", "received_bytes")
@@ -644,6 +644,36 @@ class NodeLink(_message.Message):
     failures: int
     problem: str
     def __init__(self, peer: _Optional[str] = ..., received_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class LinkMeasurement(_message.Message):
+    __slots__ = ("source", "target", "data_address", "round_trip_seconds", "rates", "problem", "mend", "unread")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    MEND_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    target: str
+    data_address: str
+    round_trip_seconds: float
+    rates: _containers.RepeatedCompositeFieldContainer[LinkRate]
+    problem: str
+    mend: str
+    unread: str
+    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., data_address: _Optional[str] = ..., round_trip_seconds: _Optional[float] = ..., rates: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ..., problem: _Optional[str] = ..., mend: _Optional[str] = ..., unread: _Optional[str] = ...) -> None: ...
+
+class LinkRate(_message.Message):
+    __slots__ = ("streams", "bytes", "seconds")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    streams: int
+    bytes: int
+    seconds: float
+    def __init__(self, streams: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class NodeCopy(_message.Message):
     __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces", "uploading")

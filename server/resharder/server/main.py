@@ -42,6 +42,7 @@ from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
+from resharder.server.node.lost import LostNodes
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
@@ -118,7 +119,7 @@ class Daemon:
             forget_seconds=config.forget_seconds,
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
-            homes=HomeRegister(self.store.folder, tls),
+            homes=HomeRegister(self.store.folder, tls, LostNodes(config.store / "lost_nodes.json")),
             partial=self.store.partials.get,
             lose=self.store.retirer.lose,
             replicas=config.replicas,

@@ -38,6 +38,7 @@ from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient, NodeTls, certificate_id
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
+from resharder.server.node.link_probe import LinkProbe
 from resharder.server.node.memory import EngineFailed, MemoryEngine
 from resharder.server.node.mooncake import MooncakeEngine
 from resharder.server.node.sources import LIMITS, UPLOADS
@@ -173,6 +174,7 @@ class Node:
             lambda: (self._sent, self.port.transfers),
             self.sets,
             instance,
+            LinkProbe(self.daemon, config.name, instance, tls),
         )
 
     def start(self) -> None:
@@ -198,7 +200,7 @@ class Node:
             self._sent += size
 
     @contextmanager
-    def _check(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, model: str) -> Iterator[None]:
+    def _check(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, model: str) -> Iterator[bool]:
         """Admit a reader: any without certificates, else nodes that the daemon lets read the model."""
         if self.config.tls is not None:
             names = identities.of_ssl(certificate)
@@ -208,7 +210,7 @@ class Node:
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon lets no such node"
                 )
-        yield
+        yield True
 
 
 class ServedFiles:
@@ -218,7 +220,7 @@ class ServedFiles:
         self._copies, self._sets = copies, sets
 
     @contextmanager
-    def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
+    def pinned(self, model: str, number: int, *, replicates: bool) -> Iterator[ServedVersion]:
         """Retain a version meanwhile. Raises ResourceNotFound (VERSION_UNKNOWN)."""
         held = self._copies.get(f"models/{model}/versions/{number}") is not None
         with (self._copies if held else self._sets).pinned(model, number) as served:

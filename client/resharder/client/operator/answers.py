@@ -130,7 +130,7 @@ class PublisherStatus:
     data_address: str
     """`host:port` of the daemon's data port, by which ranks of other hosts send; without host: the endpoint's. Empty for none."""
     nonce_files: tuple[str, ...] = ()  # of nodes; only in the answer to a rank
-    drained_nonce_files: tuple[str, ...] = ()
+    settled_nonces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

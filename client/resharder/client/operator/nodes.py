@@ -1,5 +1,6 @@
 """Queries and commands about nodes, which hold versions in the memory of other hosts."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -96,6 +97,36 @@ class ReplicaShortageStatus:
     problem: str
 
 
+@dataclass(frozen=True)
+class LinkRate:
+    """Bytes received over a number of connections at once, and the time."""
+
+    streams: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """Link between two hosts, measured by the node that reads from the other one."""
+
+    source: str
+    """`nodes/{id}` of the node that has measured it."""
+    target: str
+    """`nodes/{id}`, or `daemon`."""
+    data_address: str
+    """`host:port` of the target."""
+    round_trip_seconds: float | None
+    """Time of a request for one byte; of a connection if no byte may be read; None if there is no connection."""
+    rates: tuple[LinkRate, ...]
+    problem: str
+    """Reason for which it is not measured; empty for none."""
+    mend: str
+    """Advice."""
+    unread: str
+    """Reason for which the target sends no piece, although it answers; empty if it does."""
+
+
 class NodeCommands(OperatorQueries):
     """Queries and commands named as in `resharder`."""
 
@@ -136,7 +167,38 @@ class NodeCommands(OperatorQueries):
         """
         return self._set_node_drained(node, False)
 
+    def measure_links(
+        self, sources: Iterable[str] = (), targets: Iterable[str] = (), *, timeout: float = 900.0
+    ) -> Iterator[LinkMeasurement]:
+        """Let nodes measure the links to other hosts.
+
+        A node reads at most 64 MiB or for 3 s, over one connection and over four, and discards what it has read. A host takes
+        part in one measurement at a time.
+
+        Args:
+            sources: Ids of the nodes that measure, or `nodes/{id}`; none for all live ones.
+            targets: The same, or `daemon`; none for all nodes and the daemon.
+            timeout: Seconds after which the links that are left are yielded with a problem.
+
+        Returns:
+            Iterator of the measurements, in the order in which they arrive.
+
+        Raises:
+            NotFound: No such node.
+            Refused: NODE: no link between two hosts, or more than 256.
+        """
+        request = operator_pb2.MeasureLinksRequest(
+            sources=map(_node_name, sources),
+            targets=(name if name == "daemon" else _node_name(name) for name in targets),
+            wait_seconds=timeout,
+        )
+        for found in self._channel.stream(self._channel.begin(self._stub.MeasureLinks, request, timeout=timeout + 30)):
+            yield answer(LinkMeasurement, found)
+
     def _set_node_drained(self, node: str, drained: bool) -> NodeStatus:
-        name = f"nodes/{node.removeprefix('nodes/')}"
-        request = operator_pb2.SetNodeDrainedRequest(node=name, drained=drained)
+        request = operator_pb2.SetNodeDrainedRequest(node=_node_name(node), drained=drained)
         return answer(NodeStatus, self._call(self._stub.SetNodeDrained, request))
+
+
+def _node_name(node: str) -> str:
+    return f"nodes/{node.removeprefix('nodes/')}"

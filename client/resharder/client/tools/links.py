@@ -1,4 +1,4 @@
-"""Links between hosts, for `resharder doctor --links`: measured from this host, and as nodes report their transfers."""
+"""Links between hosts, for `resharder doctor --links`: measured from here or by nodes, and as nodes report their transfers."""
 
 import statistics
 import time
@@ -8,14 +8,13 @@ from typing import Literal
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.nodes import NodeLife, NodeStatus
+from resharder.client.operator.nodes import LinkMeasurement, NodeLife, NodeStatus
 from resharder.client.operator.states import VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
-from resharder.client.tools.port_probe import LIMIT_SECONDS, PortMeasurement, StreamRate, measure_port
 from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.units import size_text
-from resharder.converters.wire.pieces import number_pieces
+from resharder.converters.wire.port_probe import LIMIT_SECONDS, PortMeasurement, Problem, StreamRate, measure_port, parts_of
 from resharder.converters.wire.range_client import PartRequest
 
 HERE = "here"
@@ -71,6 +70,28 @@ def measure_links(endpoint: str | None, node_tls_name: str = "", limit_seconds: 
     return judged([*links, *reported(nodes)])
 
 
+def measure_between(endpoint: str | None, sources: Iterable[str] = (), targets: Iterable[str] = ()) -> Iterator[HostLink]:
+    """Let nodes measure the links from them, and yield them as they are measured, not judged.
+
+    Args:
+        endpoint: The daemon's; by default RESHARDER_ENDPOINT.
+        sources: Ids of the nodes that measure; none for all live ones.
+        targets: Ids of nodes, or `daemon`; none for all.
+
+    Raises:
+        ResharderError: The daemon cannot be reached, or refuses.
+    """
+    with Operator(endpoint) as operator:
+        yield from map(_between, operator.measure_links(sources, targets))
+
+
+def _between(found: LinkMeasurement) -> HostLink:
+    rates = tuple(StreamRate(rate.streams, rate.bytes, rate.seconds) for rate in found.rates)
+    problem = Problem(found.problem, found.mend) if found.problem else None
+    link = HostLink(found.source, found.target, "data", found.data_address)
+    return _measured(link, PortMeasurement(found.round_trip_seconds, rates, problem, found.unread))
+
+
 class _Manifests:
     """Manifests of versions, each fetched once."""
 
@@ -108,7 +129,7 @@ def _daemon_port(operator: Operator, channel: Channel, manifests: _Manifests, li
     if address is None:
         return replace(link, verdict="warn", found=NO_DATA_PORT, mend="set data_listen: nodes need it")
     link = replace(link, address=f"{address.host}:{address.port}")
-    return _measured(link, measure_port(address, pieces_of(manifest), limit_seconds=limit_seconds))
+    return _measured(link, measure_port(address, _parts(manifest), limit_seconds=limit_seconds))
 
 
 def _node_port(node: NodeStatus, channel: Channel, manifests: _Manifests, tls_name: str, limit_seconds: float) -> HostLink:
@@ -120,7 +141,7 @@ def _node_port(node: NodeStatus, channel: Channel, manifests: _Manifests, tls_na
     for copy in sorted(node.copies, key=lambda copy: -copy.held_pieces)[:_MOST_VERSIONS]:
         if copy.held_pieces:
             try:
-                parts += pieces_of(manifests.of(copy.version))
+                parts += _parts(manifests.of(copy.version))
             except ResharderError:  # retired in the meantime, or of a model that this caller may not read
                 continue
     # No token is sent: nodes admit by certificates alone.
@@ -133,11 +154,8 @@ def _node_port(node: NodeStatus, channel: Channel, manifests: _Manifests, tls_na
     return found
 
 
-def pieces_of(manifest: VersionManifest) -> list[PartRequest]:
-    """Return requests for all pieces of a version."""
-    numbering, sizes = number_pieces(manifest.files), {file.path: file.size for file in manifest.files}
-    spans = [part for piece in range(numbering.count) for part in numbering.parts(piece)]
-    return [PartRequest(manifest.name, manifest.fingerprint, span.file, sizes[span.file], span.start, span.end) for span in spans]
+def _parts(manifest: VersionManifest) -> list[PartRequest]:
+    return parts_of(manifest.name, manifest.fingerprint, manifest.files)
 
 
 def _measured(link: HostLink, measurement: PortMeasurement) -> HostLink:

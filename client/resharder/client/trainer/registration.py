@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
@@ -139,15 +140,14 @@ def register(
 def _claimed(channel: Channel, claim: publisher_pb2.CreatePublisherRequest, former: Sequence[str]) -> resources_pb2.Publisher:
     """Claim the model, until the nodes with nonce files of `former` are known to the daemon or some seconds have passed.
 
-    Drained nodes are not waited for.
+    Nodes that are drained or gone are not waited for. A nonce identifies a node: nonce files of several hosts may have one path.
     """
     stub, end = publisher_pb2_grpc.PublisherServiceStub(channel.grpc), time.monotonic() + _NODE_SECONDS
     while True:
         failpoint("register.claim")
         publisher: resources_pb2.Publisher = channel.call(stub.CreatePublisher, claim)
         raise_refusal(publisher)
-        known = {*publisher.nonce_files, *publisher.drained_nonce_files}
-        late = read_nonces(path for path in former if path not in known)
+        late = {sha256(access.nonce).hexdigest() for access in read_nonces(former)}.difference(publisher.settled_nonces)
         if publisher.state != State.REGISTERING or not late or time.monotonic() >= end:
             return publisher
         time.sleep(_NODE_POLL_SECONDS)

@@ -17,7 +17,7 @@ _SCRATCH_BYTES = 256 << 10
 class ChunkWrites:
     """Parts of the daemon that a data port needs to receive chunks."""
 
-    check: Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[None]]
+    check: Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[object]]
     """Check of `Authorization` headers, the certificate, host and model of a write. The context counts it. Raises DaemonError."""
     land: Callable[[str, ChunkHeader, memoryview], None]
     """Writes a chunk to a version of a model. Raises DaemonError."""

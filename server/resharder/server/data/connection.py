@@ -52,9 +52,10 @@ _STATUS = {
     DataLoss: HTTPStatus.UNPROCESSABLE_ENTITY,
 }
 
-ReadCheck = Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[None]]
+ReadCheck = Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[bool]]
 """Check of `Authorization` headers, the certificate, host and model of a read. The context counts it. Raises DaemonError.
 
+Its value is whether the reader may read a version that nodes replicate before READY.
 The certificate is `SSLSocket.getpeercert()`, and its bytes under the key `DER`.
 """
 DER = "der"
@@ -146,11 +147,13 @@ class DataConnection:
         headers = _headers(request)
         try:
             part = self._parsed(request, headers)
+            reader = headers.get("authorization", []), _certificate(self._socket), self._peer
             with (
-                self._reads.check(headers.get("authorization", []), _certificate(self._socket), self._peer, part.model),
+                self._reads.check(*reader, part.model) as replicates,
                 self._place(),
             ):
-                self._send_boxes(part, headers) if isinstance(part, BoxesPart) else self._send(part, headers)
+                version, tag = self._wanted(part, headers, replicates)
+                self._send_boxes(part, version, tag) if isinstance(part, BoxesPart) else self._send(part, version, tag)
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
@@ -221,9 +224,8 @@ class DataConnection:
             if places is not None:
                 places.release()
 
-    def _send(self, part: FilePart, headers: Mapping[str, Sequence[str]]) -> None:
+    def _send(self, part: FilePart, version: PinnedVersion, tag: str) -> None:
         """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""
-        version, tag = self._wanted(part, headers)
         descriptor, size = version.open(part.file)
         if part.end > size:
             text = f"expected a range within {size} bytes, got {part.start}-{part.end - 1}"
@@ -241,9 +243,8 @@ class DataConnection:
             else:
                 self._sendfile(descriptor, part.start, part.end, deadline)
 
-    def _send_boxes(self, part: BoxesPart, headers: Mapping[str, Sequence[str]]) -> None:
+    def _send_boxes(self, part: BoxesPart, version: PinnedVersion, tag: str) -> None:
         """Send boxes of a version as chunks. Raises OSError as `_send` does."""
-        version, tag = self._wanted(part, headers)
         manifest = version.served.manifest
         if manifest is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "expected a range of a file: a node sends no boxes")
@@ -257,9 +258,11 @@ class DataConnection:
                 self._write(LENGTH.pack(len(head) + len(data)) + head, deadline)
                 self._write(data, deadline)
 
-    def _wanted(self, part: FilePart | BoxesPart, headers: Mapping[str, Sequence[str]]) -> tuple[PinnedVersion, str]:
+    def _wanted(
+        self, part: FilePart | BoxesPart, headers: Mapping[str, Sequence[str]], replicates: bool
+    ) -> tuple[PinnedVersion, str]:
         """Pin the version that a request names, and return it with its tag."""
-        version = self._pin(part.model, part.number)
+        version = self._pin(part.model, part.number, replicates)
         tag = f'"{version.served.fingerprint}"'
         if any(wanted not in ("*", tag) for wanted in headers.get("if-match", [])):
             raise _Refused(HTTPStatus.PRECONDITION_FAILED, f"the version's fingerprint is {tag}")
@@ -305,10 +308,10 @@ class DataConnection:
         for event in (h11.Response(status_code=status, headers=fields), h11.Data(data=body), h11.EndOfMessage()):
             self._write(self._http.send(event), deadline)
 
-    def _pin(self, model: str, number: int) -> PinnedVersion:
-        if self._pinned is None or self._pinned.key != (model, number):
+    def _pin(self, model: str, number: int, replicates: bool) -> PinnedVersion:
+        if self._pinned is None or self._pinned.key != (model, number, replicates):
             self._unpin()
-            self._pinned = PinnedVersion(self._reads.versions, model, number)
+            self._pinned = PinnedVersion(self._reads.versions, model, number, replicates)
         return self._pinned
 
     def _unpin(self) -> None:

@@ -17,10 +17,10 @@ from resharder.v1 import server_pb2
 class PinnedVersion:
     """A version, pinned, and its files that were opened or mapped. Raises as `ServedVersions.pinned` does."""
 
-    def __init__(self, versions: ServedVersions, model: str, number: int) -> None:
-        self.key = (model, number)
+    def __init__(self, versions: ServedVersions, model: str, number: int, replicates: bool) -> None:
+        self.key = (model, number, replicates)
         self._stack = ExitStack()
-        self.served: ServedVersion = self._stack.enter_context(versions.pinned(model, number))
+        self.served: ServedVersion = self._stack.enter_context(versions.pinned(model, number, replicates=replicates))
         self._open: dict[str, int] = {}
         self._mapped: MappedFiles | None = None
 

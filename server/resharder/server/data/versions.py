@@ -35,8 +35,11 @@ class ServedVersion:
 class ServedVersions(Protocol):
     """Source of the versions that a data port serves."""
 
-    def pinned(self, model: str, number: int) -> AbstractContextManager[ServedVersion]:
-        """Retain a version meanwhile. Raises a DaemonError, ResourceNotFound for an unknown one."""
+    def pinned(self, model: str, number: int, *, replicates: bool) -> AbstractContextManager[ServedVersion]:
+        """Retain a version meanwhile. Raises a DaemonError, ResourceNotFound for an unknown one.
+
+        `replicates`: whether the reader may read one that nodes replicate before READY.
+        """
 
 
 class StoredVersions:
@@ -46,12 +49,12 @@ class StoredVersions:
         self._reader = reader
 
     @contextmanager
-    def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
-        """Pin a READY version meanwhile. Of one that nodes replicate before READY, pieces alone can be read.
+    def pinned(self, model: str, number: int, *, replicates: bool) -> Iterator[ServedVersion]:
+        """Pin a READY version meanwhile. Of one that nodes replicate before READY, pieces alone can be read, and by nodes alone.
 
         Raises as `VersionReader.manifest` does.
         """
-        if (verified := self._reader.verified.get(model, number)) is not None:
+        if replicates and (verified := self._reader.verified.get(model, number)) is not None:
             record, files = verified.manifest.record, verified.manifest.files
             yield ServedVersion(record.name, record.fingerprint, {file.path: file.size for file in files}, verified.folder)
             return

@@ -53,11 +53,23 @@ Replicate = Callable[[Sequence[VerifiedVersion], Callable[[], bool]], object]
 returns True: a version is aborted."""
 
 
+class NodeNonces(NamedTuple):
+    """Nonces of nodes.
+
+    Attributes:
+        files: Paths of the nonce files of live nodes that are not drained.
+        settled: SHA-256 of the nonces of live nodes, and of nodes that are gone, as hexadecimal digits: no rank waits for them.
+    """
+
+    files: tuple[str, ...]
+    settled: tuple[str, ...]
+
+
 class HomeNodes(Protocol):
     """Nodes as homes of files. Thread-safe; no method calls ingest."""
 
-    def nonce_files(self, *, drained: bool) -> list[str]:
-        """Return the paths of the nonce files of live nodes, either of drained ones or of the others."""
+    def nonces(self) -> NodeNonces:
+        """Return where ranks find the nonces of nodes, and for which nodes no rank waits."""
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank that has read these nonce files: `DAEMON_HOST` or the id of a node; None if unknown."""
@@ -111,9 +123,9 @@ class HomeNodes(Protocol):
 class NoNodes:
     """`HomeNodes` of a daemon without nodes."""
 
-    def nonce_files(self, *, drained: bool) -> list[str]:
-        """Return no path."""
-        return []
+    def nonces(self) -> NodeNonces:
+        """Return none."""
+        return NodeNonces((), ())
 
     def host_of(self, readable: Readable) -> str | None:
         """Return None."""

@@ -20,6 +20,7 @@ from resharder.server.node.copy_problems import CopyProblems
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.departure import await_departure
 from resharder.server.node.file_sets import FileSets
+from resharder.server.node.link_probe import LinkProbe
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.swarm import PieceOffers, Swarm
 from resharder.server.node.transfers import PieceSource, ReceivedBytes
@@ -64,6 +65,7 @@ class NodeAgent:
         sent: Function that returns (bytes sent, requests being answered) of the data port.
         sets: Files into which ranks write.
         instance: Nonce of the process's lifetime.
+        probe: Measurements of links.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class NodeAgent:
         sent: Callable[[], tuple[int, int]],
         sets: FileSets,
         instance: str,
+        probe: LinkProbe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity, self._daemon, self._copies = identity, daemon, copies
         self._received, self._sent, self._clock = received, sent, clock
-        self._sets, self._instance = sets, instance
+        self._sets, self._instance, self._probe = sets, instance, probe
         sets.observe(self._report_soon)
         self._changed = threading.Condition()
         self._ended = False
@@ -137,6 +140,7 @@ class NodeAgent:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=15)
+        self._probe.follow(node_pb2.LinkOrder())
         self._swarm.close()
         self._sets.close()
         if self.failure is None:
@@ -181,6 +185,7 @@ class NodeAgent:
                     self._changed.wait_for(lambda: self._ended, backoff(failures, _FIRST_RETRY, _LONGEST_RETRY))
                 continue
             failures = 0
+            self._probe.follow(orders.link)
             with self._changed:
                 self._orders, self._has_orders = orders, True
                 self._sets.follow(orders.reservations, drained=orders.drained or self._ending)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.server.ingest.homes import FileProof
-from resharder.v1 import node_pb2, node_pb2_grpc, server_pb2, server_pb2_grpc
+from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
 _SECONDS = 10.0
@@ -151,6 +151,13 @@ class DaemonClient:
             version=version, node=f"nodes/{node}", instance=instance, set=set, problem=problem, files=proofs
         )
         self._call(self._opened().nodes.PutFileProof, request, _CHECKSUM_SECONDS)
+
+    def put_link(self, node: str, instance: str, order: str, measurement: resources_pb2.LinkMeasurement) -> None:
+        """Report the measurement of a link."""
+        request = node_pb2.PutLinkMeasurementRequest(
+            node=f"nodes/{node}", instance=instance, order=order, measurement=measurement
+        )
+        self._call(self._opened().nodes.PutLinkMeasurement, request, _SECONDS)
 
     def certificate(self) -> str:
         """Return `sha256:HEX` of the node's certificate; empty without one. Raises OSError."""

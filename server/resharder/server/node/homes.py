@@ -11,10 +11,11 @@ from pathlib import Path
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, Readable
+from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, NodeNonces, Readable
 from resharder.server.node.daemon_client import NodeTls
 from resharder.server.node.home_fetch import FetchFailed, HomeCopy, fetch_from_homes
 from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
+from resharder.server.node.lost import LostNodes, nonce_id
 from resharder.server.node.reports import AHEAD, ReservationOrder, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
@@ -29,15 +30,17 @@ class HomeRegister:
     Args:
         store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
         tls: Certificates with which the daemon calls nodes; None without.
+        lost: Nodes that are gone; by default kept in memory alone.
     """
 
     def __init__(
         self,
         store: StoreFolder | None = None,
         tls: NodeTls | None = None,
+        lost: LostNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._tls, self._clock = store, tls, clock
+        self._store, self._tls, self._clock, self._lost = store, tls, clock, lost or LostNodes()
         self._state = HomeState()
 
     # Reports of nodes
@@ -46,12 +49,14 @@ class HomeRegister:
         """Record a node's report, in place of its earlier ones."""
         with self._state.changed:
             self._state.nodes[report.node] = HomeNode(report, caller, drained, changed)
+            self._lost.remove(report.node, report.nonce)
             self._state.changed.notify_all()
 
-    def gone(self, node: str) -> None:
-        """Forget a node that is lost or has left. Its sets are lost with it."""
+    def gone(self, *nodes: str) -> None:
+        """Forget nodes that are lost or have left. Their sets are lost with them."""
         with self._state.changed:
-            self._state.nodes.pop(node, None)
+            found = {node: self._state.nodes.pop(node) for node in nodes if node in self._state.nodes}
+            self._lost.add({node: home.report.nonce for node, home in found.items()})
             self._state.changed.notify_all()
 
     def orders(self, node: str, wanted: Iterable[str]) -> tuple[ReservationOrder, ...]:
@@ -159,11 +164,12 @@ class HomeRegister:
 
     # Ingest: `HomeNodes`
 
-    def nonce_files(self, *, drained: bool) -> list[str]:
-        """Return the paths of the nonce files of live nodes, either of drained ones or of the others."""
+    def nonces(self) -> NodeNonces:
+        """Return where ranks find the nonces of nodes, as `HomeNodes.nonces`."""
         with self._state.changed:
-            found = (node.report.nonce_file for node in self._state.nodes.values() if node.drained == drained)
-            return [path for path in dict.fromkeys(found) if path]
+            live = list(self._state.nodes.values())
+            files = dict.fromkeys(node.report.nonce_file for node in live if not node.drained and node.report.nonce_file)
+            return NodeNonces(tuple(files), (*(nonce_id(node.report.nonce) for node in live), *self._lost.nonces()))
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank, as `HomeNodes.host_of`."""

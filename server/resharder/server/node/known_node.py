@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+import xxhash
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.node.reports import CopyView, HostCopy, PeerSource, StateReport, bitmap_of
+from resharder.server.node.reports import CopyView, HostCopy, LinkOrder, PeerSource, StateReport, bitmap_of
 from resharder.server.node.sources import PeerOffer
 from resharder.server.state.errors import FailedPrecondition
 
@@ -31,6 +32,8 @@ class KnownNode:
     """Pieces of each of these versions that workers on the host need."""
     replicas: dict[str, Bitmap] = field(default_factory=dict)
     """Pieces of versions that the node holds as a replica, among `pieces`: other versions do not take their memory."""
+    link: LinkOrder | None = None
+    """Measurement that it should do."""
     changed: ChangeSignal = field(default_factory=ChangeSignal)
     ordered: tuple[int, float] = (0, -inf)
     """Revision of the last orders that this process was sent, and the time at which this revision was sent first."""
@@ -144,6 +147,17 @@ def copies_of(
 def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
     """Return all pieces of some files of a version."""
     return Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
+
+
+def notify(nodes: Iterable[KnownNode]) -> None:
+    """Let nodes that wait for a change of their orders look again."""
+    for node in nodes:
+        node.changed.notify()
+
+
+def revision_of(parts: Iterable[object]) -> int:
+    """Return a number, not 0, that changes with the parts of a node's orders."""
+    return xxhash.xxh3_64_intdigest("\n".join(map(str, parts)).encode()) or 1
 
 
 def model_of(version: str) -> str:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import xxhash
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.infra.change_signal import Waiting
@@ -24,11 +23,14 @@ from resharder.server.node.known_node import (
     copies_of,
     host_copy_of,
     model_of,
+    notify,
     pieces_of,
     readers_of,
     reading,
+    revision_of,
     source_of,
 )
+from resharder.server.node.link_orders import LinkOrders
 from resharder.server.node.own_pieces import DAEMON, OwnPieces
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.replication import Replication
@@ -103,6 +105,7 @@ class NodeRegistry:
         self._partial, self._lose = partial, lose
         self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
         shared = self._nodes, self._numberings, self._readers, self._tracker.table, self.homes, self._lock
+        self.links = LinkOrders(self._nodes, self._lock, self._numberings, clock)
         self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
 
     # Calls of nodes
@@ -155,8 +158,7 @@ class NodeRegistry:
                 return
             readers.add(name)
             told = list(self._nodes.values())
-        for node in told:
-            node.changed.notify()
+        notify(told)
 
     # Calls of workers
 
@@ -224,8 +226,8 @@ class NodeRegistry:
                 if not node.lost and now - node.reported_at > self.lease_seconds:
                     node.lost = True
                     self._tracker.remove_node(id)
-                    self.homes.gone(id)
                     lost.append((id, node))
+            self.homes.gone(*(id for id, _ in lost))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
         for id, node in lost:
@@ -236,8 +238,7 @@ class NodeRegistry:
             live, doubts = {id: node for id, node in self._nodes.items() if not node.lost}, self.own.doubts()
             gone = list(self.own.lost(now, {id: node.follows for id, node in live.items()}))
             told = live.values() if self.own.doubts() != doubts else ()
-        for node in told:
-            node.changed.notify()
+        notify(told)
         for version, reason in gone:
             self._lose(*parse_name(version, "versions"), reason)
         self.replication.renew()
@@ -268,8 +269,7 @@ class NodeRegistry:
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
             told = [node for node in self._nodes.values() if node.forget(record.name)]
-        for node in told:
-            node.changed.notify()
+        notify(told)
 
     def _hold(self, version: str, id: str, files: Iterable[FileLayout]) -> None:
         """Let a node hold the verified files of a version that its ranks have written."""
@@ -301,8 +301,7 @@ class NodeRegistry:
             self._numberings[version] = numbering
             lacking = self.own.add(version, numbering.count, partial, held, self._clock())
             told = list(self._nodes.values()) if lacking else []
-        for node in told:
-            node.changed.notify()
+        notify(told)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
             self.version_changed(record)  # retired in the meantime, perhaps before the table had it
             return None
@@ -333,8 +332,7 @@ class NodeRegistry:
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained or report.ending, node.changed.notify)
-        for other in told:
-            other.changed.notify()
+        notify(told)
         if joined:
             node.changed.notify()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
@@ -363,10 +361,9 @@ class NodeRegistry:
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            stamped = [str(node.drained), *needs, *readers, *map(str, reservations), *map(str, self.own.doubts())]
-            stamp = xxhash.xxh3_64_intdigest("\n".join(stamped).encode())
+            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self.own.doubts(), node.link])
             soonest = min((self._longest, *(seconds for _, seconds in answers)))
-            return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest, reservations)
+            return Orders(stamp, tuple(order for order, _ in answers), node.drained, soonest, reservations, node.link)
 
     def _chosen(self, node: KnownNode) -> list[str]:
         id = node.report.node

@@ -128,6 +128,17 @@ class CheckedPieces:
         return found[(part.start - begin) // PIECE_BYTES]
 
 
+def data_address(address: str, tls: NodeTls | None, silent_seconds: float, *, origin: bool) -> DataAddress:
+    """Return the data port at `host:port`, the daemon's if `origin`. Raises ValueError for an address that is none."""
+    host, port = parse_listen(address)
+    if tls is None:
+        return DataAddress(host, port, silent_seconds=silent_seconds)
+    if origin:
+        return DataAddress(host, port, tls.context, tls.daemon_name, tls.headers, silent_seconds)
+    # The token is for the daemon alone: a node could call in this one's name by it.
+    return DataAddress(host, port, tls.context, tls.peer_name, silent_seconds=silent_seconds)
+
+
 class HttpTransfer:
     """Fetcher of pieces from data ports. Connections and buffers are reused.
 
@@ -217,14 +228,7 @@ class HttpTransfer:
             if found is not None:
                 del self._idle[found]
                 return found
-        host, port = parse_listen(address)
-        if self._tls is None:
-            return RangeConnection(DataAddress(host, port, silent_seconds=self._silent))
-        tls = self._tls
-        if origin:
-            return RangeConnection(DataAddress(host, port, tls.context, tls.daemon_name, tls.headers, self._silent))
-        # The token is for the daemon alone: a node could call in this one's name by it.
-        return RangeConnection(DataAddress(host, port, tls.context, tls.peer_name, silent_seconds=self._silent))
+        return RangeConnection(data_address(address, self._tls, self._silent, origin=origin))
 
     def _buffer(self) -> Array:
         with self._lock:

@@ -104,6 +104,7 @@ METHODS = (
     Method(_O, "SetPower", _OPERATOR, About.FLEET),
     Method(_O, "SetDrained", _OPERATOR, About.FLEET),
     Method(_O, "SetNodeDrained", _OPERATOR, About.EVERYTHING),
+    Method(_O, "MeasureLinks", _OPERATOR, About.EVERYTHING, Cost.WAIT),
     Method(_O, "DeleteFleet", _OPERATOR, About.FLEET),
     Method(_O, "ForgetServer", _OPERATOR, About.FLEET),
     Method(_O, "ProfileInstall", _OPERATOR, About.FLEET, Cost.WAIT),
@@ -126,10 +127,13 @@ METHODS = (
     Method(_N, "GetHostVersion", _SERVER, About.MODEL),
     Method(_N, "GetReservedFiles", _NODE, About.MODEL, Cost.TRANSFER),
     Method(_N, "PutFileProof", _NODE, About.MODEL, large=True),
+    Method(_N, "PutLinkMeasurement", _NODE, About.NOTHING),
     Method(_HEALTH, "Check", _EVERY_CALLER, About.NOTHING, Cost.RENEWAL),
     Method(_HEALTH, "Watch", _EVERY_CALLER, About.NOTHING, Cost.WAIT),
     Method(_HEALTH, "List", _EVERY_CALLER, About.NOTHING),
     Method(_REFLECTION, "ServerReflectionInfo", _ANY_ROLE, About.NOTHING, Cost.WAIT),
 )
+REPLICATE = Method(_S, "GetManifest", _NODE, About.MODEL, Cost.TRANSFER)
+"""`GetManifest` with `replica`, and reads of pieces from the data port before READY."""
 SERVICES = tuple(dict.fromkeys(method.service for method in METHODS))
 BY_PATH = {method.path: method for method in METHODS}

@@ -18,6 +18,7 @@ from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import (
     CopyOrder,
     CopyReport,
+    LinkOrder,
     NodeState,
     NodeView,
     ReportedSet,
@@ -73,12 +74,13 @@ class NodeService:
             versions=map(_order, orders.versions),
             reservations=map(_reservation, orders.reservations),
             daemon_certificate=self._certificate(),
+            link=_link(orders.link) if orders.link is not None else None,
         )
 
     @medium_errors()
     def GetPieceChecksums(self, request: node_pb2.GetPieceChecksumsRequest, call: Call) -> node_pb2.PieceChecksums:
         """Return the checksums of consecutive pieces of a file. The caller may fetch them from other nodes from then on."""
-        with self._versions.pinned(*parse_name(request.version, "versions")) as served:
+        with self._versions.pinned(*parse_name(request.version, "versions"), replicates=True) as served:
             size = served.sizes.get(request.file)
             if size is None:
                 raise ResourceNotFound("VERSION_UNKNOWN", f"{served.name} has no safetensors file {request.file[:200]!r}")
@@ -126,6 +128,12 @@ class NodeService:
         given = request.version, node_id(request.node), request.instance, request.set
         self._nodes.homes.put_proof(*given, CALLER.get(), problem, files)
         return node_pb2.PutFileProofResponse()
+
+    def PutLinkMeasurement(self, request: node_pb2.PutLinkMeasurementRequest, call: Call) -> node_pb2.PutLinkMeasurementResponse:
+        """Record the link that a node has measured."""
+        given = node_id(request.node), request.instance, CALLER.get(), request.order
+        self._nodes.links.put(*given, request.measurement)
+        return node_pb2.PutLinkMeasurementResponse()
 
 
 def node_id(name: str) -> str:
@@ -207,6 +215,10 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
             for each in request.reservations[:_MOST_COPIES]
         ),
     )
+
+
+def _link(order: LinkOrder) -> node_pb2.LinkOrder:
+    return node_pb2.LinkOrder(id=order.id, target=order.target, data_address=order.data_address, versions=order.versions)
 
 
 def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:

@@ -44,7 +44,7 @@ class OperatorService(FleetCalls, NodeCalls):
     ) -> None:
         self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
         FleetCalls.__init__(self, views.fleets, operations)
-        NodeCalls.__init__(self, nodes, events)
+        NodeCalls.__init__(self, nodes, events, views.store.catalogue)
         self._events, self._archive, self._daemon = events, archive, daemon
         self._profiles, self._verifications = profiles, verifications
 

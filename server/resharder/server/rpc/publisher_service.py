@@ -36,8 +36,9 @@ class PublisherService:
         files = {file.path: file.content for file in request.model.files}
         create = self._intake.publishers.create
         made = self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
-        made.nonce_files.extend(self._intake.nodes.nonce_files(drained=False))
-        made.drained_nonce_files.extend(self._intake.nodes.nonce_files(drained=True))
+        nonces = self._intake.nodes.nonces()
+        made.nonce_files.extend(nonces.files)
+        made.settled_nonces.extend(nonces.settled)
         return made
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:

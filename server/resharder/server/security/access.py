@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import structlog
-from resharder.server.rpc.methods import BY_PATH, Cost, Method, Role
+from resharder.server.rpc.methods import BY_PATH, REPLICATE, Cost, Method, Role
 from resharder.server.security import identities, rules
 from resharder.server.security.files import Pems, Watched, hash_of, read_pems, read_tokens, server_credentials
 from resharder.server.security.limits import Limits
@@ -108,6 +108,8 @@ class Access:
         """
         if caller.grants is None:
             return Resource()
+        if method is READ and request.replica:
+            method = REPLICATE
         resource = resource_of(method, request, self._world)
         self.decide(caller, method, resource)
         return resource
@@ -144,16 +146,17 @@ class Access:
 
     def reading(
         self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, name: str
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[bool]:
         """Admit and count an HTTP client that reads versions of a model, which needs the roles of DownloadChunks.
 
+        The context's value is whether it may read a version that nodes replicate before READY.
         Raises as `viewer` does, and ResourceExhausted (TOO_MANY_CALLS).
         """
         return self._moving(DOWNLOAD, self._of_http(headers, certificate, host), name)
 
     def writing(
         self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, name: str
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[bool]:
         """Admit and count an HTTP client that writes a version of a model, which needs the roles of UploadChunks.
 
         Raises as `reading` does.
@@ -161,11 +164,14 @@ class Access:
         return self._moving(UPLOAD, self._of_http(headers, certificate, host), name)
 
     @contextmanager
-    def _moving(self, method: Method, caller: Caller, name: str) -> Iterator[None]:
+    def _moving(self, method: Method, caller: Caller, name: str) -> Iterator[bool]:
+        replicates = True
         if caller.grants is not None:
-            self.decide(caller, method, model(name, self._world))
+            resource = model(name, self._world)
+            self.decide(caller, method, resource)
+            replicates = not rules.decide(caller.grants, REPLICATE, resource)
         with self._limits.open(caller.name):
-            yield
+            yield replicates
 
     def _of_http(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str) -> Caller:
         caller = Caller(host) if self._roles is None else self._known(identities.of_ssl(certificate), headers, host)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import number_pieces
 from resharder.converters.wire.range_client import (
     BROKEN,
     CONNECT_SECONDS,
@@ -46,10 +48,18 @@ class Problem(NamedTuple):
     mend: str
 
 
-_HANDSHAKE = Problem("expected TLS, the port closes the connection", "give it certificates, or unset RESHARDER_TLS_CA here")
-_REFUSED = Problem(
-    "it closes the connection, or refuses this client's certificate",
-    "set RESHARDER_TLS_CERT and RESHARDER_TLS_KEY to a pair of its authority",
+class TlsOptions(NamedTuple):
+    """Names of the options with which the measuring process has its certificates, for advice."""
+
+    ca: str
+    pair: str
+    peer_name: str
+
+
+_CLIENT = TlsOptions(
+    "RESHARDER_TLS_CA",
+    "RESHARDER_TLS_CERT and RESHARDER_TLS_KEY",
+    "--node-tls-name, for nodes --tls-peer-name, for the daemon RESHARDER_TLS_NAME",
 )
 
 
@@ -90,6 +100,7 @@ def measure_port(
     limit_bytes: int = LIMIT_BYTES,
     limit_seconds: float = LIMIT_SECONDS,
     clock: Callable[[], float] = time.monotonic,
+    options: TlsOptions = _CLIENT,
 ) -> PortMeasurement:
     """Measure a data port.
 
@@ -98,12 +109,14 @@ def measure_port(
         parts: Pieces that it may hold, each at most `PIECE_BYTES`.
         limit_bytes: Bound on the bytes of one measurement of a rate, exceeded by at most one piece of each stream.
         limit_seconds: Bound on its seconds, exceeded by at most the time of 1 MiB on one connection, or by 5 s of silence.
+        options: Options that advice names.
     """
     address = replace(address, silent_seconds=min(_SILENT_SECONDS, address.silent_seconds))
     try:
         connected = min(_connect_seconds(address, clock) for _ in range(3))
     except BROKEN as error:
-        return PortMeasurement(problem=_HANDSHAKE if isinstance(error, ssl.SSLEOFError) else problem_of(error, address))
+        closed = isinstance(error, ssl.SSLEOFError)
+        return PortMeasurement(problem=_handshake(options) if closed else problem_of(error, address, options))
     try:
         _answers(address)
         held = _held(address, parts)
@@ -112,8 +125,15 @@ def measure_port(
         trip = _round_trip(address, held[0], clock)
         rates = tuple(_rate(address, held, streams, limit_bytes, limit_seconds, clock) for streams in STREAMS)
     except (*BROKEN, PartRefused, WrongBytes) as error:
-        return PortMeasurement(connected, problem=problem_of(error, address))
+        return PortMeasurement(connected, problem=problem_of(error, address, options))
     return PortMeasurement(trip, rates)
+
+
+def parts_of(version: str, fingerprint: str, files: Sequence[FileLayout]) -> list[PartRequest]:
+    """Return requests for all pieces of a version."""
+    numbering, sizes = number_pieces(files), {file.path: file.size for file in files}
+    spans = [part for piece in range(numbering.count) for part in numbering.parts(piece)]
+    return [PartRequest(version, fingerprint, span.file, sizes[span.file], span.start, span.end) for span in spans]
 
 
 def _connect_seconds(address: DataAddress, clock: Callable[[], float]) -> float:
@@ -226,10 +246,19 @@ def _around(parts: Sequence[PartRequest], first: int) -> Iterable[PartRequest]:
 # Errors
 
 
-def problem_of(error: BaseException, address: DataAddress) -> Problem:
+def _handshake(options: TlsOptions) -> Problem:
+    return Problem("expected TLS, the port closes the connection", f"give it certificates, or unset {options.ca} here")
+
+
+def _refused(options: TlsOptions) -> Problem:
+    found = "it closes the connection, or refuses this client's certificate"
+    return Problem(found, f"set {options.pair} to a pair of its authority")
+
+
+def problem_of(error: BaseException, address: DataAddress, options: TlsOptions = _CLIENT) -> Problem:
     """Return an error of a connection as what was expected and what came, and what to change."""
     if isinstance(error, ssl.SSLError):
-        return _tls_problem(error, address)
+        return _tls_problem(error, address, options)
     if isinstance(error, WrongBytes):
         return Problem(str(error), "look for faulty memory on that host, this host, or between them")
     if isinstance(error, socket.gaierror):
@@ -242,10 +271,9 @@ def problem_of(error: BaseException, address: DataAddress) -> Problem:
         return Problem("connection refused", "start the process there, with a --listen and --address that other hosts reach")
     if isinstance(error, (ConnectionResetError, http.client.RemoteDisconnected, Cut)):
         if address.tls_context is not None:
-            return _REFUSED
-        return Problem(
-            "expected HTTP, the port closes the connection", "does it expect TLS? Set RESHARDER_TLS_CA, _CERT and _KEY"
-        )
+            return _refused(options)
+        mend = f"does it expect TLS? Set {options.ca}, {options.pair}"
+        return Problem("expected HTTP, the port closes the connection", mend)
     if isinstance(error, http.client.HTTPException):
         return Problem(
             f"expected HTTP, got {type(error).__name__}: {str(error)[:60]!r}", "is this the port of --data-listen or --listen?"
@@ -253,23 +281,22 @@ def problem_of(error: BaseException, address: DataAddress) -> Problem:
     return Problem(f"{error or type(error).__name__}", "check the address, the network and firewalls")
 
 
-def _tls_problem(error: ssl.SSLError, address: DataAddress) -> Problem:
+def _tls_problem(error: ssl.SSLError, address: DataAddress, options: TlsOptions) -> Problem:
     expected, reason = address.server_name or address.host, error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _NAME_CODES:
         return Problem(
             f"expected a certificate for {expected}, got one for {', '.join(_names(address)) or 'no name'}",
-            "issue one with that name, or pass the name that it has: --node-tls-name, for nodes --tls-peer-name, for the daemon "
-            "RESHARDER_TLS_NAME",
+            f"issue one with that name, or pass the name that it has: {options.peer_name}",
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return Problem(
-            f"expected a valid certificate of the authority in RESHARDER_TLS_CA, got: {error.verify_message}",
+            f"expected a valid certificate of the authority in {options.ca}, got: {error.verify_message}",
             "issue its certificate by that authority, or pass its authority",
         )
     if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason:
-        return Problem("expected TLS, got another protocol", _HANDSHAKE.mend)
+        return Problem("expected TLS, got another protocol", _handshake(options).mend)
     if "ALERT" in reason or isinstance(error, ssl.SSLEOFError):
-        return _REFUSED
+        return _refused(options)
     return Problem(f"TLS failed: {error.reason or error}", "compare the certificates of both sides")
 
 
