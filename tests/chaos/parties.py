@@ -33,15 +33,18 @@ class Parties:
         folder: For the files.
         nodes: Names of the nodes.
         security: Whether parties have certificates.
+
+    Attributes:
+        names: Names in the certificates by party.
     """
 
     def __init__(self, folder: Path, nodes: tuple[str, ...], security: bool) -> None:
         self.security, self._folder = security, folder / "tls"
-        self._names = {name: f"{name}.test" for name in ("trainer", "operator", "observer", "scraper")}
-        self._names |= {name: f"{name}.servers.test" for name in SERVERS} | {name: f"{name}.hosts.test" for name in nodes}
+        self.names = {name: f"{name}.test" for name in ("trainer", "operator", "observer", "scraper")}
+        self.names |= {name: f"{name}.servers.test" for name in SERVERS} | {name: f"{name}.hosts.test" for name in nodes}
         if security:
             self._authority, self._other = Authority(self._folder), Authority(folder / "other-tls")
-            for party in self._names:
+            for party in self.names:
                 self.renew(party)
             self._other.issue(STRANGER, "operator.test")
 
@@ -49,11 +52,11 @@ class Parties:
         """Return a daemon that does not run yet."""
         if not self.security:
             return Daemon(**options)
-        return SecureDaemon(self._authority, ROLES, name=self._names["observer"], **options)
+        return SecureDaemon(self._authority, ROLES, name=self.names["observer"], **options)
 
     def renew(self, party: str) -> None:
         """Replace the certificate and the key of a party."""
-        names = ("localhost",) if party == "daemon" else (self._names[party],)
+        names = ("localhost",) if party == "daemon" else (self.names[party],)
         self._authority.issue(party, *names, "127.0.0.1")
 
     def files(self, party: str) -> dict[str, str]:
