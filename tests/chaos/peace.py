@@ -153,12 +153,10 @@ class Peace:
                 servers, found = observer.servers(), observer.nodes()
                 problems[:] = [f"{short.version}: {short.problem}" for short in observer.replica_shortages()]
                 ready = [v.number for v in observer.versions(FLEET) if v.state == VersionState.READY]
-                problems += [
-                    problem
-                    for name, kept in nodes.items()
-                    for problem in node_problems(name, found, self._use_of(name, newest, servers), kept.memory(), ready)
-                ]
-                problems += [problem for name in nodes for problem in altered(self._system, name, found)]
+                for name, kept in nodes.items():
+                    use = self._use_of(name, newest, servers)
+                    problems.extend(node_problems(name, found, use, kept.memory(), ready))
+                    problems.extend(altered(self._system, name, found))
             return not problems
 
         wait_for(there, ARRIVE)

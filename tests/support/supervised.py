@@ -1,0 +1,86 @@
+"""A command whose processes all end with it, also those that left its session or are stopped: `supervised([…])` in a main thread.
+
+Its processes are found by a variable in their environment, and killed until none is left: some start others again that end.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+MARK = "RESHARDER_SUPERVISED"
+"""Variable in the environment of every process of a command; its value is the folder for their temporary files."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SHARED = "/dev/shm/resharder-"
+
+
+class _Ended(BaseException):
+    """This process got a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def supervised(command: Sequence[str]) -> int:
+    """Run a command, and return its exit status, or 128 + N after signal N to it or to this process.
+
+    All its processes have ended then. Its temporary files remain if it failed. After a signal to this process they are removed,
+    with the folders in shared memory of which its processes had files open.
+    """
+    folder, shared = Path(tempfile.mkdtemp(prefix="resharder-run-")), set[Path]()
+    before = {number: signal.signal(number, _end) for number in _SIGNALS}
+    try:
+        environment = os.environ | {MARK: str(folder), "TMPDIR": str(folder)}
+        status = subprocess.Popen(command, env=environment, start_new_session=True).wait()
+    except _Ended as ended:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        status, shared = 128 + ended.number, {folder, *_shared_folders(folder)}
+    _end_all(folder)
+    for path in shared or ({folder} if status == 0 else ()):
+        shutil.rmtree(path, ignore_errors=True)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
+
+
+def processes(folder: Path) -> Iterator[Path]:
+    """Yield the folders in /proc of the processes of a command, those of forked ones included."""
+    mark = f"{MARK}={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (path / "environ").read_bytes().split(b"\0"):
+                yield path
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _Ended(number)
+
+
+def _end_all(folder: Path, timeout: float = 60) -> None:
+    """SIGKILL all processes, until none is left. Raises TimeoutError."""
+    end = time.monotonic() + timeout
+    while left := list(processes(folder)):
+        for path in left:
+            with suppress(ProcessLookupError):
+                os.kill(int(path.name), signal.SIGKILL)
+        if time.monotonic() > end:
+            raise TimeoutError(f"expected all processes to end within {timeout:g} s, left are {[path.name for path in left]}")
+        time.sleep(0.05)
+
+
+def _shared_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of a command's processes in shared memory: those of files that they have open."""
+    for process in processes(folder):
+        with suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if (target := os.readlink(descriptor)).startswith(_SHARED):
+                        yield Path(*Path(target).parts[:4])
