@@ -3,6 +3,7 @@
 Its processes are found by a variable in their environment, and killed until none is left: some start others again that end.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from types import FrameType
 MARK = "RESHARDER_SUPERVISED"
 """Variable in the environment of every process of a command; its value is the folder for their temporary files."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
 _SHARED = "/dev/shm/resharder-"
 
 
@@ -49,6 +51,12 @@ def supervised(command: Sequence[str]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     return status if status >= 0 else 128 - status
+
+
+def end_with_parent() -> None:
+    """Let this process be killed once the thread that has forked it ends, whatever ends that."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def processes(folder: Path) -> Iterator[Path]:
