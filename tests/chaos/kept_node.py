@@ -22,8 +22,8 @@ CAPACITY = {"node": 10 << 20, "far": 17 << 20}
 On `far`, two more, for the files that ranks write next.
 """
 REPLICATED = {"node": 10 << 20, "far": 32 << 20, "third": 25 << 20}
-"""The same with more than two replicas: all but `node` have memory for every version that the daemon retains, and two further ones,
-so that older replicas move to `third`, and none is missing in peace.
+"""The same with more than two replicas: all but `node` have memory for every version that the daemon retains, and two further
+ones, so that older replicas move to `third`, and none is missing in peace.
 """
 SETS = 2
 """Sets of files for which a node keeps memory free while ranks on its host are registered."""
