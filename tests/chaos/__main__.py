@@ -1,7 +1,7 @@
 """Storms of faults over real processes: `python -m tests.chaos --minutes M --seed S [--storm SECONDS] [--server NAME]`.
 
-The seed determines the schedules, and whether the run has security and how many replicas; `--security` and `--replicas` have
-another setting.
+The seed determines the schedules, and whether the run has security and how many replicas; `--security`,
+`--no-security` and `--replicas` take the place of what it has.
 
 Prints what was done and every violation; a failing run keeps its folder with the history and the logs of all processes. With
 `--check FILE` the history of an earlier run is checked again.
@@ -79,9 +79,9 @@ def report(result: Result, folder: Path, seed: int) -> None:
     short = {event["number"] for event in events if short_of_holders(event)}
     print(f"{len(result.schedules)} storms, {events[-1]['t']:.0f} s")
     print(f"{result.compared} answers and {result.tokens} tokens compared; not answered: {counted(turned)}")
-    print(f"{len(published)} versions published, {at_home} of them on a node; {sum(map(is_lost, events))} lost; aborted for")
-    print(f"lack of holders: {len(short)}; intrusions: {counted(refused)}")
-    print(f"at least {sum(copied.values())} bytes between nodes; faults: {counted(faults)}")
+    print(f"{len(published)} versions published, {at_home} of them on a node; {sum(map(is_lost, events))} lost")
+    print(f"{len(short)} versions aborted for lack of holders; at least {sum(copied.values())} bytes between nodes")
+    print(f"faults: {counted(faults)}; intrusions: {counted(refused)}")
     print(f"operations: {counted(operations)}; outcomes: {counted(outcomes)}")
     for phase in ("processes", "settled", "arrived"):
         took = [event["seconds"] for event in events if event["kind"] == "peace" and event["phase"] == phase]

@@ -62,6 +62,8 @@ class Intruder:
                 call(operator)
         except ResharderError as error:
             return error.reason
+        except OSError:  # its certificate is renewed, and does not fit its key yet
+            return "UNREACHABLE"
         return "ok"
 
     def _record(self, what: str, party: str, outcome: str) -> None:

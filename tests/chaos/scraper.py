@@ -2,6 +2,7 @@
 
 import http.client
 import threading
+from contextlib import closing
 
 from resharder.client.rpc.tls import Tls
 
@@ -40,16 +41,17 @@ class Scraper:
 
 def got(address: str, path: str, tls: Tls | None, timeout: float = 10) -> tuple[int, str]:
     """Return status and body of a page; 0 and the error if no answer came."""
-    connection = (
-        http.client.HTTPConnection(address, timeout=timeout)
-        if tls is None
-        else http.client.HTTPSConnection(address, timeout=timeout, context=tls.context())
-    )
     try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(errors="replace")
+        with closing(_connection(address, tls, timeout)) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
         return 0, f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()
+
+
+def _connection(address: str, tls: Tls | None, timeout: float) -> http.client.HTTPConnection:
+    """Return a connection that is not open yet. Raises OSError while a certificate is renewed and does not fit its key."""
+    if tls is None:
+        return http.client.HTTPConnection(address, timeout=timeout)
+    return http.client.HTTPSConnection(address, timeout=timeout, context=tls.context())
