@@ -19,7 +19,7 @@ _SECONDS = 3.0
 CALLS: dict[str, tuple[str, Callable[[Operator], Any]]] = {
     "look": (NOBODY, lambda operator: operator.versions(FLEET)),
     "look as a stranger": (STRANGER, lambda operator: operator.versions(FLEET)),
-    "command": ("observer", lambda operator: operator.set_fleet(FLEET, max_skew=2)),
+    "command": ("scraper", lambda operator: operator.set_fleet(FLEET, max_skew=2)),
     "drain a node": ("left", lambda operator: operator.drain_node("node")),
     "collect": ("node", lambda operator: operator.gc(keep=1, model=FLEET)),
     "roll back": ("trainer", lambda operator: operator.rollback(FLEET, reason="an intruder")),

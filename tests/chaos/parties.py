@@ -14,7 +14,7 @@ ROLES = {
     "dns:*.servers.test": ["server:policy"],
     "dns:*.hosts.test": ["node:policy"],
     "dns:operator.test": ["operator"],
-    "dns:observer.test": ["viewer"],
+    "dns:observer.test": ["viewer", "server:policy"],  # a viewer alone is not shown the folders of versions
     "dns:scraper.test": ["viewer"],
 }
 STRANGER = "stranger"

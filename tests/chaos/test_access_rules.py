@@ -17,7 +17,7 @@ def secured(security: bool = True) -> Book:
 
 def tried(book: Book, *outcomes: str) -> Book:
     for outcome in outcomes:
-        book.add("intrusion", what="command", party="observer", outcome=outcome)
+        book.add("intrusion", what="command", party="scraper", outcome=outcome)
     return book
 
 
