@@ -4,20 +4,23 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tests.chaos.history import Event
+from tests.chaos.home_rules import homes_of
 from tests.chaos.schedule import LEASE, REPLICA_SECONDS
 from tests.chaos.violations import Violation, of, short_of_holders
 
-SHOWN = 5.0
-"""Seconds after which the daemon's answers about nodes show what it knew when a version became READY."""
+SHOWN = 1.0
+"""Seconds between the daemon's answers about versions and those about nodes, two polls of an observer."""
+STARTS = 20.0
+"""Seconds in which a node starts and reports that it holds nothing; until then the daemon counts what its last process held."""
 BARRED = 60.0
 """Seconds for which the daemon places no replica of a version on a node that reported a problem with it."""
-_LATE = 2 * LEASE + SHOWN  # until a node whose fault has ended is live again, and was seen so
+_LATE = 2 * LEASE + 5.0  # until a node whose fault has ended is live again, and was seen so
 
 
 def holders(events: Sequence[Event]) -> Iterator[Violation]:
     """A version becomes READY once the daemon has all of it, with two replicas, and as many live nodes besides as it takes.
 
-    A node that a fault hits around that time may be gone before the daemon has noticed.
+    Nodes are those that the daemon shows, unless what it shows of a node or its own process has just changed.
     """
     replicas = next((event["replicas"] for event in of(events, "run")), 1)
     seen = dict[int, Event]()
@@ -27,11 +30,32 @@ def holders(events: Sequence[Event]) -> Iterator[Violation]:
             if replicas > 1 and not event.get("whole", True):
                 yield Violation(event["t"], "holders", f"version {event['number']} is READY, and the daemon lacks pieces of it")
     for number, event in seen.items() if replicas > 2 else ():
-        begin, end = event["before"], event["t"] + SHOWN
-        found = max(_held(events, number, begin, end), key=len)
-        if len(found) < replicas - 1 and not _disturbed(events, begin - _LATE, end):
+        if len(found := holders_of(events, number, event)) < replicas - 1 and not changes(events, event["before"], event["t"]):
             text = f"version {number} is READY with {replicas} replicas, and beside the daemon {sorted(found)} hold it"
             yield Violation(event["t"], "holders", text)
+
+
+def holders_of(events: Sequence[Event], number: int, ready: Event) -> set[str]:
+    """Return the nodes that held a version when it became READY: those that were shown so, and those on which ranks wrote it."""
+    shown = max(_held(events, number, ready["before"], ready["t"] + SHOWN), key=len)
+    return shown | {f"nodes/{node}" for node in homes_of(events, number)}
+
+
+def changes(events: Sequence[Event], begin: float, end: float) -> bool:
+    """Return whether a node's process, its state or the daemon's process has changed around these times."""
+    states = dict[str, str]()
+    for event in events:
+        near = begin - SHOWN <= event["t"] <= end + SHOWN
+        if event["kind"] == "node":
+            if states.setdefault(event["name"], event["state"]) != event["state"] and near:
+                return True
+            states[event["name"]] = event["state"]
+        elif event["kind"] in ("start", "ready", "death") and _of_nodes(event["process"]):
+            if near or (event["kind"] != "death" and begin - STARTS <= event["t"] <= end):
+                return True
+        elif near and _is_drain(event):
+            return True
+    return False
 
 
 def needless(events: Sequence[Event]) -> Iterator[Violation]:
@@ -79,11 +103,14 @@ def _span(event: Event) -> Iterator[tuple[float, float]]:
         kind, given = event["name"].partition(".")[0], event["given"]
         if kind in ("node", "daemon", "certificates") or (kind == "link" and _of_nodes(event["target"])):
             yield event["t"], event["t"] + given.get("seconds", 0.0) + given.get("down", 0.0)
-    drained = event["kind"] in ("begin", "end") and event["name"] == "drain_node"
-    if drained or (event["kind"] in ("death", "start", "ready") and _of_nodes(event["process"])):
+    if _is_drain(event) or (event["kind"] in ("death", "start", "ready") and _of_nodes(event["process"])):
         yield event["t"], event["t"]
 
 
 def _of_nodes(name: str) -> bool:
     """Return whether a process or link is the daemon, or a node, or between them."""
     return name not in ("left", "right", "trainer", "operator")
+
+
+def _is_drain(event: Event) -> bool:
+    return event["kind"] in ("begin", "end") and event["name"] == "drain_node"
