@@ -25,13 +25,13 @@ def marked(mark: str) -> Iterator[tuple[int, str]]:
                 yield int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
-def folders(mark: str) -> set[Path]:
-    """Return the folders in shared memory of which these processes have files open."""
+def memory_of(mark: str) -> set[Path]:
+    """Return the folders in shared memory of supervised commands that these processes belong to."""
     found = set()
     for process, _ in marked(mark):
         with suppress(OSError):
-            targets = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
-            found |= {Path(*Path(target).parts[:4]) for target in targets if target.startswith("/dev/shm/resharder-")}
+            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            found |= {Path(line.decode().partition("=")[2]) for line in environment if line.startswith(b"RESHARDER_TEST_MEMORY=")}
     return found
 
 
@@ -70,9 +70,10 @@ def supervise(code: str) -> tuple[str, str]:
 
 RESTARTS = """
 import os, subprocess, tempfile
-memory = tempfile.TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm")
-file = open(os.path.join(memory.name, "log"), "w")
-open(tempfile.mkstemp()[1], "w").write("kept")
+from tests.support.daemon import Daemon
+from tests.support.node import Node
+made = Daemon(), Node("127.0.0.1:1", "one")
+open(tempfile.mkstemp()[1], "w").write("text")
 while True:
     one = subprocess.Popen(["sh", "-c", "kill -STOP $$"], start_new_session=True)
     other = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -85,7 +86,8 @@ def test_a_signal_ends_stopped_processes_and_those_of_other_sessions_too(mark: s
     """The signal goes to the whole process group, as that of a terminal does."""
     driver = start(mark, *supervise(RESTARTS))
     assert wait_for(lambda: len(list(marked(mark))) >= 4, 60), list(marked(mark))
-    (memory,) = folders(mark)
+    (memory,) = memory_of(mark)
+    assert len(list(memory.iterdir())) == 2, "of the daemon and the node"
     os.killpg(driver.pid, number)
     assert driver.wait(60) == 128 + number
     assert (list(marked(mark)), memory.exists(), list(Path(mark).iterdir())) == ([], False, [])
@@ -104,10 +106,11 @@ def test_sigterm_to_the_driver_of_the_matrix_ends_the_cycles(mark: str) -> None:
     driver = start(mark, "-m", "tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2")
 
     def runs() -> bool:
-        return any("node_main" in line for _, line in marked(mark)) and len(list(marked(mark))) >= 6 and len(folders(mark)) >= 2
+        return any("node_main" in line for _, line in marked(mark)) and len(list(marked(mark))) >= 6
 
     assert wait_for(runs, 300), list(marked(mark))
-    memory = folders(mark)
+    (memory,) = memory_of(mark)
+    assert len(list(memory.iterdir())) >= 2
     driver.terminate()
     assert driver.wait(60) == 128 + signal.SIGTERM
-    assert (list(marked(mark)), [path for path in memory if path.exists()], list(Path(mark).iterdir())) == ([], [], [])
+    assert (list(marked(mark)), memory.exists(), list(Path(mark).iterdir())) == ([], False, [])

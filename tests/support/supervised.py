@@ -19,7 +19,7 @@ MARK = "RESHARDER_SUPERVISED"
 """Variable in the environment of every process of a command; its value is the folder for their temporary files."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-_SHARED = "/dev/shm/resharder-"
+_MEMORY = "RESHARDER_TEST_MEMORY"
 
 
 class _Ended(BaseException):
@@ -33,24 +33,32 @@ class _Ended(BaseException):
 def supervised(command: Sequence[str]) -> int:
     """Run a command, and return its exit status, or 128 + N after signal N to it or to this process.
 
-    All its processes have ended then. Its temporary files remain if it failed. After a signal to this process they are removed,
-    with the folders in shared memory of which its processes had files open.
+    All its processes have ended then, and its folders in shared memory are removed. Its temporary files remain if it failed by
+    itself.
     """
-    folder, shared = Path(tempfile.mkdtemp(prefix="resharder-run-")), set[Path]()
+    folder = Path(tempfile.mkdtemp(prefix="resharder-run-"))
+    memory = Path(tempfile.mkdtemp(prefix="resharder-run-", dir=shared_memory()))
     before = {number: signal.signal(number, _end) for number in _SIGNALS}
+    kept = False
     try:
-        environment = os.environ | {MARK: str(folder), "TMPDIR": str(folder)}
+        environment = os.environ | {MARK: str(folder), "TMPDIR": str(folder), _MEMORY: str(memory)}
         status = subprocess.Popen(command, env=environment, start_new_session=True).wait()
+        kept = status != 0
     except _Ended as ended:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        status, shared = 128 + ended.number, {folder, *_shared_folders(folder)}
+        status = 128 + ended.number
     _end_all(folder)
-    for path in shared or ({folder} if status == 0 else ()):
+    for path in (memory,) if kept else (memory, folder):
         shutil.rmtree(path, ignore_errors=True)
     for number, handler in before.items():
         signal.signal(number, handler)
     return status if status >= 0 else 128 - status
+
+
+def shared_memory() -> str:
+    """Return the folder in shared memory below which those of daemons and nodes are: one that ends with a supervised command."""
+    return os.environ.get(_MEMORY, "/dev/shm")
 
 
 def end_with_parent() -> None:
@@ -82,13 +90,3 @@ def _end_all(folder: Path, timeout: float = 60) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"expected all processes to end within {timeout:g} s, left are {[path.name for path in left]}")
         time.sleep(0.05)
-
-
-def _shared_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of a command's processes in shared memory: those of files that they have open."""
-    for process in processes(folder):
-        with suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):
-                    if (target := os.readlink(descriptor)).startswith(_SHARED):
-                        yield Path(*Path(target).parts[:4])
