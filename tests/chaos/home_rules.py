@@ -18,7 +18,7 @@ def lost(events: Sequence[Event]) -> Iterator[Violation]:
     replicas = next((event["replicas"] for event in of(events, "run")), 2)
     for event in (event for event in of(events, "version") if is_lost(event)):
         number, at = event["number"], event["t"]
-        text, homes, since = f"version {number} is lost: {event['why']}", homes_of(events, number), _begun(events, number)
+        text, homes, since = f"version {number} is lost: {event['why']}", homes_of(events, number), begun_of(events, number)
         if replicas > 1:
             yield Violation(at, "lost", f"{text}, with {replicas} replicas")
         if (whole := _whole(events, number)) < at:
@@ -96,7 +96,7 @@ def _away(events: Sequence[Event], node: str) -> Iterator[tuple[float, float]]:
             yield event["before"], event["t"]
 
 
-def _begun(events: Sequence[Event], number: int) -> float:
+def begun_of(events: Sequence[Event], number: int) -> float:
     """Return a time before which a version was not there."""
     ids = {event["id"] for event in _publications(events, number)}
     begun = [event["t"] for event in of(events, "begin") if event["id"] in ids]

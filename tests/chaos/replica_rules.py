@@ -4,14 +4,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tests.chaos.history import Event
-from tests.chaos.home_rules import homes_of
+from tests.chaos.home_rules import begun_of, homes_of
 from tests.chaos.schedule import LEASE, REPLICA_SECONDS
 from tests.chaos.violations import Violation, of, short_of_holders
 
 SHOWN = 1.0
 """Seconds between the daemon's answers about versions and those about nodes, two polls of an observer."""
-STARTS = 20.0
-"""Seconds in which a node starts and reports that it holds nothing; until then the daemon counts what its last process held."""
 BARRED = 60.0
 """Seconds for which the daemon places no replica of a version on a node that reported a problem with it."""
 _LATE = 2 * LEASE + 5.0  # until a node whose fault has ended is live again, and was seen so
@@ -20,7 +18,8 @@ _LATE = 2 * LEASE + 5.0  # until a node whose fault has ended is live again, and
 def holders(events: Sequence[Event]) -> Iterator[Violation]:
     """A version becomes READY once the daemon has all of it, with two replicas, and as many live nodes besides as it takes.
 
-    Nodes are those that the daemon shows, unless what it shows of a node or its own process has just changed.
+    Nodes are those that the daemon shows, unless a node, its process or the daemon's has changed since the version began: until
+    the new process of a node has reported, the daemon counts what the last one held.
     """
     replicas = next((event["replicas"] for event in of(events, "run")), 1)
     seen = dict[int, Event]()
@@ -30,7 +29,8 @@ def holders(events: Sequence[Event]) -> Iterator[Violation]:
             if replicas > 1 and not event.get("whole", True):
                 yield Violation(event["t"], "holders", f"version {event['number']} is READY, and the daemon lacks pieces of it")
     for number, event in seen.items() if replicas > 2 else ():
-        if len(found := holders_of(events, number, event)) < replicas - 1 and not changes(events, event["before"], event["t"]):
+        found = holders_of(events, number, event)
+        if len(found) < replicas - 1 and not changes(events, begun_of(events, number), event["t"]):
             text = f"version {number} is READY with {replicas} replicas, and beside the daemon {sorted(found)} hold it"
             yield Violation(event["t"], "holders", text)
 
@@ -42,18 +42,15 @@ def holders_of(events: Sequence[Event], number: int, ready: Event) -> set[str]:
 
 
 def changes(events: Sequence[Event], begin: float, end: float) -> bool:
-    """Return whether a node's process, its state or the daemon's process has changed around these times."""
+    """Return whether a node's state, its process or the daemon's has changed between these times, or shortly after."""
     states = dict[str, str]()
     for event in events:
-        near = begin - SHOWN <= event["t"] <= end + SHOWN
+        now = begin <= event["t"] <= end + SHOWN
         if event["kind"] == "node":
-            if states.setdefault(event["name"], event["state"]) != event["state"] and near:
+            if states.setdefault(event["name"], event["state"]) != event["state"] and now:
                 return True
             states[event["name"]] = event["state"]
-        elif event["kind"] in ("start", "ready", "death") and _of_nodes(event["process"]):
-            if near or (event["kind"] != "death" and begin - STARTS <= event["t"] <= end):
-                return True
-        elif near and _is_drain(event):
+        elif now and (_is_drain(event) or (event["kind"] in ("start", "ready", "death") and _of_nodes(event["process"]))):
             return True
     return False
 
