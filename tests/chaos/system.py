@@ -2,7 +2,8 @@
 
 `left` has tensor parallelism 2 and maps the daemon's store. `right` has two API servers and is as on another host: it maps the
 files of `node`, or, in every other of its lives, fetches over gRPC. The jobs of the trainer are as on the host of `far`, on one
-without a node, and on that of the daemon, in turn. The folders of all other hosts are empty to each of them.
+without a node, and on that of the daemon, in turn. `third` holds replicas alone. The folders of all other hosts are empty to each
+of them. With security, each has a certificate of its own (`parties`).
 """
 
 import json
