@@ -1,5 +1,8 @@
 """Storms of faults over real processes: `python -m tests.chaos --minutes M --seed S [--storm SECONDS] [--server NAME]`.
 
+The seed determines the schedules, and whether the run has security and how many replicas; `--security`,
+`--no-security` and `--replicas` take the place of what it has.
+
 Prints what was done and every violation; a failing run keeps its folder with the history and the logs of all processes. With
 `--check FILE` the history of an earlier run is checked again.
 """
@@ -16,9 +19,9 @@ from pathlib import Path
 from tests.chaos.history import read
 from tests.chaos.model import check
 from tests.chaos.run import EXPECTED
-from tests.chaos.schedule import SERVERS, draw
+from tests.chaos.schedule import SERVERS, draw, setting_of
 from tests.chaos.storm import Result, Storms
-from tests.chaos.violations import is_lost
+from tests.chaos.violations import is_lost, short_of_holders
 from tests.chaos.violations import published as published_in
 from tests.support.hidden import unavailable
 
@@ -30,7 +33,12 @@ def main() -> int:
     parser.add_argument("--storm", type=float, default=60.0, help="seconds of one storm")
     parser.add_argument("--server", choices=SERVERS, help="run with this server only")
     parser.add_argument("--boots", type=int, default=1, help="kills of servers, and of the trainer, in one storm")
-    parser.add_argument("--schedule", action="store_true", help="print the schedule of the first storm, and run nothing")
+    parser.add_argument("--replicas", type=int, choices=(1, 2, 3), help="the daemon's replicas, in place of those of the seed")
+    security = argparse.BooleanOptionalAction
+    parser.add_argument(
+        "--security", action=security, help="certificates and roles for all, or not, in place of what the seed has"
+    )
+    parser.add_argument("--schedule", action="store_true", help="print the setting and the first schedule, and run nothing")
     parser.add_argument("--check", type=Path, help="check this history, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations")
     given = parser.parse_args()
@@ -38,16 +46,17 @@ def main() -> int:
         found = check(read(given.check), EXPECTED)
         print(*found, f"{len(found)} violations", sep="\n")
         return bool(found)
+    setting = setting_of(given.seed, given.replicas, given.security)
     if given.schedule:
-        print(*draw(f"{given.seed}/0", given.storm, boots=given.boots), sep="\n")
+        print(setting, *draw(f"{given.seed}/0", given.storm, setting, boots=given.boots), sep="\n")
         return 0
     if reason := unavailable():
         parser.error(f"hosts cannot be emulated here: {reason}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends every process of the run first
     folder = Path(tempfile.mkdtemp(prefix="resharder-chaos-"))
-    print(f"seed {given.seed}, in {folder}", flush=True)
+    print(f"seed {given.seed}, {setting}, in {folder}", flush=True)
     servers = (given.server,) if given.server else SERVERS
-    result = Storms(folder, given.seed, servers, given.boots).run(60 * given.minutes, given.storm)
+    result = Storms(folder, given.seed, setting, servers, given.boots).run(60 * given.minutes, given.storm)
     report(result, folder, given.seed)
     if not result.violations and not given.keep:
         shutil.rmtree(folder)
@@ -58,7 +67,6 @@ def main() -> int:
 def report(result: Result, folder: Path, seed: int) -> None:
     """Print counts, violations, and for a failing run its schedules."""
     events = read(folder / "history.jsonl")
-    replicas = next(event["replicas"] for event in events if event["kind"] == "run")
     faults = Counter(event["name"] for event in events if event["kind"] == "fault")
     operations = Counter(event["name"] for event in events if event["kind"] == "begin")
     outcomes = Counter(event["outcome"] for event in events if event["kind"] == "end")
@@ -67,10 +75,13 @@ def report(result: Result, folder: Path, seed: int) -> None:
     moved = [event for event in events if event["kind"] == "moved"]
     copied = {node: max(e["peers"] for e in moved if e["node"] == node) for node in {event["node"] for event in moved}}
     turned = Counter(event["status"] for event in events if event["kind"] == "turned")
+    refused = Counter(event["outcome"] for event in events if event["kind"] == "intrusion")
+    short = {event["number"] for event in events if short_of_holders(event)}
     print(f"{len(result.schedules)} storms, {events[-1]['t']:.0f} s")
     print(f"{result.compared} answers and {result.tokens} tokens compared; not answered: {counted(turned)}")
     print(f"{len(published)} versions published, {at_home} of them on a node; {sum(map(is_lost, events))} lost")
-    print(f"replicas: {replicas}; at least {sum(copied.values())} bytes between nodes; faults: {counted(faults)}")
+    print(f"{len(short)} versions aborted for lack of holders; at least {sum(copied.values())} bytes between nodes")
+    print(f"faults: {counted(faults)}; intrusions: {counted(refused)}")
     print(f"operations: {counted(operations)}; outcomes: {counted(outcomes)}")
     for phase in ("processes", "settled", "arrived"):
         took = [event["seconds"] for event in events if event["kind"] == "peace" and event["phase"] == phase]

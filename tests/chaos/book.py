@@ -50,6 +50,12 @@ class Book:
         self.add("fault", name="node.kill", target=process, given={})
         self.add("death", process=process, status=-9)
 
+    def node(self, name: str, *holds: int, state: str = "LIVE") -> None:
+        self.add("node", name=f"nodes/{name}", state=state, problems={}, holds=list(holds), before=self.now - 0.4)
+
+    def fault(self, name: str, target: str, **given: Any) -> None:
+        self.add("fault", name=name, target=target, given=given)
+
     def lost(self, number: int) -> None:
         self.version(number, "RETIRED", why="LOST: neither the daemon nor a node holds 1 of 2 pieces")
 

@@ -28,7 +28,7 @@ class Faults:
         """Inject one fault; the history has it before it acts."""
         act: Callable[..., None] = getattr(self, "_" + name.replace(".", "_"))
         place = name.partition(".")[0]
-        target = given.get("server") or given.get("node") or given.get("link") or place
+        target = next((given[name] for name in ("server", "node", "link", "party") if given.get(name)), place)
         self._history.record("fault", name=name, target=target, given=given)
         act(**given)
 
@@ -87,6 +87,9 @@ class Faults:
     def _link_silent(self, link: str, seconds: float) -> None:
         self._system.proxies.silence(link)
         self._later(seconds, lambda: self._system.proxies.silence(link, False))
+
+    def _certificates_renew(self, party: str) -> None:
+        self._system.parties.renew(party)
 
     def _lacks_pieces(self) -> bool:
         with suppress(ResharderError):

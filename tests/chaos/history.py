@@ -2,13 +2,16 @@
 
 | kind | fields |
 |---|---|
-| run | `replicas`, `servers`, `nodes`: what the run has |
+| run | `servers`, `nodes`, `replicas`, `security`: what the run has |
 | begin, end | `id`, `name`, `given`; `outcome` (`ok` or a reason), `text`, `result`: an operation |
 | fault | `name`, `target`, `given` |
 | start, ready, death | `process`, `failpoint`, `status` |
 | answer | `client`, `server`, `began`, `versions`, `made`: for each version, which tokens it made |
 | turned | `client`, `server`, `began`, `status`, `reason`: a request without an answer |
 | version, fleet, server, node | changes in the daemon's answers to an observer; `asked`, `before`: this poll and the one before |
+| page | `path`, `status`, `text`: an answer of the daemon's web port that is not 200; status 0 for none |
+| intrusion | `what`, `party`, `outcome`: a call that no role permits |
+| links | `plain`: by link, how many connections were without TLS, as seen in peace |
 | moved | `node`, `origin`, `peers`: bytes that a node received from the daemon and from nodes since it began, as seen in peace |
 | peace | `phase` (`begin`, `arrived`, `end`), `left`: resources that remain |
 | log | `process`, `text`: a fault of its own in a process's log |

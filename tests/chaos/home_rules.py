@@ -18,7 +18,7 @@ def lost(events: Sequence[Event]) -> Iterator[Violation]:
     replicas = next((event["replicas"] for event in of(events, "run")), 2)
     for event in (event for event in of(events, "version") if is_lost(event)):
         number, at = event["number"], event["t"]
-        text, homes, since = f"version {number} is lost: {event['why']}", _homes(events, number), _begun(events, number)
+        text, homes, since = f"version {number} is lost: {event['why']}", homes_of(events, number), begun_of(events, number)
         if replicas > 1:
             yield Violation(at, "lost", f"{text}, with {replicas} replicas")
         if (whole := _whole(events, number)) < at:
@@ -66,7 +66,7 @@ def other_hosts(events: Sequence[Event]) -> Iterator[Violation]:
             yield Violation(events[-1]["t"], "other host", "no rank has written a version on the node of its host")
 
 
-def _homes(events: Sequence[Event], number: int) -> set[str]:
+def homes_of(events: Sequence[Event], number: int) -> set[str]:
     """Return the nodes on which ranks wrote a version, as seen while it was UPLOADING, and by its ranks."""
     seen = (event for event in of(events, "version") if event["number"] == number)
     found = {name.removeprefix("nodes/") for event in seen for name in event.get("homes", ())}
@@ -96,7 +96,7 @@ def _away(events: Sequence[Event], node: str) -> Iterator[tuple[float, float]]:
             yield event["before"], event["t"]
 
 
-def _begun(events: Sequence[Event], number: int) -> float:
+def begun_of(events: Sequence[Event], number: int) -> float:
     """Return a time before which a version was not there."""
     ids = {event["id"] for event in _publications(events, number)}
     begun = [event["t"] for event in of(events, "begin") if event["id"] in ids]

@@ -1,4 +1,6 @@
-"""The nodes of a run: `node` holds versions for the server `right`, and the trainer writes on `far` in some of its lives."""
+"""The nodes of a run: `node` holds versions for the server `right`, the trainer writes on `far` in some of its lives, and `third`
+holds replicas alone.
+"""
 
 import re
 import signal
@@ -19,6 +21,10 @@ CAPACITY = {"node": 10 << 20, "far": 17 << 20}
 
 On `far`, two more, for the files that ranks write next.
 """
+REPLICATED = {"node": 10 << 20, "far": 32 << 20, "third": 25 << 20}
+"""The same with more than two replicas: all but `node` have memory for every version that the daemon retains, and two further
+ones, so that older replicas move to `third`, and none is missing in peace.
+"""
 SETS = 2
 """Sets of files for which a node keeps memory free while ranks on its host are registered."""
 _SMALL = 4096  # bytes: no version fits
@@ -27,12 +33,12 @@ _SMALL = 4096  # bytes: no version fits
 class KeptNode:
     """`resharder-node`. `small` (memory for no version) and `failpoint` hold for its next process only.
 
-    Other nodes and the daemon reach its data port, at `data`, through `data_address`.
+    `options` are those of the node, without their prefix.
     """
 
-    def __init__(self, name: str, endpoint: str, data: str, data_address: str, folder: Path) -> None:
+    def __init__(self, name: str, endpoint: str, folder: Path, **options: object) -> None:
         self.name = name
-        self.node = Node(endpoint, name, limit_bytes=CAPACITY[name], listen=data, address=data_address)
+        self.node = Node(endpoint, name, **options)
         self.node.log = folder / f"{name}.log"
         self.small, self.failpoint = False, ""
         self.limited, self.armed = False, ""  # of the process that runs
@@ -135,6 +141,11 @@ def node_problems(name: str, nodes: Iterable[NodeStatus], use: NodeUse, memory: 
     return problems
 
 
+def memory_of(name: str, replicas: int) -> int:
+    """Return the bytes of versions that a node may hold."""
+    return (CAPACITY if replicas <= 2 else REPLICATED)[name]
+
+
 def port() -> str:
-    """Return a free address for a data port."""
+    """Return a free address for a port."""
     return f"127.0.0.1:{free_port()}"

@@ -3,15 +3,18 @@
     for violation in check(read(file), documented):
         print(violation)
 
-Each rule is a function from events to violations; RULES lists them. Those about nodes are in `home_rules`.
+Each rule is a function from events to violations; RULES lists them. Those about nodes are in `home_rules` and
+`replica_rules`, those about security in `access_rules`.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from tests.chaos.access_rules import intrusions, pages, plain
 from tests.chaos.history import Event
 from tests.chaos.home_rules import lost, moved_to_lost, other_hosts
+from tests.chaos.replica_rules import holders, needless
 from tests.chaos.violations import Violation, is_lost, of, published
 from tests.support.client_traffic import first_wrong
 
@@ -327,5 +330,5 @@ def peace(events: Sequence[Event]) -> Iterator[Violation]:
 Rule = Callable[[Sequence[Event]], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
     wrong_token, wrong_label, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
-    lost, moved_to_lost, other_hosts,
+    lost, moved_to_lost, other_hosts, holders, needless, intrusions, plain, pages,
 )  # fmt: skip

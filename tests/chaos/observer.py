@@ -92,7 +92,9 @@ def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
 def shown_node(node: NodeStatus) -> dict[str, Any]:
     """Return the fields of a node that the history has."""
     problems = {copy.version: re.sub(r"\d+", "…", copy.problem) for copy in node.copies if copy.problem}
-    return {"name": node.name, "state": node.state.value, "problems": problems}
+    whole = [copy.version for copy in node.copies if copy.held_pieces == copy.pieces > 0]
+    holds = sorted(int(version.rpartition("/")[2]) for version in whole)
+    return {"name": node.name, "state": node.state.value, "problems": problems, "holds": holds}
 
 
 def shown_server(server: ServerStatus) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 from resharder.client.errors import Refused, ResharderError
 from resharder.client.operator.answers import FleetStatus, ServerStatus, UpdateStrategy, VersionTarget
+from resharder.client.operator.nodes import NodeStatus
 from resharder.client.operator.states import (
     MovePhase,
     PublisherState,
@@ -22,9 +23,11 @@ from resharder.client.operator.states import (
 
 from tests.chaos.history import Event, History
 from tests.chaos.kept_node import NodeUse, node_problems
+from tests.chaos.kept_server import BOOT
 from tests.chaos.operations import FLEET, Operations
-from tests.chaos.system import BOOT, KEPT, RANKS, System, pages_of, processes_of, wait_for
+from tests.chaos.system import KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, Asked, ask
+from tests.support.node import stored
 
 ARRIVE = 90.0
 """Seconds in which everything arrives once every process runs; three attempts of an install are up to 60 s apart."""
@@ -148,15 +151,17 @@ class Peace:
         def there() -> bool:
             with suppress(ResharderError):
                 servers, found = observer.servers(), observer.nodes()
+                problems[:] = [f"{short.version}: {short.problem}" for short in observer.replica_shortages()]
                 ready = [v.number for v in observer.versions(FLEET) if v.state == VersionState.READY]
-                problems[:] = [
-                    problem
-                    for name, kept in nodes.items()
-                    for problem in node_problems(name, found, self._use_of(name, newest, servers), kept.memory(), ready)
-                ]
+                for name, kept in nodes.items():
+                    use = self._use_of(name, newest, servers)
+                    problems.extend(node_problems(name, found, use, kept.memory(), ready))
+                    problems.extend(altered(self._system, name, found))
             return not problems
 
         wait_for(there, ARRIVE)
+        plain = {link.name: link.plain for link in self._system.proxies.links.values() if link.plain}
+        self._history.record("links", plain=plain)
         for node in observer.nodes():
             self._history.record("moved", node=node.name, origin=node.received_origin_bytes, peers=node.received_peer_bytes)
         return problems
@@ -175,7 +180,7 @@ class Peace:
         move = self._system.observer.fleet(FLEET).move
         if move is not None and move.state in (MovePhase.HOLDING, MovePhase.STOPPED):
             with suppress(Refused):
-                self._system.observer.approve(FLEET, move=move.id, reason="peace")
+                self._system.operator.approve(FLEET, move=move.id, reason="peace")
 
     def _answers(self, version: int) -> list[str]:
         problems = []
@@ -185,6 +190,21 @@ class Peace:
                 if not isinstance(found, Asked) or found.versions != (str(version),):
                     problems.append(f"{name} serves version {version} and answers {found}")
         return problems
+
+
+def altered(system: System, name: str, nodes: Iterable[NodeStatus]) -> list[str]:
+    """Return the versions that a node reports to hold and whose files there are not those of the store."""
+    copies = [copy for node in nodes if node.name == f"nodes/{name}" for copy in node.copies]
+    found = []
+    for copy in copies:
+        if copy.held_pieces == copy.pieces and not copy.uploading:
+            try:
+                same = system.nodes[name].node.files(copy.version) == stored(system.daemon, copy.version)
+            except (OSError, ValueError) as error:
+                found.append(f"{name} reports {copy.version}: {type(error).__name__}: {error}")
+            else:
+                found += [] if same else [f"{name} has other bytes of {copy.version} than the store"]
+    return found
 
 
 def set_aside_seconds(events: Iterable[Event], node: str) -> float:

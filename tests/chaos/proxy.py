@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _CHUNK = 1 << 14
+_HANDSHAKE = b"\x16"  # the type of the first record of TLS
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of zero seconds: closing sends RST
 
 
@@ -25,6 +26,7 @@ class Link:
         delay: Seconds before each chunk of at most 16 KiB is forwarded.
         accepted: Connections so far.
         forwarded: Bytes so far, in both directions.
+        plain: Connections so far whose first byte was not that of a TLS handshake.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Link:
     delay: float = 0.0
     accepted: int = 0
     forwarded: int = 0
+    plain: int = 0
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _flowing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,7 +55,8 @@ class Link:
             except OSError:
                 return _reset(writer)
             self._writers.add(to_target)
-            pumps = [asyncio.create_task(self._pump(reader, to_target)), asyncio.create_task(self._pump(from_target, writer))]
+            there, back = self._pump(reader, to_target, first=True), self._pump(from_target, writer)
+            pumps = [asyncio.create_task(there), asyncio.create_task(back)]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for pump in pumps:
                 pump.cancel()
@@ -62,9 +66,11 @@ class Link:
         finally:
             self._close(writer)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, first: bool = False) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(_CHUNK):
+                self.plain += first and not data.startswith(_HANDSHAKE)
+                first = False
                 if self.delay:
                     await asyncio.sleep(self.delay)
                 await self._flowing.wait()

@@ -1,17 +1,19 @@
 """A run of real processes: the system, its operator, an observer, clients, and their history."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from resharder.client.operator.nodes import NodeLife
 
 from tests.chaos.history import History
+from tests.chaos.kept_server import BOOT
 from tests.chaos.model import check
 from tests.chaos.observer import Observer
 from tests.chaos.operations import Operations
 from tests.chaos.peace import left_at_the_end
-from tests.chaos.system import BOOT, MARK, System, processes_of, wait_for
+from tests.chaos.schedule import Setting
+from tests.chaos.system import MARK, System, processes_of, wait_for
 from tests.chaos.traffic import Traffic
 from tests.chaos.violations import Violation
 from tests.failpoints.cycle import DOCUMENTED
@@ -27,14 +29,12 @@ class Run:
     Args:
         folder: For the history, logs and configurations.
         servers: Names of the servers that take part.
-        nodes: Names of the nodes that take part.
-        replicas: The daemon's `replicas`.
+        setting: What the run has besides.
     """
 
     folder: Path
     servers: tuple[str, ...]
-    nodes: tuple[str, ...] = ()
-    replicas: int = 2
+    setting: Setting
     history: History = field(init=False)
     system: System = field(init=False)
     operations: Operations = field(init=False)
@@ -43,8 +43,8 @@ class Run:
     def __post_init__(self) -> None:
         os.environ[MARK] = str(self.folder)
         self.history = History(self.folder / "history.jsonl")
-        self.history.record("run", replicas=self.replicas, servers=self.servers, nodes=self.nodes)
-        self.system = System(self.folder, self.history, self.servers, self.nodes, self.replicas)
+        self.history.record("run", servers=self.servers, **asdict(self.setting))
+        self.system = System(self.folder, self.history, self.servers, self.setting)
         self.operations = Operations(self.system, self.history)
         self._observer, self.traffic = Observer(self.system, self.history), Traffic(self.system, self.history)
 
@@ -54,7 +54,7 @@ class Run:
         for name in [name for name in keepers if name not in self.system.servers]:
             keepers[name].open()
             self.system.up(name, 120)
-            if name in self.nodes and not wait_for(lambda name=name: self._is_live(name), 60):  # type: ignore[misc]
+            if name in self.setting.nodes and not wait_for(lambda name=name: self._is_live(name), 60):  # type: ignore[misc]
                 raise TimeoutError(f"expected {name} to be live")
         self._observer.open()
         if not wait_for(lambda: self.operations.publish() == "ok", 180):

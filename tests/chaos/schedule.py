@@ -1,4 +1,4 @@
-"""The schedule of a storm: which fault and which operation happens when, from the seed alone.
+"""The setting of a run, and the schedule of a storm: which fault and which operation happens when, from the seed alone.
 
 Values that depend on the state of a run, such as the version of a rollback, are drawn as fractions (`pick`) and resolved when the
 action runs.
@@ -16,12 +16,58 @@ STOP = 1.6 * LEASE
 """Seconds for which a process is stopped: past its lease."""
 SERVERS = ("left", "right")
 NODES = ("node", "far")
-LINKS = (*SERVERS, "trainer", "operator", *NODES, "data", *(f"{name}-data" for name in NODES))
-"""Links to the daemon's RPCs, by the caller; `data` to its data port, and `node-data` and `far-data` to those of the nodes."""
+THIRD = "third"
+"""Node of a host without ranks and servers, for runs with more than two replicas."""
+REPLICA_SECONDS = 10.0
+"""The daemon's `replica_seconds`."""
 _PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
-Draw = Callable[[random.Random], tuple[str, Given]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run has besides its schedules.
+
+    Attributes:
+        nodes: Names of the nodes that take part.
+        replicas: The daemon's `replicas`.
+        security: Whether every party has a certificate and the roles that it needs.
+    """
+
+    nodes: tuple[str, ...] = ()
+    replicas: int = 2
+    security: bool = False
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Links to the daemon's RPCs, by the caller; `data` to its data port, and `NODE-data` to those of the nodes."""
+        return (*SERVERS, "trainer", "operator", *self.nodes, "data", *(f"{name}-data" for name in self.nodes))
+
+    def __str__(self) -> str:
+        return f"replicas {self.replicas}, {'with' if self.security else 'without'} security, nodes {', '.join(self.nodes)}"
+
+
+def setting_of(seed: int, replicas: int | None = None, security: bool | None = None) -> Setting:
+    """Return the setting of a seed: three replicas for each fifth one, else one or two; security for each third one.
+
+    Args:
+        seed: Seed of the run.
+        replicas: Replicas in place of those of the seed.
+        security: Whether to have security, in place of what the seed has.
+    """
+    replicas = replicas or (2 - seed % 2 if seed % 5 else 3)
+    nodes = (*NODES, THIRD) if replicas > 2 else NODES
+    return Setting(nodes, replicas, seed % 3 == 0 if security is None else security)
+
+
+class Chance(random.Random):
+    """A source of random numbers for the runs of one setting."""
+
+    setting = Setting(NODES)
+
+
+Draw = Callable[[Chance], tuple[str, Given]]
 
 
 @dataclass(frozen=True)
@@ -37,21 +83,19 @@ class Action:
         return f"{self.at:6.1f} s  {self.kind:9} {self.name} {self.given or ''}"
 
 
-def replicas_of(seed: int) -> int:
-    """Return the daemon's `replicas` in the runs of a seed."""
-    return 2 - seed % 2
-
-
-def draw(seed: str, seconds: float, *, boots: int = 1) -> list[Action]:
+def draw(seed: str, seconds: float, setting: Setting = Chance.setting, *, boots: int = 1) -> list[Action]:
     """Return the actions of one storm, in order.
 
     Args:
         seed: Seed of this storm.
         seconds: Length of the storm.
+        setting: What the run has.
         boots: Bound on the faults after which a vLLM server has to boot, and on those after which the trainer has to.
     """
-    chance = random.Random(seed)
-    actions = [*_spread(chance, seconds, 2.0, "operation", OPERATIONS), *_spread(chance, seconds, 5.0, "fault", FAULTS)]
+    chance = Chance(seed)
+    chance.setting = setting
+    faults = {**FAULTS, **(SECURED if setting.security else {})}
+    actions = [*_spread(chance, seconds, 2.0, "operation", OPERATIONS), *_spread(chance, seconds, 5.0, "fault", faults)]
     kept, left = [], {"server.kill": boots, "trainer.kill": boots}
     for action in sorted(actions, key=lambda action: action.at):
         if action.name in left:
@@ -61,7 +105,7 @@ def draw(seed: str, seconds: float, *, boots: int = 1) -> list[Action]:
     return kept
 
 
-def _spread(chance: random.Random, seconds: float, mean: float, kind: str, table: dict[Draw, int]) -> list[Action]:
+def _spread(chance: Chance, seconds: float, mean: float, kind: str, table: dict[Draw, int]) -> list[Action]:
     found, at = [], chance.expovariate(1 / mean)
     while at < seconds:
         (choice,) = chance.choices(list(table), list(table.values()))
@@ -74,23 +118,23 @@ def _spread(chance: random.Random, seconds: float, mean: float, kind: str, table
 # Operations
 
 
-def _publish(chance: random.Random) -> tuple[str, Given]:
+def _publish(chance: Chance) -> tuple[str, Given]:
     return "publish", {"retry": chance.random() < 0.5, "direct": chance.random() < 0.7}
 
 
-def _target(chance: random.Random) -> tuple[str, Given]:
+def _target(chance: Chance) -> tuple[str, Given]:
     return "target", {"pick": round(chance.random(), 3), "accept_refused": chance.random() < 0.5}
 
 
-def _latest(chance: random.Random) -> tuple[str, Given]:
+def _latest(chance: Chance) -> tuple[str, Given]:
     return "latest", {"accept_refused": chance.random() < 0.5}
 
 
-def _rollback(chance: random.Random) -> tuple[str, Given]:
+def _rollback(chance: Chance) -> tuple[str, Given]:
     return "rollback", {"pick": chance.choice((None, round(chance.random(), 3)))}
 
 
-def _strategy(chance: random.Random) -> tuple[str, Given]:
+def _strategy(chance: Chance) -> tuple[str, Given]:
     kind = chance.choice(("ALL_AT_ONCE", "ALL_AT_ONCE", "ROLLING", "CANARY", "ATOMIC"))
     given: Given = {"kind": kind}
     if kind == "ROLLING":
@@ -100,39 +144,39 @@ def _strategy(chance: random.Random) -> tuple[str, Given]:
     return "strategy", given
 
 
-def _skew(chance: random.Random) -> tuple[str, Given]:
+def _skew(chance: Chance) -> tuple[str, Given]:
     return "skew", {"bound": chance.choice((0, 0, 1, 2))}
 
 
-def _ahead(chance: random.Random) -> tuple[str, Given]:
+def _ahead(chance: Chance) -> tuple[str, Given]:
     return "ahead", {"on": chance.choice((None, None, True, False))}
 
 
-def _sleep(chance: random.Random) -> tuple[str, Given]:
+def _sleep(chance: Chance) -> tuple[str, Given]:
     return "sleep", {"server": chance.choice(("", *SERVERS)), "level": chance.choice((1, 2))}
 
 
-def _wake(chance: random.Random) -> tuple[str, Given]:
+def _wake(chance: Chance) -> tuple[str, Given]:
     return "wake", {"server": ""}
 
 
-def _drain(chance: random.Random) -> tuple[str, Given]:
+def _drain(chance: Chance) -> tuple[str, Given]:
     return "drain", {"server": chance.choice(SERVERS)}
 
 
-def _gc(chance: random.Random) -> tuple[str, Given]:
+def _gc(chance: Chance) -> tuple[str, Given]:
     return "gc", {"keep": chance.choice((1, 2, 3)), "pick": chance.choice((None, round(chance.random(), 3)))}
 
 
-def _drain_node(chance: random.Random) -> tuple[str, Given]:
-    return "drain_node", {"node": chance.choice(NODES)}
+def _drain_node(chance: Chance) -> tuple[str, Given]:
+    return "drain_node", {"node": chance.choice(chance.setting.nodes)}
 
 
-def _resume_node(chance: random.Random) -> tuple[str, Given]:
-    return "resume_node", {"node": chance.choice(NODES)}
+def _resume_node(chance: Chance) -> tuple[str, Given]:
+    return "resume_node", {"node": chance.choice(chance.setting.nodes)}
 
 
-def _pause_mode(chance: random.Random) -> tuple[str, Given]:
+def _pause_mode(chance: Chance) -> tuple[str, Given]:
     return "pause_mode", {"mode": chance.choice(("KEEP", "KEEP", "WAIT", "ABORT"))}
 
 
@@ -151,16 +195,16 @@ OPERATIONS: dict[Draw, int] = {
 # Faults
 
 
-def _daemon_kill(chance: random.Random) -> tuple[str, Given]:
+def _daemon_kill(chance: Chance) -> tuple[str, Given]:
     return "daemon.kill", {"down": round(chance.choice((0.0, chance.uniform(0, 3), LEASE * 1.5)), 1), "failpoint": _point(chance)}
 
 
-def _point(chance: random.Random) -> str:
+def _point(chance: Chance) -> str:
     """Return a failpoint of the daemon, or none."""
     return "" if chance.random() < 0.4 else _armed(chance, (*DaemonPoint.__args__, *DaemonFilePoint.__args__))
 
 
-def _armed(chance: random.Random, points: Sequence[str]) -> str:
+def _armed(chance: Chance, points: Sequence[str]) -> str:
     """Return one of some failpoints with a kind of fault."""
     point = chance.choice(points)
     kinds = ["kill", f"stop:{STOP}", "delay:1"]
@@ -170,50 +214,54 @@ def _armed(chance: random.Random, points: Sequence[str]) -> str:
     return f"{point}@{passes}={chance.choice(kinds)}"
 
 
-def _daemon_stop(chance: random.Random) -> tuple[str, Given]:
+def _daemon_stop(chance: Chance) -> tuple[str, Given]:
     return "daemon.stop", {"seconds": chance.choice((1.0, STOP))}
 
 
-def _node_kill(chance: random.Random) -> tuple[str, Given]:
+def _node_kill(chance: Chance) -> tuple[str, Given]:
     point = "" if chance.random() < 0.6 else _armed(chance, (*NodePoint.__args__, *NodeFilePoint.__args__))
     down = round(chance.choice((0.0, chance.uniform(0, 3), LEASE * 1.5)), 1)
-    given = {"node": chance.choice(NODES), "down": down, "failpoint": point, "small": chance.random() < 0.25}
+    given = {"node": chance.choice(chance.setting.nodes), "down": down, "failpoint": point, "small": chance.random() < 0.25}
     return "node.kill", {**given, "alone": chance.random() < 0.5 and given["node"] == "far"}
 
 
-def _node_stop(chance: random.Random) -> tuple[str, Given]:
-    return "node.stop", {"node": chance.choice(NODES), "seconds": chance.choice((2.0, STOP))}
+def _node_stop(chance: Chance) -> tuple[str, Given]:
+    return "node.stop", {"node": chance.choice(chance.setting.nodes), "seconds": chance.choice((2.0, STOP))}
 
 
-def _rank_kill(chance: random.Random) -> tuple[str, Given]:
+def _rank_kill(chance: Chance) -> tuple[str, Given]:
     return "trainer.kill", {"part": chance.choice(("rank", "job")), "new_job": chance.random() < 0.5}
 
 
-def _rank_stop(chance: random.Random) -> tuple[str, Given]:
+def _rank_stop(chance: Chance) -> tuple[str, Given]:
     return "trainer.stop", {"rank": chance.choice((0, 1)), "seconds": STOP}
 
 
-def _server_kill(chance: random.Random) -> tuple[str, Given]:
+def _server_kill(chance: Chance) -> tuple[str, Given]:
     return "server.kill", {"server": chance.choice(SERVERS), "part": chance.choice(_PARTS), "pick": round(chance.random(), 3)}
 
 
-def _server_stop(chance: random.Random) -> tuple[str, Given]:
+def _server_stop(chance: Chance) -> tuple[str, Given]:
     part = chance.choice(("api", "engine", "worker"))
     given = {"server": chance.choice(SERVERS), "part": part, "pick": round(chance.random(), 3)}
     return "server.stop", {**given, "seconds": chance.choice((2.0, STOP))}
 
 
-def _cut(chance: random.Random) -> tuple[str, Given]:
-    return "link.cut", {"link": chance.choice(LINKS)}
+def _cut(chance: Chance) -> tuple[str, Given]:
+    return "link.cut", {"link": chance.choice(chance.setting.links)}
 
 
-def _slow(chance: random.Random) -> tuple[str, Given]:
+def _slow(chance: Chance) -> tuple[str, Given]:
     delay = chance.choice((0.02, 0.2))
-    return "link.slow", {"link": chance.choice(LINKS), "delay": delay, "seconds": chance.choice((3.0, LEASE, STOP))}
+    return "link.slow", {
+        "link": chance.choice(chance.setting.links),
+        "delay": delay,
+        "seconds": chance.choice((3.0, LEASE, STOP)),
+    }
 
 
-def _silent(chance: random.Random) -> tuple[str, Given]:
-    return "link.silent", {"link": chance.choice(LINKS), "seconds": chance.choice((2.0, STOP))}
+def _silent(chance: Chance) -> tuple[str, Given]:
+    return "link.silent", {"link": chance.choice(chance.setting.links), "seconds": chance.choice((2.0, STOP))}
 
 
 FAULTS: dict[Draw, int] = {
@@ -221,3 +269,11 @@ FAULTS: dict[Draw, int] = {
     _silent: 4, _node_kill: 7, _node_stop: 4,
 }  # fmt: skip
 """Weight of each fault."""
+
+
+def _renew(chance: Chance) -> tuple[str, Given]:
+    return "certificates.renew", {"party": chance.choice(("daemon", *SERVERS, "trainer", "operator", *chance.setting.nodes))}
+
+
+SECURED: dict[Draw, int] = {_renew: 6}
+"""Weight of each fault of runs with security alone."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.faults import Faults
+from tests.chaos.intruder import Intruder
 from tests.chaos.peace import Peace
 from tests.chaos.run import Run
-from tests.chaos.schedule import NODES, Action, draw, replicas_of
+from tests.chaos.schedule import Action, Setting, draw
+from tests.chaos.scraper import Scraper
 from tests.chaos.violations import Violation
 
 
@@ -29,13 +31,15 @@ class Storms:
     Args:
         folder: For the history, logs and configurations.
         seed: Seed of all schedules.
+        setting: What the run has.
         servers: Names of the servers that take part.
         boots: Bound on the faults of one storm after which a server, or the trainer job, has to boot.
     """
 
-    def __init__(self, folder: Path, seed: int, servers: tuple[str, ...], boots: int = 1) -> None:
-        self.result, self._seed, self._boots = Result(folder), seed, boots
-        self._run = Run(folder, servers, NODES, replicas_of(seed))
+    def __init__(self, folder: Path, seed: int, setting: Setting, servers: tuple[str, ...], boots: int = 1) -> None:
+        self.result, self._seed, self._setting, self._boots = Result(folder), seed, setting, boots
+        self._run = Run(folder, servers, setting)
+        self._beside = Scraper(self._run.system, self._run.history), Intruder(self._run.system, self._run.history)
         self._faults = Faults(self._run.system, self._run.history)
         self._peace = Peace(self._run.system, self._run.operations, self._run.history)
         self._pool = ThreadPoolExecutor(24)
@@ -44,10 +48,12 @@ class Storms:
         """Run storms of `storm` seconds until `seconds` have passed since the servers were ready; at least one."""
         try:
             self._run.boot()
+            for thread in self._beside:
+                thread.open()
             end = time.monotonic() + seconds
             while not self.result.schedules or time.monotonic() < end:
                 number = len(self.result.schedules)
-                schedule = draw(f"{self._seed}/{number}", storm, boots=self._boots)
+                schedule = draw(f"{self._seed}/{number}", storm, self._setting, boots=self._boots)
                 self.result.schedules.append(schedule)
                 self._blow(schedule)
                 if self._run.violations():
@@ -56,6 +62,8 @@ class Storms:
             self._run.history.record("trouble", text=f"{type(error).__name__}: {error}")
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
+            for thread in self._beside:
+                thread.close()
             self._run.close()
         self.result.compared, self.result.tokens = self._run.traffic.compared, self._run.traffic.tokens
         self.result.violations = self._run.violations()

@@ -2,16 +2,15 @@
 
 `left` has tensor parallelism 2 and maps the daemon's store. `right` has two API servers and is as on another host: it maps the
 files of `node`, or, in every other of its lives, fetches over gRPC. The jobs of the trainer are as on the host of `far`, on one
-without a node, and on that of the daemon, in turn. The folders of all other hosts are empty to each of them.
+without a node, and on that of the daemon, in turn. `third` holds replicas alone. The folders of all other hosts are empty to each
+of them. With security, each has a certificate of its own (`parties`).
 """
 
-import http.client
 import json
 import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,28 +23,20 @@ from resharder.client.operator import Operator
 from demo.trainer_job import TrainerJob
 from tests.chaos.history import History
 from tests.chaos.keeper import Keeper, Supervised
-from tests.chaos.kept_node import KeptNode, port
+from tests.chaos.kept_node import KeptNode, memory_of, port
+from tests.chaos.kept_server import KeptServer
+from tests.chaos.parties import Parties
 from tests.chaos.proxy import Proxies
-from tests.chaos.schedule import LEASE, LINKS, NODES
+from tests.chaos.schedule import LEASE, NODES, REPLICA_SECONDS, Setting
 from tests.support.daemon import Daemon
 from tests.support.hidden import hiding
 from tests.support.tiny_hf import save_tokenizer, tiny_config
-from tests.support.vllm_server import Response, VllmServer
 
 MARK = "RESHARDER_CHAOS_RUN"
 """Variable in the environment of every process of a run."""
 CONFIG = tiny_config("qwen3_tied")
 RANKS = 2
 KEPT = 4
-BOOT = 900.0
-"""Seconds in which a server boots: 25 on two idle cores, up to 300 where others share them."""
-_RESTING = (
-    b"not serving: an operator put the server to sleep",
-    b"not serving: an operator put it to sleep",
-    b"not serving: drained for maintenance",
-)
-_PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
-_ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-count", "2"]}
 
 
 class KeptDaemon:
@@ -83,8 +74,8 @@ class KeptTrainer:
 
     name = "trainer"
 
-    def __init__(self, endpoint: str, folder: Path, hidden: dict[str, list[Path]]) -> None:
-        self.endpoint, self.folder, self._hidden = endpoint, folder, hidden
+    def __init__(self, endpoint: str, folder: Path, hidden: dict[str, list[Path]], tls: dict[str, str]) -> None:
+        self.endpoint, self.folder, self._hidden, self._tls = endpoint, folder, hidden, tls
         self.starts, self.jobs, self.new_job = 0, 1, False
         self.place, self.moves = next(iter(hidden)), False
         self.job: TrainerJob | None = None
@@ -105,6 +96,7 @@ class KeptTrainer:
         own.mkdir()
         connect = {"job": f"job-{self.jobs}", "direct_wait": 4.0, "connect_timeout": 30.0, "staging_timeout": 60.0}
         connect |= {"register_timeout": 60.0, "transport": "grpc" if self.place == "grpc" else "auto"}
+        connect |= {"tls": self._tls} if self._tls else {}
         settings, wrapper = {"config": CONFIG, "tp": RANKS, "connect": connect}, hiding(self._hidden[self.place])
         self.job = TrainerJob(self.endpoint, "policy", own, settings, RANKS, "tests.chaos.trainer", wrapper)
         return {"job": connect["job"], "place": self.place}
@@ -128,78 +120,6 @@ class KeptTrainer:
         return [process for process in found if "tests.chaos.trainer" in " ".join(process.cmdline())]
 
 
-class KeptServer:
-    """A vLLM deployment. To its processes the folders of `hidden` are empty; `node` is the one of its host, empty for none."""
-
-    def __init__(self, name: str, endpoint: str, config: Path, folder: Path, hidden: list[Path], node: str = "") -> None:
-        self.name, self.starts, self.folder, self._node = name, 0, folder, node
-        self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir="/dev/shm"))
-        environment = {
-            "RESHARDER_ENDPOINT": endpoint,
-            "RESHARDER_SERVER_ID": name,
-            "RESHARDER_HOLD_SECONDS": "5",
-            "RESHARDER_VERIFY_SECONDS": "20",
-            "RESHARDER_STAGING_DIR": str(self.staging),
-            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep",
-            "PYTHONPATH": os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")]),
-        }
-        self.environment, arguments = environment, [*_ARGUMENTS[name], "--load-format", "resharder"]
-        self.server = VllmServer(config, arguments, environment, timeout=BOOT, wrapper=hiding(hidden))
-
-    def start(self) -> dict[str, Any]:
-        self.starts += 1
-        if self._node:
-            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads else "grpc"
-        self.server.log = self.folder / f"{self.name}-{self.starts}.log"
-        self.server.start()
-        self.server.wait_answer(booted, "say that the server has booted", BOOT)
-        return {"seconds": round(self.server.ready_seconds, 1)}
-
-    def ended(self) -> int | None:
-        return -1 if self.server.process is None else self.server.process.poll()
-
-    def end(self) -> None:
-        if self.server.process is not None:
-            self.server.kill()
-
-    def answers(self) -> bool:
-        """Return whether it answers and its engine lives. After the death of a worker, a server may take a minute to end."""
-        with suppress(OSError, http.client.HTTPException):
-            return answers(self.server.request("GET", "/health", timeout=5))
-        return False
-
-    @property
-    def reads(self) -> str:
-        """Node through which its present life reads; empty for none."""
-        return self._node if self.starts % 2 == 1 else ""
-
-    def part(self, part: str) -> list[psutil.Process]:
-        """Return the processes of a part: `api`, `engine`, `worker` or `all`."""
-        if self.server.process is None or self.server.process.poll() is not None:
-            return []
-        main = psutil.Process(self.server.process.pid)
-        every = [main, *main.children(recursive=True)]
-        if part == "all":
-            return every
-        titles = {"api": "VLLM::APIServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
-        found = []
-        for process in every:
-            with suppress(psutil.NoSuchProcess):
-                if titles[part] in " ".join(process.cmdline()):
-                    found.append(process)
-        return found or ([main] if part == "api" else self.part("engine"))
-
-
-def booted(answer: Response) -> bool:
-    """Return whether /health answers as that of a server which serves, or which an operator put to sleep or drained meanwhile."""
-    return answer.status == 200 or (answer.status == 503 and any(reason in answer.body for reason in _RESTING))
-
-
-def answers(answer: Response) -> bool:
-    """Return whether /health answers as that of a server whose engine lives, which may state why it does not serve."""
-    return answer.status == 200 or (answer.status == 503 and b"not serving: " in answer.body)
-
-
 class System:
     """All processes, the proxy between them, and the operator's connection.
 
@@ -207,24 +127,23 @@ class System:
         folder: For logs and configurations.
         history: Record of the run.
         servers: Names of the servers that take part.
-        nodes: Names of the nodes that take part.
-        replicas: The daemon's `replicas`.
+        setting: What the run has besides.
     """
 
-    def __init__(
-        self, folder: Path, history: History, servers: tuple[str, ...], nodes: tuple[str, ...] = (), replicas: int = 2
-    ) -> None:
-        self.folder, self.history = folder, history
-        self.proxies = Proxies()
+    def __init__(self, folder: Path, history: History, servers: tuple[str, ...], setting: Setting) -> None:
+        self.folder, self.history, self.setting = folder, history, setting
+        self.parties, nodes = Parties(folder, setting.nodes, setting.security), setting.nodes
+        self.proxies, self.web = Proxies(), port()
         ports = {link: port() for link in ("data", *(f"{name}-data" for name in nodes))}
         endpoint = {name: self.proxies.link(name, address).endpoint for name, address in ports.items()}
-        options = {"data_listen": ports["data"], "data_address": endpoint["data"], "replicas": replicas}
-        self.daemon = Daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0, **options)
+        options = {"data_listen": ports["data"], "data_address": endpoint["data"], "web_listen": self.web}
+        options |= {"replicas": setting.replicas, "replica_seconds": REPLICA_SECONDS}
+        self.daemon = self.parties.daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0, **options)
         self.steps: dict[int, int] = {}  # {version: step}; a step is the seed of its weights
         self.undo: list[Callable[[], None]] = []
         self.heals = 0
         self.pages: set[Path] = set()  # version pages of all servers so far
-        for link in LINKS:
+        for link in setting.links:
             if link not in endpoint:
                 endpoint[link] = self.proxies.link(link, self.daemon.endpoint).endpoint
         config = folder / "config"
@@ -233,22 +152,43 @@ class System:
         (config / "config.json").write_text(json.dumps(CONFIG))
         self.kept_daemon = KeptDaemon(self.daemon)
         self.nodes = {
-            name: KeptNode(name, endpoint[name], ports[f"{name}-data"], endpoint[f"{name}-data"], folder) for name in nodes
+            name: KeptNode(
+                name,
+                endpoint[name],
+                folder,
+                listen=ports[f"{name}-data"],
+                address=endpoint[f"{name}-data"],
+                limit_bytes=memory_of(name, setting.replicas),
+                **self.parties.node_options(name),
+            )
+            for name in nodes
         }
         hosts = {"store": self.daemon.folder} | {name: kept.node.root for name, kept in self.nodes.items()}
         hidden = {host: [other for name, other in hosts.items() if name != host] for host in (*hosts, "grpc")}
         self.trainer = KeptTrainer(
-            endpoint["trainer"], folder, {place: hidden[place] for place in ("far", "grpc", "store") if place in hidden}
+            endpoint["trainer"],
+            folder,
+            {place: hidden[place] for place in ("far", "grpc", "store") if place in hidden},
+            self.parties.files("trainer"),
         )
         host = {"left": "store", "right": "node" if "node" in nodes else "grpc"}
         self.servers = {
-            name: KeptServer(name, endpoint[name], config, folder, hidden[host[name]], host[name] if host[name] in nodes else "")
+            name: KeptServer(
+                name,
+                endpoint[name],
+                config,
+                folder,
+                hidden[host[name]],
+                host[name] if host[name] in nodes else "",
+                self.parties.environment(name),
+            )
             for name in servers
         }
         every: tuple[Supervised, ...] = (self.kept_daemon, *self.nodes.values(), self.trainer, *self.servers.values())
         self.keepers = {kept.name: Keeper(kept, history) for kept in every}
-        self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0)
-        self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0)
+        tls = self.parties.tls
+        self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0, tls=tls("operator"))
+        self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0, tls=tls("observer"))
 
     def up(self, name: str, timeout: float) -> None:
         """Wait until a process runs, and if it is a server, answers."""

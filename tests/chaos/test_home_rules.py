@@ -78,7 +78,7 @@ def test_a_lost_version_with_two_replicas_is_found() -> None:
     book = on_far(replicas=2)
     book.death("far")
     book.lost(2)
-    assert book.rules() == ["lost"]
+    assert "lost" in book.rules()
 
 
 def test_a_lost_version_that_no_rank_wrote_on_a_node_is_found() -> None:

@@ -120,3 +120,14 @@ def test_a_connection_that_ended_is_forgotten(proxies: Proxies) -> None:
         time.sleep(0.01)
     assert link.connections == 0
     target.close()
+
+
+def test_connections_that_do_not_begin_with_a_handshake_are_counted(proxies: Proxies) -> None:
+    target = Echo(port := free_port())
+    link = proxies.link("a", f"127.0.0.1:{port}")
+    for first, expected in ((b"\x16\x03\x01", 0), (b"PRI * HTTP/2.0", 1)):
+        with connect(proxies) as connection:
+            assert said(connection, first) == first
+            assert said(connection, b"later") == b"later"
+        assert link.plain == expected
+    target.close()

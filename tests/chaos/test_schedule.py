@@ -1,8 +1,15 @@
-"""The schedule is determined by its seed."""
+"""The setting and the schedule are determined by their seed."""
 
+import sys
+
+import pytest
+
+from tests.chaos.__main__ import main
 from tests.chaos.faults import Faults
 from tests.chaos.operations import Operations
-from tests.chaos.schedule import draw
+from tests.chaos.schedule import NODES, THIRD, Setting, draw, setting_of
+
+EVERYTHING = Setting((*NODES, THIRD), 3, True)
 
 
 def test_a_seed_has_one_schedule() -> None:
@@ -10,14 +17,46 @@ def test_a_seed_has_one_schedule() -> None:
     assert draw("1/0", 300) != draw("1/1", 300)
 
 
+@pytest.mark.parametrize(
+    ("seed", "replicas", "security"), [(1, 1, False), (2, 2, False), (3, 1, True), (5, 3, False), (6, 2, True), (15, 3, True)]
+)
+def test_a_seed_has_one_setting(seed: int, replicas: int, security: bool) -> None:
+    nodes = (*NODES, THIRD) if replicas == 3 else NODES
+    assert setting_of(seed) == Setting(nodes, replicas, security)
+
+
+def test_replicas_and_security_take_the_place_of_those_of_the_seed() -> None:
+    assert setting_of(1, 3) == Setting((*NODES, THIRD), 3, False)
+    assert setting_of(15, 1, False) == Setting(NODES, 1, False)
+    assert setting_of(1, security=True) == Setting(NODES, 1, True)
+
+
+def test_a_schedule_names_the_setting_on_its_first_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos", "--schedule", "--seed", "1", "--replicas", "3", "--security"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "replicas 3, with security, nodes node, far, third"
+    assert lines[1:] == list(map(str, draw("1/0", 60.0, EVERYTHING)))
+
+
 def test_every_drawn_action_exists() -> None:
-    actions = [action for seed in range(40) for action in draw(str(seed), 120, boots=9)]
-    assert len({action.name for action in actions}) == 29
+    actions = [action for seed in range(40) for action in draw(str(seed), 120, EVERYTHING, boots=9)]
+    assert len({action.name for action in actions}) == 30
+    assert {action.given["node"] for action in actions if "node" in action.given} == {*NODES, THIRD}
+    assert {action.given["link"] for action in actions if "link" in action.given} == set(EVERYTHING.links)
     for action in actions:
         holder, method = (
             (Faults, "_" + action.name.replace(".", "_")) if action.kind == "fault" else (Operations, "_" + action.name)
         )
         assert callable(getattr(holder, method)), action
+
+
+def test_without_security_no_certificate_is_renewed_and_no_third_node_has_a_fault() -> None:
+    actions = [action for seed in range(40) for action in draw(str(seed), 120, boots=9)]
+    assert len({action.name for action in actions}) == 29
+    assert not any(THIRD in str(value) for action in actions for value in action.given.values())
 
 
 def test_a_storm_has_a_bound_on_boots() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.system import answers, booted
+from tests.chaos.kept_server import answers, booted
 from tests.support.hidden import hiding, unavailable
 from tests.support.vllm_server import Response
 

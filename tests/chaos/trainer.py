@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from resharder.client import connect
 from resharder.client.errors import ResharderError
+from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.publisher import Publisher
 
 from demo.jobs import answer, next_request
@@ -29,6 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     config, options = settings.pop("config"), settings.pop("connect")
+    options |= {"tls": Tls(**options["tls"])} if "tls" in options else {}
     chunks = build_model(config, **settings)
     if dist.get_rank() == 0:
         save_tokenizer(folder / "tokenizer", config["vocab_size"])

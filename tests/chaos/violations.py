@@ -1,5 +1,6 @@
 """Violations, and views of a history, for all rules of the model."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,3 +34,9 @@ def published(events: Sequence[Event]) -> Iterator[tuple[int, Event]]:
 def is_lost(event: Event) -> bool:
     """Return whether an event shows a version as LOST: it was READY, and no process has some of its pieces."""
     return event["kind"] == "version" and event["state"] == "RETIRED" and str(event.get("why", "")).startswith("LOST:")
+
+
+def short_of_holders(event: Event) -> bool:
+    """Return whether an event shows a version that is ABORTED because too few hosts held it."""
+    aborted = event["kind"] == "version" and event["state"] == "ABORTED"
+    return aborted and re.search(r"have fewer than \d+ holders", str(event.get("why", ""))) is not None

@@ -6,7 +6,6 @@ serves ahead of READY. Clients ask the server all the time, and every token is c
 expositions of metrics.
 """
 
-import http.client
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,18 +20,18 @@ from resharder.server.store.history import History
 
 from tests.chaos.peace import behind, left
 from tests.chaos.run import Run
+from tests.chaos.schedule import Setting
+from tests.chaos.scraper import PAGES, got
 from tests.chaos.system import wait_for
 from tests.chaos.violations import Violation
 from tests.soak.sampler import sample
 from tests.soak.verdict import Sample
-from tests.support.ports import free_port
 
 LEASE = 30.0
 SLEEP, COLLECT, AHEAD = 20, 15, 25
 """Rounds between two sleeps, collections, and changes of serving ahead."""
 SERVED = 90.0
 """Seconds in which a published version is served."""
-PAGES = ("/", "/api/status", "/metrics", "/healthz", "/readyz")
 _EVENTS, _HISTORY = 9_500, 2 << 20
 """Lines of events, and bytes of history, at the begin of a run: both files are rotated in its first hundreds of versions."""
 
@@ -63,9 +62,8 @@ class Soak:
 
     def __init__(self, folder: Path, server: str = "left", every: float = 3.0, period: float = 10.0) -> None:
         self.result, self._server, self._every, self._period = Result(), server, every, period
-        self._run = Run(folder, (server,), ("node",) if server == "right" else ())
-        self._web = f"127.0.0.1:{free_port()}"
-        self._run.system.daemon.options |= {"web_listen": self._web, "lease_seconds": LEASE}
+        self._run = Run(folder, (server,), Setting(("node",) if server == "right" else ()))
+        self._run.system.daemon.options["lease_seconds"] = LEASE
         self._ended = threading.Event()
         beside = (("sampler", period, self._sample), ("scraper", 5.0, self._scrape))
         self._threads = [threading.Thread(target=self._repeat, args=one, daemon=True) for one in beside]
@@ -135,7 +133,7 @@ class Soak:
         """Record what is left behind while everything runs, faults in the daemon's log, and the installs by their path."""
         self._run.history.record("peace", phase="left", problems=left(self._run.system))
         self._run.look_at_logs()
-        for line in read(self._web, "/metrics").splitlines():
+        for line in read(self._run.system.web, "/metrics").splitlines():
             if line.startswith(
                 ("resharder_installs_total", "resharder_fallbacks_total", "resharder_direct_transfer_seconds_count")
             ):
@@ -159,7 +157,7 @@ class Soak:
 
     def _scrape(self) -> None:
         for path in PAGES:
-            read(self._web, path)
+            read(self._run.system.web, path)
         server = self._run.system.servers[self._server].server
         read(f"127.0.0.1:{server.port}", "/metrics")
         self.result.scrapes += 1
@@ -169,16 +167,10 @@ class Soak:
 
 
 def read(address: str, path: str) -> str:
-    """Return the body of a page. Raises OSError, and RuntimeError for any status but 200."""
-    connection = http.client.HTTPConnection(address, timeout=30)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        body = answer.read().decode()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"expected 200 for {path}, got {answer.status}: {body[:300]}")
+    """Return the body of a page. Raises RuntimeError without an answer, and for any status but 200."""
+    status, body = got(address, path, None, 30)
+    if status != 200:
+        raise RuntimeError(f"expected 200 for {path}, got {status}: {body[:300]}")
     return body
 
 

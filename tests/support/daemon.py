@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.ports import free_port
+from tests.support.supervised import shared_memory
 
 LEASE_SECONDS = 60.0  # a loaded machine may suspend a test and its clients for many seconds
 
@@ -39,7 +40,7 @@ class Daemon:
         command: tuple[str, ...] = (),
         **options: object,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir=shared_memory()))
         self.store = store or self.folder / "store"
         self.log = self.folder / "log"
         self.port = port or free_port()

@@ -18,13 +18,14 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
+from tests.support.supervised import shared_memory
 
 
 class Node:
     """Node process. `options` become its environment; `command` wraps its command line, as for a network namespace."""
 
     def __init__(self, endpoint: str, name: str, *, command: tuple[str, ...] = (), **options: object) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="resharder-node-test-", dir="/dev/shm"))
+        self.root = Path(tempfile.mkdtemp(prefix="resharder-node-test-", dir=shared_memory()))
         self.folder, self.log, self.name = self.root / "node", self.root / "log", name
         self._command = command
         self._options = {"endpoint": endpoint, "name": name, "folder": self.folder, "listen": "127.0.0.1:0"} | options

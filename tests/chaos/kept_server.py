@@ -1,0 +1,101 @@
+"""The vLLM servers of a run: `left` has tensor parallelism 2, `right` has two API servers."""
+
+import http.client
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.hidden import hiding
+from tests.support.vllm_server import Response, VllmServer
+
+BOOT = 900.0
+"""Seconds in which a server boots: 25 on two idle cores, up to 300 where others share them."""
+_RESTING = (
+    b"not serving: an operator put the server to sleep",
+    b"not serving: an operator put it to sleep",
+    b"not serving: drained for maintenance",
+)
+_PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
+_ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-count", "2"]}
+
+
+class KeptServer:
+    """A vLLM deployment. To its processes the folders of `hidden` are empty; `node` is the one of its host, empty for none.
+
+    `tls` are the variables with its certificate.
+    """
+
+    def __init__(
+        self, name: str, endpoint: str, config: Path, folder: Path, hidden: list[Path], node: str, tls: dict[str, str]
+    ) -> None:
+        self.name, self.starts, self.folder, self._node = name, 0, folder, node
+        self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir="/dev/shm"))
+        environment = {
+            "RESHARDER_ENDPOINT": endpoint,
+            "RESHARDER_SERVER_ID": name,
+            "RESHARDER_HOLD_SECONDS": "5",
+            "RESHARDER_VERIFY_SECONDS": "20",
+            "RESHARDER_STAGING_DIR": str(self.staging),
+            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep",
+            "PYTHONPATH": os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")]),
+            **tls,
+        }
+        self.environment, arguments = environment, [*_ARGUMENTS[name], "--load-format", "resharder"]
+        self.server = VllmServer(config, arguments, environment, timeout=BOOT, wrapper=hiding(hidden))
+
+    def start(self) -> dict[str, Any]:
+        self.starts += 1
+        if self._node:
+            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads else "grpc"
+        self.server.log = self.folder / f"{self.name}-{self.starts}.log"
+        self.server.start()
+        self.server.wait_answer(booted, "say that the server has booted", BOOT)
+        return {"seconds": round(self.server.ready_seconds, 1)}
+
+    def ended(self) -> int | None:
+        return -1 if self.server.process is None else self.server.process.poll()
+
+    def end(self) -> None:
+        if self.server.process is not None:
+            self.server.kill()
+
+    def answers(self) -> bool:
+        """Return whether it answers and its engine lives. After the death of a worker, a server may take a minute to end."""
+        with suppress(OSError, http.client.HTTPException):
+            return answers(self.server.request("GET", "/health", timeout=5))
+        return False
+
+    @property
+    def reads(self) -> str:
+        """Node through which its present life reads; empty for none."""
+        return self._node if self.starts % 2 == 1 else ""
+
+    def part(self, part: str) -> list[psutil.Process]:
+        """Return the processes of a part: `api`, `engine`, `worker` or `all`."""
+        if self.server.process is None or self.server.process.poll() is not None:
+            return []
+        main = psutil.Process(self.server.process.pid)
+        every = [main, *main.children(recursive=True)]
+        if part == "all":
+            return every
+        titles = {"api": "VLLM::APIServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
+        found = []
+        for process in every:
+            with suppress(psutil.NoSuchProcess):
+                if titles[part] in " ".join(process.cmdline()):
+                    found.append(process)
+        return found or ([main] if part == "api" else self.part("engine"))
+
+
+def booted(answer: Response) -> bool:
+    """Return whether /health answers as that of a server which serves, or which an operator put to sleep or drained meanwhile."""
+    return answer.status == 200 or (answer.status == 503 and any(reason in answer.body for reason in _RESTING))
+
+
+def answers(answer: Response) -> bool:
+    """Return whether /health answers as that of a server whose engine lives, which may state why it does not serve."""
+    return answer.status == 200 or (answer.status == 503 and b"not serving: " in answer.body)

@@ -1,0 +1,57 @@
+"""A scraper that reads the daemon's status page, its probes and its metrics, as Prometheus and load balancers do."""
+
+import http.client
+import threading
+from contextlib import closing
+
+from resharder.client.rpc.tls import Tls
+
+from tests.chaos.history import History
+from tests.chaos.system import System
+
+PAGES = ("/", "/api/status", "/metrics", "/healthz", "/readyz")
+_PERIOD = 3.0
+
+
+class Scraper:
+    """Thread that reads all pages, and records every answer but 200; status 0 is a connection that failed."""
+
+    def __init__(self, system: System, history: History) -> None:
+        self._system, self._history = system, history
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def open(self) -> None:
+        """Start to read."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(60)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_PERIOD):
+            for path in PAGES:
+                status, text = got(self._system.web, path, self._system.parties.tls("scraper"))
+                if status != 200:
+                    self._history.record("page", path=path, status=status, text=text[:300])
+
+
+def got(address: str, path: str, tls: Tls | None, timeout: float = 10) -> tuple[int, str]:
+    """Return status and body of a page; 0 and the error if no answer came."""
+    try:
+        with closing(_connection(address, tls, timeout)) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return 0, f"{type(error).__name__}: {error}"
+
+
+def _connection(address: str, tls: Tls | None, timeout: float) -> http.client.HTTPConnection:
+    """Return a connection that is not open yet. Raises OSError while a certificate is renewed and does not fit its key."""
+    if tls is None:
+        return http.client.HTTPConnection(address, timeout=timeout)
+    return http.client.HTTPSConnection(address, timeout=timeout, context=tls.context())
