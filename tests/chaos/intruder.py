@@ -1,6 +1,5 @@
 """An intruder, for runs with security: calls that no role permits, at all times of a storm, each of which has to be refused."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from resharder.client.operator import Operator
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
 from tests.chaos.parties import NOBODY, STRANGER
+from tests.chaos.periodic import Periodic
 from tests.chaos.scraper import got
 from tests.chaos.system import System
 
@@ -28,32 +28,25 @@ CALLS: dict[str, tuple[str, Callable[[Operator], Any]]] = {
 PAGES = {"page": NOBODY, "page as a stranger": STRANGER, "page as a server": "left"}
 
 
-class Intruder:
+class Intruder(Periodic):
     """Thread that tries every call and page, and records each outcome: `ok`, a reason, or the status of a page."""
 
     def __init__(self, system: System, history: History) -> None:
+        super().__init__(_PERIOD)
         self._system, self._history = system, history
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def open(self) -> None:
         """Start to try, if the run has security."""
         if self._system.parties.security:
-            self._thread.start()
+            super().open()
 
-    def close(self) -> None:
-        """Stop trying."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(60)
-
-    def _run(self) -> None:
-        while not self._ended.wait(_PERIOD):
-            for what, (party, call) in CALLS.items():
-                self._record(what, party, self._call(party, call))
-            for what, party in PAGES.items():
-                status, _ = got(self._system.web, "/api/status", self._system.parties.tls(party), _SECONDS)
-                self._record(what, party, str(status) if status != 200 else "ok")
+    def act(self) -> None:
+        """Try all."""
+        for what, (party, call) in CALLS.items():
+            self._record(what, party, self._call(party, call))
+        for what, party in PAGES.items():
+            status, _ = got(self._system.web, "/api/status", self._system.parties.tls(party), _SECONDS)
+            self._record(what, party, str(status) if status != 200 else "ok")
 
     def _call(self, party: str, call: Callable[[Operator], Any]) -> str:
         tls = self._system.parties.tls(party)

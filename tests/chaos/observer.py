@@ -1,7 +1,6 @@
 """An observer that asks the daemon, not through the proxy, and records what has changed."""
 
 import re
-import threading
 from typing import Any
 
 from resharder.client.errors import ResharderError
@@ -10,48 +9,39 @@ from resharder.client.operator.nodes import NodeStatus
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
+from tests.chaos.periodic import Periodic
 from tests.chaos.system import System
 
 _POLL = 0.4
 
 
-class Observer:
+class Observer(Periodic):
     """Thread that polls versions, fleet and servers."""
 
     def __init__(self, system: System, history: History) -> None:
+        super().__init__(_POLL)
         self._system, self._history = system, history
         self._seen: dict[str, dict[str, Any]] = {}
         self._before = 0.0  # time at which the poll before this one began
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def open(self) -> None:
-        """Start to ask."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop asking."""
-        self._ended.set()
-        self._thread.join(30)
-
-    def _run(self) -> None:
-        while not self._ended.wait(_POLL):
-            began = self._history.now
-            try:
-                versions = self._system.observer.versions(FLEET)
-                fleets = [fleet for fleet in self._system.observer.fleets() if fleet.name == FLEET]
-                servers = self._system.observer.servers()
-                nodes = self._system.observer.nodes()
-            except ResharderError:
-                continue
-            self.versions(versions, round(began, 3))
-            for fleet in fleets:
-                self._changed("fleet", "fleet", shown_fleet(fleet))
-            for server in servers:
-                self._changed("server", server.name, shown_server(server))
-            for node in nodes:
-                self._changed("node", node.name, shown_node(node))
-            self._before = began
+    def act(self) -> None:
+        """Poll once."""
+        began = self._history.now
+        try:
+            versions = self._system.observer.versions(FLEET)
+            fleets = [fleet for fleet in self._system.observer.fleets() if fleet.name == FLEET]
+            servers = self._system.observer.servers()
+            nodes = self._system.observer.nodes()
+        except ResharderError:
+            return
+        self.versions(versions, round(began, 3))
+        for fleet in fleets:
+            self._changed("fleet", "fleet", shown_fleet(fleet))
+        for server in servers:
+            self._changed("server", server.name, shown_server(server))
+        for node in nodes:
+            self._changed("node", node.name, shown_node(node))
+        self._before = began
 
     def versions(self, versions: list[VersionStatus], asked: float) -> None:
         """Record versions that are new, changed, or no longer listed, in the answer to a question at time `asked`."""

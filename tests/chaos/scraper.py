@@ -1,42 +1,31 @@
 """A scraper that reads the daemon's status page, its probes and its metrics, as Prometheus and load balancers do."""
 
 import http.client
-import threading
 from contextlib import closing
 
 from resharder.client.rpc.tls import Tls
 
 from tests.chaos.history import History
+from tests.chaos.periodic import Periodic
 from tests.chaos.system import System
 
 PAGES = ("/", "/api/status", "/metrics", "/healthz", "/readyz")
 _PERIOD = 3.0
 
 
-class Scraper:
+class Scraper(Periodic):
     """Thread that reads all pages, and records every answer but 200; status 0 is a connection that failed."""
 
     def __init__(self, system: System, history: History) -> None:
+        super().__init__(_PERIOD)
         self._system, self._history = system, history
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def open(self) -> None:
-        """Start to read."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(60)
-
-    def _run(self) -> None:
-        while not self._ended.wait(_PERIOD):
-            for path in PAGES:
-                status, text = got(self._system.web, path, self._system.parties.tls("scraper"))
-                if status != 200:
-                    self._history.record("page", path=path, status=status, text=text[:300])
+    def act(self) -> None:
+        """Read all."""
+        for path in PAGES:
+            status, text = got(self._system.web, path, self._system.parties.tls("scraper"))
+            if status != 200:
+                self._history.record("page", path=path, status=status, text=text[:300])
 
 
 def got(address: str, path: str, tls: Tls | None, timeout: float = 10) -> tuple[int, str]:
