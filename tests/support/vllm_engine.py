@@ -135,10 +135,22 @@ class Engine:
         self.close()
 
 
+def _hide_amx() -> None:
+    """Have vLLM take the kernels of processors without AMX, so that engines are the same on all.
+
+    In a process of its own, vLLM 0.32's attention by AMX ends by an illegal instruction, and its AMX backend of MLA refuses the
+    sizes of tiny models and repacks `kv_b_proj`.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any]) -> None:
     os.environ.update(environment)
     sys.path.insert(0, str(_RAW_MODE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_RAW_MODE), os.environ.get("PYTHONPATH", "")])
+    _hide_amx()
     try:
         from vllm import LLM
 
