@@ -24,7 +24,7 @@ CALLS: dict[str, tuple[str, Callable[[Operator], Any]]] = {
     "collect": ("node", lambda operator: operator.gc(keep=1, model=FLEET)),
     "roll back": ("trainer", lambda operator: operator.rollback(FLEET, reason="an intruder")),
 }
-"""By what is tried: the party, and the call."""
+"""Forbidden calls by name, each with the party that tries it."""
 PAGES = {"page": NOBODY, "page as a stranger": STRANGER, "page as a server": "left"}
 
 

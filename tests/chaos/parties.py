@@ -1,4 +1,4 @@
-"""Who takes part in a run, and with which certificates and roles, if the run has security."""
+"""Parties of a run, with their certificates and roles if the run has security."""
 
 from pathlib import Path
 from typing import Any

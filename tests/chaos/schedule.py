@@ -27,7 +27,7 @@ Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run has besides its schedules.
+    """Settings of a run besides its schedules.
 
     Attributes:
         nodes: Names of the nodes that take part.

@@ -39,7 +39,7 @@ def report(id: str, instance: str = "i") -> StateReport:
 
 
 def step(call: Iterator[resources_pb2.LinkMeasurement | Pause]) -> list[resources_pb2.LinkMeasurement]:
-    """What a call sends until it waits or ends."""
+    """Return the measurements that a call sends until it waits or ends."""
     sent = list[resources_pb2.LinkMeasurement]()
     for found in call:
         if isinstance(found, Pause):

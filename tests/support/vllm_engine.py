@@ -138,8 +138,8 @@ class Engine:
 def _hide_amx() -> None:
     """Have vLLM take the kernels of processors without AMX, so that engines are the same on all.
 
-    In a process of its own, vLLM 0.32's attention by AMX ends by an illegal instruction, and its AMX backend of MLA refuses the
-    sizes of tiny models and repacks `kv_b_proj`.
+    With AMX, an engine of vLLM 0.32 ended by an illegal instruction in `cpu_attention_with_kv_cache`, and MLA failed for the
+    sizes of tiny models (`invalid weight input features 24`) and in installs.
     """
     import torch
 
