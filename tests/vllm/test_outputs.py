@@ -1,7 +1,6 @@
 """vLLM's own output processor, given outputs as the engine core makes them: each token is labelled by the time it was made."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,17 +18,18 @@ pytestmark = pytest.mark.compat
 
 
 class Scene:
-    """Version 11 is installed now, and 12 from `changed` on; API servers read outputs later than either."""
+    """Version 11 is installed when it begins, and 12 from `changed` on; the clock moves where a test sets `now`."""
+
+    began, changed, later = 1000.0, 1002.0, 1003.0
 
     def __init__(self, folder: Path, *, one_clock: bool = True, stream_interval: int = 1) -> None:
-        self.began = time.monotonic()
-        self.changed = self.began + 0.2
+        self.now = self.began
         times = [self.began - 1, self.changed - 0.001, self.changed]
         page = Page(folder / "page", clock=lambda: times.pop(0))
         for version in (11, 0, 12):
             page.write(0, version)
         self.processor = OutputProcessor(None, log_stats=False, stream_interval=stream_interval)
-        watch_outputs(self.processor, page, one_clock=one_clock)
+        watch_outputs(self.processor, page, one_clock=one_clock, clock=lambda: self.now)
 
     def add(self, name: str, kind: RequestOutputKind, n: int = 1) -> RequestOutputCollector:
         params = SamplingParams(output_kind=kind, detokenize=False, n=n)
@@ -66,7 +66,7 @@ def test_tokens_that_are_read_late_are_labelled_by_when_they_were_made(tmp_path:
             scene.add("several", RequestOutputKind.FINAL_ONLY, n=2)
         with answering() as late:
             scene.add("late", RequestOutputKind.FINAL_ONLY)
-        await asyncio.sleep(0.25)
+        scene.now = scene.later
         scene.step(scene.began + 0.01, "whole", "0_several", "1_several")
         assert (whole.versions, several.versions, late.versions) == ((11,), (11,), ())
         scene.step(scene.changed + 0.01, "whole", "1_several", "late", last=True)
@@ -81,7 +81,7 @@ def test_what_is_taken_from_a_stream_is_labelled_with_the_versions_of_the_tokens
         scene = Scene(tmp_path, stream_interval=interval)
         with sending() as answer:
             queue = scene.add("stream", RequestOutputKind.DELTA)
-            await asyncio.sleep(0.25)
+            scene.now = scene.later
             scene.step(scene.began + 0.005, "stream")
             await queue.get()
             scene.step(scene.began + 0.01, "stream")
@@ -103,7 +103,7 @@ def test_where_the_engines_clock_is_another_one_every_version_that_was_installed
         scene = Scene(tmp_path, one_clock=False)
         with answering() as over:
             scene.add("over", RequestOutputKind.FINAL_ONLY)
-        await asyncio.sleep(0.25)
+        scene.now = scene.later
         with answering() as after:
             scene.add("after", RequestOutputKind.FINAL_ONLY)
         scene.step(scene.began + 0.01, "over", "after", last=True)

@@ -376,7 +376,6 @@ def simulated_modules(schedule: Schedule) -> Iterator[None]:
     replaced = [
         (lease_module, "time", clocks),
         (lease_module, "threading", threading_of(schedule)),
-        (outputs, "time", clocks),
         (attach_module, "Channel", channel),
         (attach_module, "OrderExecutor", made),
         *((module, "replace", replace) for module in users()),

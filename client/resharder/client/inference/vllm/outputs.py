@@ -25,7 +25,7 @@ class _Source:
     page: Page
     one_clock: bool
     """Whether all engine cores run on this host."""
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
 
     def versions(self, computed: float | None, arrived: float) -> tuple[int, ...]:
         """Return the versions of tokens that were computed at `computed` for a request that arrived at `arrived`."""
@@ -55,17 +55,18 @@ class _Queue:
     """Versions of tokens in outputs that were not taken yet."""
 
 
-def watch_outputs(processor: Any, page: Page, *, one_clock: bool) -> None:
+def watch_outputs(processor: Any, page: Page, *, one_clock: bool, clock: Callable[[], float] = time.monotonic) -> None:
     """Label all further outputs of a processor.
 
     Args:
         processor: vLLM's `OutputProcessor`.
         page: The server's page.
         one_clock: Whether all engine cores run on this host, so that their times are comparable.
+        clock: Returns the monotonic time of this host, in seconds.
     """
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
-    setattr(processor, _ATTRIBUTE, _Source(page, one_clock))
+    setattr(processor, _ATTRIBUTE, _Source(page, one_clock, clock))
     if hasattr(OutputProcessor.add_request, _ATTRIBUTE):
         return
     _wrap(OutputProcessor, "add_request", _add_request)
@@ -88,9 +89,10 @@ def _wrap(kind: Any, method: str, around: Callable[..., Any]) -> None:
 
 def _add_request(processor: Any, plain: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     result = plain(processor, request, *args, **kwargs)
+    source: _Source | None = getattr(processor, _ATTRIBUTE, None)
     state, answer = processor.request_states.get(request.request_id), labels.current()
-    if state is not None and answer is not None and not hasattr(state, _ATTRIBUTE):
-        state.resharder = _Request(answer, time.monotonic())
+    if source is not None and state is not None and answer is not None and not hasattr(state, _ATTRIBUTE):
+        state.resharder = _Request(answer, source.clock())
         if state.queue is not None and not hasattr(state.queue, _ATTRIBUTE):
             state.queue.resharder = _Queue(answer)
     return result
