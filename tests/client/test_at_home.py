@@ -22,8 +22,9 @@ from tests.support.publishing import read_folder
 
 NAMES = ["away 1", "home 1", "away 2", "home 2", "home 3"]
 SPECS = [TensorSpec(name, "F32", (40 + i, 30)) for i, name in enumerate(NAMES)]
-HOME, AWAY = (1, 3, 4), (0, 2)
-SLOT = AssignedSlot(0, tuple(full_box(s.shape) for s in SPECS), tuple(SPECS), 1 << 20, "nodes/a", HOME)
+WHOLE, GATHERED = (1, 4), (3,)
+HOME = (1, 3, 4)
+SLOT = AssignedSlot(0, tuple(full_box(s.shape) for s in SPECS), tuple(SPECS), 1 << 20, "nodes/a", WHOLE, GATHERED)
 TENSORS = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(i)) for i, spec in enumerate(SPECS)}
 PIECES = [Piece(s.name, full_box(s.shape), s.name, 0, contiguous_strides(s.shape)) for s in SPECS]
 
@@ -64,25 +65,28 @@ def folder() -> Iterator[Path]:
 @pytest.mark.parametrize("kind", ["live", "iterator"])
 def test_boxes_of_the_node_are_written_there_and_the_others_are_sent(folder: Path, kind: str) -> None:
     subsets, releases = (PieceSubset(), PieceSubset()), Releases()
-    for _ in range(2):
+    for gathers in (False, False, True, True):
+        home = HOME if gathers else WHOLE
         daemon = Daemon()
-        transport = AtHome(str(folder), SharedMemory(2), daemon, subsets)
+        transport = AtHome(str(folder), SLOT.divided(gathers=gathers), SharedMemory(2), daemon, subsets)
         version = resources_pb2.Version(name="models/policy/versions/1", folder="/the/daemons")
         items = LiveItems(TENSORS, PIECES) if kind != "iterator" else iter([*LiveItems(TENSORS, PIECES)])
         found = transport.deliver(version, SLOT, items, releases)
         assert found == digests_of(SLOT, LiveItems(TENSORS, PIECES))
-        assert daemon.names == [NAMES[number] for number in AWAY]
+        assert daemon.names == [name for number, name in enumerate(NAMES) if number not in home]
         assert (transport.name, transport.reason, transport.mapped) == ("node", "a reason", False)
         written = read_folder(str(folder))
         assert {name: array.tobytes() for name, array in written.items()} == {
-            NAMES[number]: TENSORS[NAMES[number]].numpy().tobytes() for number in HOME
+            NAMES[n]: TENSORS[NAMES[n]].numpy().tobytes() if n in home else bytes(SPECS[n].size) for n in HOME
         }
-    assert releases.files == 2 * ["model.safetensors"], "files of a node are reported once they are closed"
+    assert releases.files == 4 * ["model.safetensors"], "files of a node are reported once they are closed"
 
 
 def test_a_slot_that_is_all_at_home_needs_no_way_to_the_daemon(folder: Path) -> None:
-    slot = AssignedSlot(0, SLOT.home.boxes, SLOT.home.specs, 1 << 20, "nodes/a", (0, 1, 2))
+    home = SLOT.divided(gathers=True).home
+    slot = AssignedSlot(0, home.boxes, home.specs, 1 << 20, "nodes/a", (0, 1, 2))
     items = [(number, TENSORS[spec.name]) for number, spec in enumerate(slot.specs)]
-    transport = AtHome(str(folder), SharedMemory(1), None, (PieceSubset(), PieceSubset()))
+    divided = slot.divided(gathers=False)
+    transport = AtHome(str(folder), divided, SharedMemory(1), None, (PieceSubset(), PieceSubset()))
     assert transport.deliver(resources_pb2.Version(), slot, iter(items), Releases()) == digests_of(slot, items)
-    assert (slot.other_boxes, transport.reason, transport.mapped) == ((), "", False)
+    assert (divided.rest_boxes, transport.reason, transport.mapped) == ((), "", False)

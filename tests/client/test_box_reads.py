@@ -14,12 +14,14 @@ from resharder.client.errors import ResharderError
 from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions import port_connection, port_reads, read_plan
+from resharder.client.versions import port_connection, port_reads
 from resharder.client.versions.boxes import read_boxes
-from resharder.client.versions.remote import Arrived, VersionManifest, boxes_request, download
+from resharder.client.versions.remote import Arrived, VersionManifest, download
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed
+from resharder.converters.wire import windows
 from resharder.converters.wire.chunk_body import BOXES, boxes_header
+from resharder.converters.wire.windows import boxes_request
 from resharder.server.data.pinned import PinnedVersion
 from resharder.server.data.versions import ServedVersion
 from resharder.server.state.errors import InvalidArgument
@@ -134,7 +136,7 @@ def test_where_the_data_port_ends_in_the_middle_the_stream_takes_over(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
-    monkeypatch.setattr(read_plan, "WINDOW_BYTES", 2 << 20)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 2 << 20)
     manifest = manifest_of(channel)
     wanted = [*COLUMNS, *all_boxes(manifest)]
     expected = assembled(manifest, wanted, download(channel, manifest, wanted))
@@ -156,7 +158,7 @@ def test_without_a_data_port_boxes_come_by_the_stream(channel: Channel, caplog: 
 
 
 def test_a_daemon_killed_in_the_middle_serves_the_rest_after_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_plan, "WINDOW_BYTES", 2 << 20)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 2 << 20)
     monkeypatch.setattr(port_connection, "PATIENCE", 0.5)
     with Daemon(data_listen="127.0.0.1:0") as daemon, Channel(daemon.endpoint) as channel:
         publish(daemon, 1)
@@ -177,7 +179,7 @@ def test_a_version_stays_while_its_boxes_are_read_however_slowly(monkeypatch: py
         publish(daemon, 1, SMALL)
         manifest = manifest_of(channel)
         monkeypatch.setattr(port_reads, "_PIN_SECONDS", 0.1)
-        monkeypatch.setattr(read_plan, "WINDOW_BYTES", 1 << 8)
+        monkeypatch.setattr(windows, "WINDOW_BYTES", 1 << 8)
         without_grpc(monkeypatch)
         folder = daemon.store / "models/policy/versions/00000001"
         reads = read_boxes(channel, manifest, [("a", (Range(0, 64), Range(0, 31)))])

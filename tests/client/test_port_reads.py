@@ -22,14 +22,15 @@ from resharder.client.tools import doctor
 from resharder.client.versions import port_connection
 from resharder.client.versions.port_connection import PortUnavailable
 from resharder.client.versions.port_reads import PortReader
-from resharder.client.versions.read_plan import BoxPart, cut_windows, plan_reads
-from resharder.client.versions.remote import VersionManifest, boxes_request
+from resharder.client.versions.read_plan import plan_reads
+from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Box, Range
 from resharder.converters.storage.files import MappedFiles
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.chunk_body import BOXES
 from resharder.converters.wire.range_client import DataAddress, PartRequest, PortBusy, RangeConnection
 from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
+from resharder.converters.wire.windows import BoxPart, boxes_request, cut_windows
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.v1 import resources_pb2, server_pb2

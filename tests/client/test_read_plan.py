@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resharder.client.versions import read_plan
-from resharder.client.versions.read_plan import BoxPart, FileRange, cut_windows, plan_reads
-from resharder.client.versions.remote import boxes_request
+from resharder.client.versions.read_plan import FileRange, plan_reads
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, box_size, full_box
 from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.files import FileLayout, lay_out
+from resharder.converters.wire import windows as windows_module
 from resharder.converters.wire.chunk_body import boxes_header, parse_boxes
 from resharder.converters.wire.ranges import MOST_BYTES, PIECE_BYTES, FilePart, is_piece, parse_part, path_of
+from resharder.converters.wire.windows import BoxPart, boxes_request, cut_windows
 
 SPECS = [TensorSpec(f"t{i}", "BF16", (16, 24 + i)) for i in range(6)]
 FILES = lay_out(SPECS, max_file_bytes=2500)
@@ -47,8 +48,9 @@ def test_every_box_comes_whole_by_ranges_or_by_windows(
     wanted: list[tuple[str, Box]], piece: int, gap: int, long_run: int, window: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"PIECE_BYTES": piece, "MOST_GAP": gap, "LONG_RUN": long_run, "WINDOW_BYTES": window}.items():
+        for name, value in {"PIECE_BYTES": piece, "MOST_GAP": gap, "LONG_RUN": long_run}.items():
             patch.setattr(read_plan, name, value)
+        patch.setattr(windows_module, "WINDOW_BYTES", window)
         plan = plan_reads(FILES, wanted)
     ranges = [job for job in plan.jobs if isinstance(job, FileRange)]
     windows = [job for job in plan.jobs if not isinstance(job, FileRange)]

@@ -22,22 +22,29 @@ def parts(draw: st.DrawFn) -> Parts:
     return draw(st.lists(st.lists(holders, min_size=1, max_size=4), min_size=1, max_size=12))
 
 
-@given(parts())
-def test_a_host_that_holds_a_whole_tensor_sends_all_of_it(parts: Parts) -> None:
+@given(parts(), st.frozensets(st.integers(0, 2)))
+def test_a_host_that_holds_a_whole_tensor_sends_all_of_it(parts: Parts, gathering: frozenset[int]) -> None:
     pieces = [(tensor, box, process) for tensor, boxes in enumerate(parts) for box, held in enumerate(boxes) for process in held]
     tensor, box, process = (np.array(column, np.int64) for column in zip(*pieces, strict=True))
     packed = pack_boxes([(Range(b * ROWS, ROWS), Range(0, t + 1)) for t, b, _ in pieces])
     sizes = np.array([len(boxes) * ROWS * (number + 1) * 2 for number, boxes in enumerate(parts)])
-    found = senders_by_host(tensor, packed, process, len(HOSTS), sizes, np.full(len(parts), 2), HOSTS)
+    found = senders_by_host(tensor, packed, process, len(HOSTS), sizes, np.full(len(parts), 2), HOSTS, gathering)
     assert np.all(np.diff(found.pieces) > 0)
     sent = sorted(zip(tensor[found.pieces].tolist(), box[found.pieces].tolist(), strict=True))
     assert sent == [(t, b) for t, boxes in enumerate(parts) for b in range(len(boxes))], "each box once"
     for number, boxes in enumerate(parts):
         whole = set.intersection(*({int(HOSTS[each]) for each in held} - {-1} for held in boxes))
         of_it = HOSTS[process[found.pieces[tensor[found.pieces] == number]]]
-        assert int(found.hosts[number]) in (whole or {-1})
-        if whole:
-            assert set(of_it.tolist()) == {int(found.hosts[number])}
+        home, among = int(found.hosts[number]), [{int(HOSTS[each]) for each in held} & gathering for held in boxes]
+        assert bool(found.gathered[number]) == (not whole and all(among))
+        if found.gathered[number]:
+            held_there = {host: sum(host in each for each in among) for host in gathering}
+            assert held_there[home] == max(held_there.values()), "a host that needs the fewest bytes"
+            assert set(of_it.tolist()) <= gathering
+            assert of_it.tolist().count(home) == held_there[home], "which sends what it has itself"
+        else:
+            assert home in (whole or {-1})
+            assert not whole or set(of_it.tolist()) == {home}
 
 
 def test_bytes_are_even_over_hosts_and_their_processes() -> None:
@@ -48,6 +55,18 @@ def test_bytes_are_even_over_hosts_and_their_processes() -> None:
     found = senders_by_host(tensor, packed, process, 8, np.full(tensors, 64), np.full(tensors, 2), HOSTS)
     assert np.bincount(process[found.pieces], minlength=8).tolist() == [0, 10, 10, 10, 10, 10, 10, 0]
     assert np.bincount(found.hosts).tolist() == [20, 20, 20]
+
+
+def test_tensors_of_which_two_hosts_hold_halves_have_both_as_their_hosts_in_turn() -> None:
+    tensors = 10
+    tensor, process = np.repeat(np.arange(tensors), 2), np.tile([1, 3], tensors)
+    packed = pack_boxes([(Range(8 * (p // 3), 8), Range(0, 4)) for p in process.tolist()])
+    sizes = np.full(tensors, 128)
+    found = senders_by_host(tensor, packed, process, 8, sizes, np.full(tensors, 2), HOSTS, {0, 1})
+    assert np.bincount(found.hosts).tolist() == [5, 5]
+    assert found.gathered.all()
+    apart = senders_by_host(tensor, packed, process, 8, sizes, np.full(tensors, 2), HOSTS, {0})
+    assert (set(apart.hosts.tolist()), apart.gathered.any()) == ({-1}, False)
 
 
 def test_without_known_hosts_every_tensor_is_sent_by_whoever_holds_it() -> None:

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
-from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, lay_out
+from resharder.converters.storage.files import BITS, MappedFiles, lay_out
 from resharder.server.ingest.homes import FileProof
 from resharder.server.node import file_proofs, file_sets
+from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
-from resharder.server.node.file_sets import FileSet, FileSets
+from resharder.server.node.file_sets import FileSets
+from resharder.server.node.part_files import NodeFiles
 from resharder.server.node.reports import AHEAD
+from resharder.server.node.reserved_sets import FileSet
+from resharder.server.node.transfers import ReceivedBytes
 from resharder.server.store.digests import digest_tensors
 from resharder.v1 import node_pb2
 from xxhash import xxh3_64_intdigest
@@ -41,10 +45,12 @@ class Daemon:
     def __init__(self) -> None:
         self.proofs: list[tuple[str, str, dict[str, FileProof]]] = []
 
-    def reserved_files(self, publisher: str, reservation: str, node: str) -> tuple[FileLayout, ...]:
-        return OWN
+    def reserved_files(self, publisher: str, reservation: str, node: str) -> NodeFiles:
+        return NodeFiles(OWN)
 
-    def put_proof(self, version: str, node: str, instance: str, set: str, problem: str, files: dict[str, FileProof]) -> None:
+    def put_proof(
+        self, version: str, node: str, instance: str, set: str, problem: str, files: dict[str, FileProof], unreachable: str
+    ) -> None:
         self.proofs.append((set, problem, files))
 
     def version(self, name: str) -> RemoteVersion:
@@ -56,7 +62,7 @@ class Site:
 
     def __init__(self, root: Path, limit: int = 1 << 30) -> None:
         self.root, self.daemon, self.copies = root, Daemon(), NodeCopies(root, limit)
-        self.sets = FileSets(root, self.copies, self.daemon, "one", "instance")  # type: ignore[arg-type]
+        self.sets = FileSets(root, self.copies, self.daemon, "one", "instance", BoxGatherer(None, ReceivedBytes()))  # type: ignore[arg-type]
 
     def follow(self, *sets: tuple[str, int], reservation: str = "r", drained: bool = False, closed: Sequence[str] = ()) -> None:
         orders = [node_pb2.FileSetOrder(id=id, version=VERSION, state=state, closed=closed) for id, state in sets]  # type: ignore[arg-type]

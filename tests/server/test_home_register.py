@@ -206,7 +206,7 @@ def test_a_new_epoch_ends_the_reservation_of_the_former_one_and_its_sets(world: 
     world.homes.reserve(PUBLISHER, FILES, FILE_HOMES)
     assert world.reservation() != former, "so files that ranks of an earlier registration could write are never taken"
     world.report("one", "s")
-    assert [file.path for file in world.homes.reserved_files(PUBLISHER, world.reservation(), "one", "")] == [*PROOF]
+    assert [file.path for file in world.homes.reserved_files(PUBLISHER, world.reservation(), "one", "").files] == [*PROOF]
 
 
 def test_a_rank_that_reads_the_store_is_on_the_daemons_host(world: World) -> None:

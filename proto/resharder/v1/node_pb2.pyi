@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending", "gathers")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class SyncNodeRequest(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    GATHERS_FIELD_NUMBER: _ClassVar[int]
     node: str
     instance: str
     data_address: str
@@ -49,7 +50,8 @@ class SyncNodeRequest(_message.Message):
     certificate: str
     reservations: _containers.RepeatedCompositeFieldContainer[NodeReservation]
     ending: bool
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ...) -> None: ...
+    gathers: bool
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ..., gathers: bool = ...) -> None: ...
 
 class NodeReservation(_message.Message):
     __slots__ = ("id", "sets", "problem")
@@ -118,17 +120,19 @@ class LinkOrder(_message.Message):
     def __init__(self, id: _Optional[str] = ..., target: _Optional[str] = ..., data_address: _Optional[str] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReservationOrder(_message.Message):
-    __slots__ = ("id", "publisher", "sets")
+    __slots__ = ("id", "publisher", "sets", "readers")
     ID_FIELD_NUMBER: _ClassVar[int]
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     SETS_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     id: str
     publisher: str
     sets: _containers.RepeatedCompositeFieldContainer[FileSetOrder]
-    def __init__(self, id: _Optional[str] = ..., publisher: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSetOrder, _Mapping]]] = ...) -> None: ...
+    readers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., publisher: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSetOrder, _Mapping]]] = ..., readers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FileSetOrder(_message.Message):
-    __slots__ = ("id", "version", "state", "closed")
+    __slots__ = ("id", "version", "state", "closed", "gathers", "sources")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[FileSetOrder.State]
@@ -145,11 +149,23 @@ class FileSetOrder(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    GATHERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     id: str
     version: str
     state: FileSetOrder.State
     closed: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ..., closed: _Optional[_Iterable[str]] = ...) -> None: ...
+    gathers: bool
+    sources: _containers.RepeatedCompositeFieldContainer[PartSource]
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ..., closed: _Optional[_Iterable[str]] = ..., gathers: bool = ..., sources: _Optional[_Iterable[_Union[PartSource, _Mapping]]] = ...) -> None: ...
+
+class PartSource(_message.Message):
+    __slots__ = ("node", "data_address")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    data_address: str
+    def __init__(self, node: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class NodeOrder(_message.Message):
     __slots__ = ("version", "peers", "scarce", "granted", "readers", "wanted", "sole_holder")
@@ -244,10 +260,26 @@ class GetReservedFilesRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., reservation: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ReservedFiles(_message.Message):
-    __slots__ = ("files",)
+    __slots__ = ("files", "parts", "gathered")
     FILES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    GATHERED_FIELD_NUMBER: _ClassVar[int]
     files: _containers.RepeatedCompositeFieldContainer[ReservedFile]
-    def __init__(self, files: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ReservedFile]
+    gathered: _containers.RepeatedCompositeFieldContainer[GatheredBoxes]
+    def __init__(self, files: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ..., gathered: _Optional[_Iterable[_Union[GatheredBoxes, _Mapping]]] = ...) -> None: ...
+
+class GatheredBoxes(_message.Message):
+    __slots__ = ("path", "node", "tensors", "boxes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BOXES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    node: str
+    tensors: _containers.RepeatedScalarFieldContainer[str]
+    boxes: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorBox]
+    def __init__(self, path: _Optional[str] = ..., node: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ...) -> None: ...
 
 class ReservedFile(_message.Message):
     __slots__ = ("path", "header", "size_bytes")
@@ -260,20 +292,22 @@ class ReservedFile(_message.Message):
     def __init__(self, path: _Optional[str] = ..., header: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class PutFileProofRequest(_message.Message):
-    __slots__ = ("version", "node", "instance", "set", "problem", "files")
+    __slots__ = ("version", "node", "instance", "set", "problem", "files", "unreachable")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SET_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     version: str
     node: str
     instance: str
     set: str
     problem: str
     files: _containers.RepeatedCompositeFieldContainer[FileProof]
-    def __init__(self, version: _Optional[str] = ..., node: _Optional[str] = ..., instance: _Optional[str] = ..., set: _Optional[str] = ..., problem: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileProof, _Mapping]]] = ...) -> None: ...
+    unreachable: str
+    def __init__(self, version: _Optional[str] = ..., node: _Optional[str] = ..., instance: _Optional[str] = ..., set: _Optional[str] = ..., problem: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileProof, _Mapping]]] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
 class FileProof(_message.Message):
     __slots__ = ("path", "digests", "checksums")

@@ -19,7 +19,7 @@ class CreatePublisherRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable")
+    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable", "gathers")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class RegisterSlotRequest(_message.Message):
     CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
+    GATHERS_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]
@@ -36,7 +37,8 @@ class RegisterSlotRequest(_message.Message):
     contributed: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
     received: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
     readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
+    gathers: bool
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., gathers: bool = ...) -> None: ...
 
 class SharedBlocks(_message.Message):
     __slots__ = ("tensor", "blocks")
@@ -57,18 +59,20 @@ class GetAssignmentRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("publisher", "boxes", "chunk_bytes", "node", "node_boxes")
+    __slots__ = ("publisher", "boxes", "chunk_bytes", "node", "node_boxes", "gathered_boxes")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_BOXES_FIELD_NUMBER: _ClassVar[int]
+    GATHERED_BOXES_FIELD_NUMBER: _ClassVar[int]
     publisher: _resources_pb2.Publisher
     boxes: _containers.RepeatedScalarFieldContainer[int]
     chunk_bytes: int
     node: str
     node_boxes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, publisher: _Optional[_Union[_resources_pb2.Publisher, _Mapping]] = ..., boxes: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., node: _Optional[str] = ..., node_boxes: _Optional[_Iterable[int]] = ...) -> None: ...
+    gathered_boxes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, publisher: _Optional[_Union[_resources_pb2.Publisher, _Mapping]] = ..., boxes: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., node: _Optional[str] = ..., node_boxes: _Optional[_Iterable[int]] = ..., gathered_boxes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("publisher", "rank", "readable")

@@ -34,6 +34,7 @@ from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import raise_malloc_thresholds
 from resharder.server.logs import configure_logs
 from resharder.server.node.agent import NodeAgent, NodeIdentity
+from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient, NodeTls, certificate_id
 from resharder.server.node.engine_transfer import EngineTransfer
@@ -142,8 +143,9 @@ class Node:
         self.engine = _engine(config)
         self.copies = NodeCopies(config.folder, config.limit_bytes or _free_share(config.folder), self.engine)
         self.daemon, instance = DaemonClient(config.endpoint, tls), secrets.token_hex(8)
-        self.sets = FileSets(config.folder, self.copies, self.daemon, config.name, instance)
         checksums, received = CheckedPieces(self.daemon), ReceivedBytes()
+        gatherer = BoxGatherer(tls, received)
+        self.sets = FileSets(config.folder, self.copies, self.daemon, config.name, instance, gatherer)
         self._sent, self._sent_lock = 0, threading.Lock()
         local = tls is None and is_loopback(config.listen)
         reads = DataReads(

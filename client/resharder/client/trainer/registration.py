@@ -88,6 +88,7 @@ class Registration:
             chunk_bytes=answer.chunk_bytes,
             node=answer.node,
             node_boxes=tuple(answer.node_boxes),
+            gathered_boxes=tuple(answer.gathered_boxes),
         )
         return slot, list(answer.boxes)
 
@@ -129,6 +130,7 @@ def register(
         contributed=_shared(rank_layout.contributed, numbers),
         received=_shared(rank_layout.received, numbers),
         readable=readable,
+        gathers=True,
     )
     failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)

@@ -1,12 +1,12 @@
 """Transport on a node's host: a rank writes into the node's files the boxes that have their home there, and sends the others.
 
-The others are boxes of tensors of which ranks of several hosts send parts.
+The others are boxes of tensors of which ranks on a host without a node send parts, or a node that is no home of the version.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from resharder.client.transport.base import AssignedSlot, Releases
+from resharder.client.transport.base import AssignedSlot, DividedSlot, Releases
 from resharder.client.transport.live_items import LiveItems
 from resharder.client.transport.shared_memory import SharedMemory, copy_threads
 from resharder.converters.geometry.layout import Piece
@@ -36,6 +36,7 @@ class AtHome:
 
     Args:
         folder: Folder of the node's files.
+        divided: The slot's boxes that go there, and the others.
         memory: Transport into them.
         rest: Transport of the other boxes to the daemon; None if there are none.
         subsets: Pieces of either part, kept between deliveries.
@@ -44,29 +45,34 @@ class AtHome:
     name = "node"
 
     def __init__(
-        self, folder: str, memory: "Transport", rest: "Transport | None", subsets: tuple[PieceSubset, PieceSubset]
+        self,
+        folder: str,
+        divided: DividedSlot,
+        memory: "Transport",
+        rest: "Transport | None",
+        subsets: tuple[PieceSubset, PieceSubset],
     ) -> None:
-        self._folder, self._memory, self._rest, self._subsets = folder, memory, rest, subsets
+        self._folder, self._divided, self._memory, self._rest, self._subsets = folder, divided, memory, rest, subsets
         self.mapped, self.reason = rest is not None and rest.mapped, ""
 
     def deliver(
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
     ) -> list[int]:
         """Deliver as `Transport.deliver`. Raises NotFound if the node's files are missing."""
-        there = resources_pb2.Version()
+        there, parts = resources_pb2.Version(), self._divided
         there.CopyFrom(version)
         there.folder = self._folder
         if self._rest is None:
-            return self._memory.deliver(there, slot.home, items, releases)
+            return self._memory.deliver(there, parts.home, items, releases)
         if isinstance(items, LiveItems):
-            home, rest = (s.take(items, n) for s, n in zip(self._subsets, (slot.node_boxes, slot.other_boxes), strict=True))
-            found = self._memory.deliver(there, slot.home, home, releases)
-            others = self._rest.deliver(version, slot.rest, rest, releases)
+            home, rest = (s.take(items, n) for s, n in zip(self._subsets, (parts.home_boxes, parts.rest_boxes), strict=True))
+            found = self._memory.deliver(there, parts.home, home, releases)
+            others = self._rest.deliver(version, parts.rest, rest, releases)
         else:
-            found, others = self._divide(there, version, slot, items, releases)
+            found, others = self._divide(there, version, items, releases)
         self.reason = self._rest.reason
         digests = [0] * len(slot.boxes)
-        for numbers, values in ((slot.node_boxes, found), (slot.other_boxes, others)):
+        for numbers, values in ((parts.home_boxes, found), (parts.rest_boxes, others)):
             for number, value in zip(numbers, values, strict=True):
                 digests[number] = value
         return digests
@@ -75,15 +81,14 @@ class AtHome:
         self,
         there: resources_pb2.Version,
         version: resources_pb2.Version,
-        slot: AssignedSlot,
         items: "Iterable[Item]",
         releases: Releases,
     ) -> tuple[list[int], list[int]]:
         """Write and send items as they come: an iterator is read once."""
         assert self._rest is not None
-        at_home = {number: i for i, number in enumerate(slot.node_boxes)}
-        other = {number: i for i, number in enumerate(slot.other_boxes)}
-        with SharedMemory(copy_threads()).opened(there, slot.home, releases) as files:
+        at_home = {number: i for i, number in enumerate(self._divided.home_boxes)}
+        other = {number: i for i, number in enumerate(self._divided.rest_boxes)}
+        with SharedMemory(copy_threads()).opened(there, self._divided.home, releases) as files:
 
             def others() -> "Iterator[Item]":
                 for number, tensor in items:
@@ -92,4 +97,4 @@ class AtHome:
                     else:
                         yield other[number], tensor
 
-            return files.digests, self._rest.deliver(version, slot.rest, others(), releases)
+            return files.digests, self._rest.deliver(version, self._divided.rest, others(), releases)

@@ -47,8 +47,8 @@ class HostArray:
 class AssignedSlot:
     """Boxes that one rank sends, in the order of the assignment, and the tensor of each.
 
-    The boxes at `node_boxes` go into files of `node`, the node of the rank's host, in versions that have this home. Without such
-    boxes, `node` is empty.
+    The boxes at `node_boxes` go into files of `node`, the node of the rank's host, in versions that have this home, and those at
+    `gathered_boxes` in versions whose home gathers. Without such boxes, `node` is empty.
     """
 
     rank: int
@@ -57,26 +57,19 @@ class AssignedSlot:
     chunk_bytes: int
     node: str = ""
     node_boxes: tuple[int, ...] = ()
+    gathered_boxes: tuple[int, ...] = ()
+
+    def divided(self, *, gathers: bool) -> "DividedSlot":
+        """Return the boxes that go into files of `node`, and the others. `gathers`: of the version's home."""
+        return self._gathering if gathers else self._plain
 
     @cached_property
-    def other_boxes(self) -> tuple[int, ...]:
-        """Positions of the boxes that go to the daemon in every version."""
-        at_home = {*self.node_boxes}
-        return tuple(number for number in range(len(self.boxes)) if number not in at_home)
+    def _plain(self) -> "DividedSlot":
+        return DividedSlot(self, self.node_boxes)
 
     @cached_property
-    def home(self) -> "AssignedSlot":
-        """The boxes at `node_boxes`."""
-        return self._take(self.node_boxes)
-
-    @cached_property
-    def rest(self) -> "AssignedSlot":
-        """The boxes at `other_boxes`."""
-        return self._take(self.other_boxes)
-
-    def _take(self, numbers: tuple[int, ...]) -> "AssignedSlot":
-        boxes, specs = tuple(self.boxes[n] for n in numbers), tuple(self.specs[n] for n in numbers)
-        return AssignedSlot(self.rank, boxes, specs, self.chunk_bytes)
+    def _gathering(self) -> "DividedSlot":
+        return DividedSlot(self, tuple(sorted((*self.node_boxes, *self.gathered_boxes))))
 
     @cached_property
     def chunks(self) -> list[list[Part]]:
@@ -89,6 +82,21 @@ class AssignedSlot:
             [part.box for chunk in cut_chunks([box], [ITEM_SIZES[spec.dtype]], limit) for part in chunk]
             for box, spec in zip(self.boxes, self.specs, strict=True)
         ]
+
+
+class DividedSlot:
+    """A slot in two parts: `home` with the boxes at `home_boxes`, for a node's files, and `rest` with those at `rest_boxes`."""
+
+    def __init__(self, slot: AssignedSlot, home_boxes: tuple[int, ...]) -> None:
+        at_home = {*home_boxes}
+        self.home_boxes = home_boxes
+        self.rest_boxes = tuple(number for number in range(len(slot.boxes)) if number not in at_home)
+        self.home, self.rest = (
+            AssignedSlot(
+                slot.rank, tuple(slot.boxes[n] for n in numbers), tuple(slot.specs[n] for n in numbers), slot.chunk_bytes
+            )
+            for numbers in (self.home_boxes, self.rest_boxes)
+        )
 
 
 class Releases(Protocol):

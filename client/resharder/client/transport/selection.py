@@ -43,8 +43,9 @@ class TransportSelector:
         home = next((each for each in version.homes if each.node == slot.node), None)
         if home is None:
             return self.select(store, data_address)
-        rest = self.select(store, data_address) if slot.other_boxes else None
-        return AtHome(home.folder, self._from_memory(), rest, self._subsets)
+        divided = slot.divided(gathers=home.gathers)
+        rest = self.select(store, data_address) if divided.rest_boxes else None
+        return AtHome(home.folder, divided, self._from_memory(), rest, self._subsets)
 
     def select(self, store: resources_pb2.StoreAccess, data_address: str) -> Transport:
         """Return the transport to a daemon: shared memory if possible and permitted, else its data port, else gRPC.

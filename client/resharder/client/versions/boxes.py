@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.port_connection import PortUnavailable
 from resharder.client.versions.port_reads import PortReader
-from resharder.client.versions.read_plan import BoxPart, cut_windows
 from resharder.client.versions.remote import Arrived, VersionManifest, download
 from resharder.converters.geometry.layout import Box
+from resharder.converters.wire.windows import BoxPart, cut_windows
 
 logger = logging.getLogger(__name__)
 

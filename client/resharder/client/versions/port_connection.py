@@ -4,20 +4,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 from resharder.client.errors import CorruptData, ResharderError
 from resharder.client.rpc.channel import Backoff
-from resharder.client.versions.read_plan import BoxPart, FileRange
-from resharder.client.versions.remote import CHUNK_BYTES, Arrived, VersionManifest, boxes_request, split_chunk
-from resharder.converters.geometry.chunking import cut_chunks
-from resharder.converters.geometry.layout import ITEM_SIZES, box_size
+from resharder.client.versions.read_plan import FileRange
+from resharder.client.versions.remote import Arrived, VersionManifest, split_chunk
+from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.files import Array
 from resharder.converters.wire.range_client import (
     BROKEN,
-    BoxesRequest,
     DataAddress,
     PartRefused,
     PartRequest,
     RangeConnection,
     WrongBytes,
 )
+from resharder.converters.wire.windows import BoxPart, window_request
 
 PATIENCE = 5.0  # seconds without progress on a connection until the stream takes over
 
@@ -75,14 +74,8 @@ class PortConnection:
         def rest() -> Iterator[None]:
             nonlocal left
             sizes = [ITEM_SIZES[specs[part.name].dtype] for part in left]
-            chunks = cut_chunks([part.box for part in left], sizes, CHUNK_BYTES)
+            request, chunks = window_request(self._manifest.name, self._manifest.fingerprint, left, specs)
             asked, done = left, 0
-            request = BoxesRequest(
-                self._manifest.name,
-                self._manifest.fingerprint,
-                boxes_request("", ((part.name, part.box) for part in asked)),
-                [sum(box_size(box) * sizes[position] for position, box in parts) for parts in chunks],
-            )
             try:
                 for parts, (_, data) in zip(chunks, self._connection.chunks(request, memory), strict=True):
                     for position, box, array in split_chunk(parts, sizes, data):

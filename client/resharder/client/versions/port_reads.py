@@ -14,12 +14,13 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.transport.shared_memory import copy_threads
 from resharder.client.versions.port_connection import PortConnection, PortUnavailable
-from resharder.client.versions.read_plan import WINDOW_BYTES, FileRange, Window
+from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import Arrived, VersionManifest
 from resharder.converters.geometry.layout import box_index
 from resharder.converters.storage.files import Array
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.chunk_body import ReusedMemory
+from resharder.converters.wire.windows import WINDOW_BYTES, Window
 
 _ALIGNMENT, _HEADS_BYTES = 64, 64 << 10
 _PIN_SECONDS = 10.0  # between requests that keep a version pinned; the daemon closes a silent connection after 30

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from resharder.converters.geometry.chunking import cut_chunks
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.layout import Box
 from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.chunk_body import MOST_BOXES_BYTES
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.converters.wire.windows import BoxPart, Window, cut_windows
 
 MOST_GAP = 64 << 10
 """Upper bound on unneeded bytes between two parts that are fetched as one; another request costs about as much."""
@@ -23,8 +22,6 @@ much as packed ones, and runs of 2 MiB less."""
 MOST_UNNEEDED = 0.25
 """Upper bound on the share of unneeded bytes for which a box is read with all bytes between its runs. On the loopback, a share of
 half costs as much as packed runs; a network also carries the unneeded bytes."""
-WINDOW_BYTES = 16 << 20
-"""Upper bound on the bytes of boxes in one request."""
 
 
 class FileRange(NamedTuple):
@@ -33,18 +30,6 @@ class FileRange(NamedTuple):
     file: int
     start: int
     end: int
-
-
-class BoxPart(NamedTuple):
-    """`box` of the tensor `name`, a part of the box at `position` of the requested ones."""
-
-    position: int
-    name: str
-    box: Box
-
-
-Window = tuple[BoxPart, ...]
-"""Parts of boxes that one request asks for."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +53,6 @@ def plan_reads(files: Sequence[FileLayout], boxes: Sequence[tuple[str, Box]]) ->
         for position in {part.position for part in window}:
             of_box[position] = range((of_box[position] or range(number, number)).start, number + 1)
     return ReadPlan((*ranges, *windows), tuple(of_box))
-
-
-def cut_windows(boxes: Sequence[BoxPart], specs: Mapping[str, TensorSpec]) -> list[Window]:
-    """Return the boxes in order, cut into windows of at most `WINDOW_BYTES` whose requests fit into a header."""
-    sizes = [ITEM_SIZES[specs[name].dtype] for _, name, _ in boxes]
-    windows: list[Window] = []
-    for parts in cut_chunks([part.box for part in boxes], sizes, WINDOW_BYTES):
-        current: list[BoxPart] = []
-        names, room = set[str](), MOST_BOXES_BYTES
-        for position, box in parts:
-            part = boxes[position]._replace(box=box)
-            needed = _encoded_size(part, part.name not in names)
-            if needed > room and current:
-                windows.append(tuple(current))
-                names, current, room = set(), [], MOST_BOXES_BYTES
-                needed = _encoded_size(part, named=True)
-            names.add(part.name)
-            current.append(part)
-            room -= needed
-        windows.append(tuple(current))
-    return windows
-
-
-def _encoded_size(part: BoxPart, named: bool) -> int:
-    """Return an upper bound on the bytes of a part in a `BoxesRequest`; `named`: and of its tensor's name."""
-    numbers = sum(max(1, -(-value.bit_length() // 7)) for r in part.box for value in r)
-    return 24 + numbers + (4 + len(part.name.encode()) if named else 0)
 
 
 def _within(spans: Sequence[FileRange], starts: Sequence[tuple[int, int]]) -> range:

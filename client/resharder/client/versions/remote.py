@@ -1,6 +1,6 @@
 """Manifest, digests and boxes of a READY version, from the daemon."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from resharder.converters.geometry.chunking import Part, cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_shape, box_size, full_box
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import BITS, FileLayout, parse_header
-from resharder.converters.wire.boxes import boxes_to_proto, spec_from_proto
+from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
+from resharder.converters.wire.windows import CHUNK_BYTES, boxes_request
 from resharder.v1 import server_pb2, server_pb2_grpc
 
-CHUNK_BYTES = 1 << 20
 _DOWNLOAD = "/resharder.v1.ServerService/DownloadChunks"
 _DIGEST_TIMEOUT = 600.0
 _PATIENCE = 120.0  # seconds without a complete box until a download fails
@@ -66,19 +66,6 @@ def get_manifest(channel: Channel, version: str) -> VersionManifest:
         {spec.name: tensor.digest for spec, tensor in zip(specs, answer.tensors, strict=True)},
         tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in answer.files),
         answer.data_address,
-    )
-
-
-def boxes_request(version: str, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
-    """Return the request for boxes of a version's tensors, given as (tensor's name, box); answers have the same order."""
-    boxes = list(boxes)
-    names = list(dict.fromkeys(name for name, _ in boxes))
-    position = {name: i for i, name in enumerate(names)}
-    return server_pb2.BoxesRequest(
-        version=version,
-        tensors=names,
-        boxes=boxes_to_proto((position[name], box, False) for name, box in boxes),
-        chunk_bytes=CHUNK_BYTES,
     )
 
 

@@ -1,5 +1,6 @@
 """Choice of the process that sends each box, where several processes have equal boxes."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -30,20 +31,30 @@ class HostSenders(NamedTuple):
 
     Attributes:
         pieces: Indices of pieces, ascending.
-        hosts: For each tensor, the host all of whose boxes its processes send; -1 where no host holds all of them.
+        hosts: For each tensor, the host that has all of its boxes in the end; -1 for none.
+        gathered: Whether processes of further hosts send some of these boxes, for each tensor.
     """
 
     pieces: Ints
     hosts: Ints
+    gathered: npt.NDArray[np.bool_]
 
 
 def senders_by_host(
-    tensor: Ints, boxes: Ranges, process: Ints, processes: int, sizes: Ints, item_sizes: Ints, hosts: Ints
+    tensor: Ints,
+    boxes: Ranges,
+    process: Ints,
+    processes: int,
+    sizes: Ints,
+    item_sizes: Ints,
+    hosts: Ints,
+    gathering: Collection[int] = (),
 ) -> HostSenders:
     """Return one piece of each distinct box, and the host of each tensor.
 
     A tensor of which several hosts hold all boxes is sent by one of them, with bytes even over hosts, and its boxes by the
-    processes there, with bytes even over these.
+    processes there, with bytes even over these. A tensor of which no host holds all boxes has the host of `gathering` that holds
+    most bytes of it, if hosts of `gathering` hold all boxes together.
 
     Args:
         tensor: Number of the tensor of each piece.
@@ -53,31 +64,52 @@ def senders_by_host(
         sizes: Bytes of each tensor.
         item_sizes: Bytes of an element of each tensor.
         hosts: Number of the host of each process, -1 for a process on no known host.
+        gathering: Hosts between which boxes can move.
     """
     held = distinct(tensor, boxes)
-    host, count = hosts[process], int(hosts.max(initial=-1)) + 1
-    known = np.flatnonzero(host >= 0)
-    there = np.unique(held.of[known] * count + host[known]) if count else known  # each box once for each host that has it
-    there_tensor, there_host = held.tensor[there // max(count, 1)], there % max(count, 1)
-    held_boxes = np.bincount(there_tensor * max(count, 1) + there_host, minlength=len(sizes) * max(count, 1))
-    whole = held_boxes.reshape(len(sizes), -1) == np.bincount(held.tensor, minlength=len(sizes))[:, None]
-    chosen = _hosts(whole & (held_boxes.reshape(len(sizes), -1) > 0), sizes)
-    part = np.flatnonzero((chosen[tensor] < 0) | (chosen[tensor] == host))
     volumes = held.boxes.volume * item_sizes[held.tensor]
-    return HostSenders(np.sort(choose(held, part, process, processes, np.arange(len(held.tensor)), volumes)), chosen)
+    host, count = hosts[process], int(hosts.max(initial=0)) + 1
+    known = np.flatnonzero(host >= 0)
+    there = np.unique(held.of[known] * count + host[known])  # each box once for each host that has it
+    chosen, gathered = _hosts(held.tensor, volumes, sizes, there // count, there % count, count, gathering)
+    home = chosen[held.tensor]
+    at_home = (home >= 0) & np.isin(np.arange(len(home)) * count + home, there)
+    others = ~gathered[tensor] | np.isin(host, [*gathering])
+    part = np.flatnonzero(np.where(at_home[held.of], host == chosen[tensor], others))
+    return HostSenders(np.sort(choose(held, part, process, processes, np.arange(len(held.tensor)), volumes)), chosen, gathered)
 
 
-def _hosts(whole: npt.NDArray[np.bool_], sizes: Ints) -> Ints:
-    """Return a host for each tensor, with bytes even over hosts; -1 without one. `whole[t, h]`: host `h` holds tensor `t`."""
+def _hosts(
+    tensor: Ints, volumes: Ints, sizes: Ints, box: Ints, host: Ints, hosts: int, gathering: Collection[int]
+) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Return a host for each tensor, with bytes even over hosts, -1 without one, and whether it gathers boxes from others.
+
+    Args:
+        tensor: Number of the tensor of each distinct box.
+        volumes: Bytes of each box.
+        sizes: Bytes of each tensor.
+        box: Box `box[i]` is on host `host[i]`.
+        host: See `box`.
+        hosts: Number of hosts.
+        gathering: Hosts between which boxes can move.
+    """
+    held = np.zeros((len(sizes), hosts), np.int64)  # bytes of each tensor on each host
+    np.add.at(held, (tensor[box], host), volumes[box])
+    movable, moved = np.zeros(len(sizes), np.int64), np.unique(box[np.isin(host, [*gathering])])
+    np.add.at(movable, tensor[moved], volumes[moved])
+    whole = held == sizes[:, None]
+    gathered = (movable == sizes) & ~whole.any(axis=1)
+    between = np.where(np.isin(np.arange(hosts), [*gathering]), held, -1)
+    candidates = np.where(gathered[:, None], between == between.max(axis=1, keepdims=True), whole)
     found = np.full(len(sizes), -1, np.int64)
-    load = np.zeros(whole.shape[1], np.int64)
-    choices = whole.sum(axis=1)
+    load = np.zeros(hosts, np.int64)
+    choices = candidates.sum(axis=1)
     for number in np.lexsort((-sizes, choices)).tolist():  # those with fewer choices first, then larger ones
         if choices[number]:
-            candidates = np.flatnonzero(whole[number])
-            found[number] = host = int(candidates[np.argmin(load[candidates])])
-            load[host] += sizes[number]
-    return found
+            some = np.flatnonzero(candidates[number])
+            found[number] = chosen = int(some[np.argmin(load[some])])
+            load[chosen] += sizes[number]
+    return found, gathered
 
 
 def choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:

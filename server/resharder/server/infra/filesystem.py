@@ -5,7 +5,7 @@ import fcntl
 import fnmatch
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -150,19 +150,29 @@ def is_gone(path: Path) -> bool:
     return False
 
 
-def write_zeros(path: Path, header: bytes, size: int) -> None:
+def write_zeros(path: Path, header: bytes, size: int, spans: Sequence[tuple[int, int]] | None = None) -> None:
     """Create a file of `size` bytes that starts with `header`.
 
     Every page is allocated, so that a write to its mapping raises no SIGBUS on a full medium. Raises MediumRefused: with ENOSPC,
     before any byte is written.
+
+    Args:
+        path: The file.
+        header: Its first bytes.
+        size: Its length.
+        spans: First byte and end of each part whose pages are allocated, the header among them; None for all.
     """
-    with touching(path, "laying out", size):
+    parts = [(0, size)] if spans is None else [(start, min(end, size)) for start, end in spans]
+    with touching(path, "laying out", sum(end - start for start, end in parts)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # fails at once on a full medium
+            os.ftruncate(descriptor, size)
+            for start, end in parts:
+                os.posix_fallocate(descriptor, start, end - start)  # fails at once on a full medium
+            for start, end in parts:
+                for at in range(start, end, len(_ZEROS)):
+                    write_at(descriptor, memoryview(_ZEROS)[: end - at], at)
             write_at(descriptor, header, 0)
-            for at in range(len(header), size, len(_ZEROS)):
-                write_at(descriptor, memoryview(_ZEROS)[: size - at], at)
         finally:
             os.close(descriptor)
 

@@ -1,7 +1,8 @@
 """Files of UPLOADING versions on nodes, into which ranks on the nodes' hosts write.
 
-A file's home is a node if ranks on the node's host send all tensors of the file. Which home a file may have is fixed with the
-layout of an epoch; whether it has that home in one version, when the version begins.
+A file's home is a node if ranks on the node's host send all tensors of the file. The home of a tensor of which ranks of several
+hosts send parts gathers them after the last seal: each rank writes into a file on its own host. Which home a file may have is
+fixed with the layout of an epoch; whether it has that home in one version, when the version begins.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from resharder.converters.geometry.layout import Box
 from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, number_pieces
@@ -25,11 +27,27 @@ Readable = Mapping[str, bytes]
 
 
 class NodeHome(NamedTuple):
-    """A node's files of one UPLOADING version, in `folder` on the node's host. `node` is its id."""
+    """A node's files of one UPLOADING version.
+
+    Attributes:
+        node: Id of the node.
+        folder: Folder of the files on the node's host.
+        files: Paths of those of which it is the home. None where ranks write boxes alone that other nodes gather.
+        gathers: Whether ranks write boxes of tensors there of which ranks of other hosts send parts.
+    """
 
     node: str
     folder: str
     files: tuple[str, ...]
+    gathers: bool = False
+
+
+class GatheredBoxes(NamedTuple):
+    """Boxes of tensors of the file `path` that ranks write on the host of `node`, which is not the file's home."""
+
+    path: str
+    node: str
+    boxes: tuple[tuple[str, Box], ...]
 
 
 @dataclass(frozen=True)
@@ -74,17 +92,22 @@ class HomeNodes(Protocol):
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank that has read these nonce files: `DAEMON_HOST` or the id of a node; None if unknown."""
 
-    def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
+    def reserve(
+        self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
+    ) -> None:
         """Have nodes lay out the files of an epoch, in place of those of the model's earlier epochs.
 
         Args:
             publisher: Resource name of the publisher.
             files: All files of a version.
             homes: Id of the node of each file whose home is one, by path; none to end the publisher's reservation.
+            gathered: Boxes that homes fetch from other nodes.
         """
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
+
+        Nodes gather boxes from each other in a version that has a set of all of these nodes, or none does.
 
         Args:
             publisher: Resource name of the publisher.
@@ -131,7 +154,9 @@ class NoNodes:
         """Return None."""
         return None
 
-    def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
+    def reserve(
+        self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
+    ) -> None:
         """Do nothing: without nodes there are no homes."""
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
@@ -159,12 +184,12 @@ class NoNodes:
 
 
 def boxes_at_home(homes: Mapping[int, str], boxes: PackedBoxes) -> Ints:
-    """Return the positions of boxes of tensors whose home may be a node. `homes`: that node by the tensor's number."""
+    """Return the positions of boxes that a rank may write on its host's node. `homes`: a node by the tensor's number."""
     return np.flatnonzero(np.isin(boxes.tensors, list(homes))) if homes else np.zeros(0, np.int64)
 
 
 def ranks_at_home(homes: Mapping[int, str], boxes: Mapping[int, PackedBoxes], hosts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks that send tensors whose home may be a node, by node."""
+    """Return the ranks that may write on the node of their host, by node."""
     found: dict[str, list[int]] = {}
     for rank, host in hosts.items():
         if host != DAEMON_HOST and len(boxes_at_home(homes, boxes[rank])):
@@ -191,10 +216,9 @@ class HomeFiles:
         self.files = tuple(file for file in files if file.path in paths)
         self.paths = frozenset(paths)
 
-    @property
-    def nodes(self) -> frozenset[str]:
-        """Ids of the nodes."""
-        return frozenset(home.node for home in self.homes)
+    def of(self, host: str | None) -> NodeHome | None:
+        """Return the home of ranks on a host; None if they send all boxes to the daemon."""
+        return next((home for home in self.homes if home.node == host), None)
 
     def closed(self, files: Collection[str]) -> None:
         """Have the nodes verify some of their files, which all ranks have closed."""
@@ -232,7 +256,7 @@ class HomeFiles:
         held = Bitmap.of(
             numbering.count, (n for file in files if file.path in own for n in numbering.touched(file.path, 0, file.size))
         )
-        return MissingPieces(held, tuple(checksums), self.nodes)
+        return MissingPieces(held, tuple(checksums), frozenset(home.node for home in self.homes if home.files))
 
     def _proofs(self) -> Mapping[str, FileProof]:
         if not self.files:

@@ -61,11 +61,16 @@ def _check_counts(config: object) -> None:
 
 
 class Assigned(NamedTuple):
-    """Positions and boxes that each rank sends, and the node of each tensor that ranks of one node's host send, by its number."""
+    """Positions and boxes that each rank sends.
+
+    `homes` has the node of each tensor that ranks on nodes' hosts send, by its number. `gathered` has the tensors of which ranks
+    of several hosts send parts.
+    """
 
     positions: dict[int, list[int]]
     boxes: dict[int, PackedBoxes]
     homes: dict[int, str]
+    gathered: frozenset[int]
 
 
 @dataclass
@@ -95,11 +100,13 @@ class PublisherRecord:
     hosts: dict[int, str] = field(default_factory=dict)  # rank -> its host, as of its registration, if known
     readable: dict[int, Readable] = field(default_factory=dict)  # rank -> nonce files that it has read last
     homes: dict[int, str] = field(default_factory=dict)  # number of a tensor -> node whose files it may be in
+    gathered: frozenset[int] = frozenset()  # tensors among these of which ranks of several hosts send parts
+    gatherers: set[int] = field(default_factory=set)  # ranks that follow Assignment.gathered_boxes
     seen: dict[int, float] = field(default_factory=dict)  # rank -> time of its last call
     processes: dict[int, str] = field(default_factory=dict)  # rank -> nonce of its process
     started: dict[int, int] = field(default_factory=dict)  # rank -> last step that its process has started
     replaced: float = -math.inf  # time of the last registration from a new process
-    _slots: dict[tuple[int, bool], Slot] = field(default_factory=dict)
+    _slots: dict[tuple[int, bool | None], Slot] = field(default_factory=dict)
     _cutting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -245,11 +252,11 @@ class PublisherRecord:
             raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
         parts = [self.held[rank] for rank in range(self.world_size)]
         counts = [len(part) for part in parts]
-        sent, homes = _senders(self, parts, np.repeat(np.arange(self.world_size), counts))
+        sent, homes, gathered = _senders(self, parts, np.repeat(np.arange(self.world_size), counts))
         ends = np.cumsum(counts)
         mine = [each - begin for each, begin in zip(np.split(sent, np.searchsorted(sent, ends[:-1])), ends - counts, strict=True)]
         boxes = {rank: part.take(positions) for rank, (part, positions) in enumerate(zip(parts, mine, strict=True))}
-        return Assigned({rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes, homes)
+        return Assigned({rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes, homes, gathered)
 
     def _check_names(self) -> None:
         if not self.specs:
@@ -287,7 +294,7 @@ class PublisherRecord:
 
     def activate(self, assigned: Assigned, shared: SharedPlan) -> None:
         """Become ACTIVE with the results of `check_and_assign` and `plan_shared`, and free the state of registration."""
-        self.assigned, self.boxes, self.homes = assigned
+        self.assigned, self.boxes, self.homes, self.gathered = assigned
         self.shared, self.state = shared, ACTIVE
         self.held, self.blocks, self.files, self.stalled = {}, {}, {}, None
 
@@ -296,28 +303,44 @@ class PublisherRecord:
         self.error, self.state = error, REJECTED
         self.held, self.files = {}, {}
 
-    def slot(self, rank: int, chunk_bytes: int, *, rest: bool = False) -> Slot:
-        """Return the chunks of a rank's slot, cut at first use; with `rest`, of what it does not write into a node's files."""
+    def home_boxes(self, rank: int, *, gathered: bool) -> Ints:
+        """Return the positions of boxes that a rank may write on its host's node: those of gathered tensors, or of all others."""
+        homes = {number: node for number, node in self.homes.items() if (number in self.gathered) == gathered}
+        return boxes_at_home(homes, self.boxes[rank])
+
+    def slot(self, rank: int, chunk_bytes: int, gathers: bool | None = None) -> Slot:
+        """Return the chunks of the boxes that a rank sends to the daemon, cut at first use.
+
+        Args:
+            rank: The rank.
+            chunk_bytes: Bound on a chunk.
+            gathers: `NodeHome.gathers` of its host's node; None if it sends all boxes.
+        """
         with self._cutting:
-            if (rank, rest) not in self._slots:
-                boxes = self.boxes[rank]
-                if rest:
-                    boxes = boxes.take(np.delete(np.arange(len(boxes)), boxes_at_home(self.homes, boxes)))
-                self._slots[rank, rest] = cut_slot(boxes, self.specs, chunk_bytes)
-            return self._slots[rank, rest]
+            if (rank, gathers) not in self._slots:
+                boxes, at_home = self.boxes[rank], np.zeros(0, np.int64)
+                if gathers is not None:
+                    at_home = self.home_boxes(rank, gathered=False)
+                if gathers:
+                    at_home = np.append(at_home, self.home_boxes(rank, gathered=True))
+                boxes = boxes.take(np.delete(np.arange(len(boxes)), at_home))
+                self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes)
+            return self._slots[rank, gathers]
 
 
-def _senders(publisher: PublisherRecord, parts: Sequence[PackedBoxes], rank: Ints) -> tuple[Ints, dict[int, str]]:
-    """Return the boxes that are sent, as indices into those of all ranks, and the node of each tensor that has one."""
+def _senders(publisher: PublisherRecord, parts: Sequence[PackedBoxes], rank: Ints) -> tuple[Ints, dict[int, str], frozenset[int]]:
+    """Return the boxes that are sent, as indices into those of all ranks, and `homes` and `gathered` of `Assigned`."""
     tensors, boxes = np.concatenate([part.tensors for part in parts]).astype(np.int64), join_boxes([p.boxes for p in parts])
     items = np.array([ITEM_SIZES[spec.dtype] for spec in publisher.specs], np.int64)
     names = sorted({*publisher.hosts.values()})
     if not any(names):  # no rank is on a node's host
-        return senders(tensors, boxes, rank, publisher.world_size, items), {}
+        return senders(tensors, boxes, rank, publisher.world_size, items), {}, frozenset()
     hosts = np.array(
         [names.index(publisher.hosts[r]) if r in publisher.hosts else -1 for r in range(publisher.world_size)], np.int64
     )
     sizes = np.array([spec.size for spec in publisher.specs], np.int64)
-    found = senders_by_host(tensors, boxes, rank, publisher.world_size, sizes, items, hosts)
-    homes = {number: names[host] for number, host in enumerate(found.hosts.tolist()) if host >= 0}
-    return found.pieces, {number: host for number, host in homes.items() if host != DAEMON_HOST}
+    nodes = {number for number, name in enumerate(names) if name != DAEMON_HOST}
+    older = {int(hosts[rank]) for rank in publisher.hosts.keys() - publisher.gatherers}
+    found = senders_by_host(tensors, boxes, rank, publisher.world_size, sizes, items, hosts, nodes - older)
+    homes = {number: names[host] for number, host in enumerate(found.hosts.tolist()) if host in nodes}
+    return found.pieces, homes, frozenset(np.flatnonzero(found.gathered).tolist())

@@ -3,17 +3,27 @@
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import structlog
 from resharder.converters.errors import LayoutError
-from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
-from resharder.server.ingest.homes import Readable
+from resharder.server.ingest.homes import GatheredBoxes, Readable
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes
-from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, NO_FILES, REGISTERING, PublisherRecord, check_files
+from resharder.server.ingest.publisher import (
+    ACTIVE,
+    FENCED,
+    MAX_WORLD,
+    NO_FILES,
+    REGISTERING,
+    Assigned,
+    PublisherRecord,
+    check_files,
+)
 from resharder.server.ingest.shared import IngestShared, parse_name
 from resharder.server.ingest.uploads import Uploads
 from resharder.server.state.errors import (
@@ -142,6 +152,8 @@ class Publishers:
         process: str = "",
         shared: RankBlocks | None = None,
         readable: Readable = MappingProxyType({}),
+        *,
+        gathers: bool = False,
     ) -> PublisherRecord:
         """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
@@ -154,6 +166,7 @@ class Publishers:
             process: Nonce of the rank's process. A new one aborts versions that the former process has begun and not sealed.
             shared: Blocks that the rank shares with others, by position in `specs`; None if it casts nothing.
             readable: Nonce files that it has read. Its host in the first registration decides which files it writes.
+            gathers: Whether it can write boxes that other nodes gather.
         """
         self._replace(name, rank, process)
         host = self._nodes.host_of(readable)
@@ -163,6 +176,7 @@ class Publishers:
             publisher.readable[rank] = readable
             if host is not None and publisher.state == REGISTERING and not publisher.activating:
                 publisher.hosts[rank] = host
+                publisher.gatherers |= {rank} if gathers else set()
             try:
                 if not publisher.is_registered(rank, fingerprint):
                     publisher.add_slot(rank, fingerprint, specs, boxes, shared)
@@ -192,13 +206,14 @@ class Publishers:
         try:
             self._store.capacity.check_size(sum(spec.size for spec in publisher.specs))
             assigned, shared = publisher.check_and_assign(), _planned(publisher)
-            layouts = lay_out(publisher.specs, homes={publisher.specs[n].name: node for n, node in assigned.homes.items()})
+            layouts = lay_out(publisher.specs, homes=_groups(publisher.specs, assigned))
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self._shared.lock:
                 publisher.check_usable()
                 self._store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
                 publisher.activate(assigned, shared)
-                self._nodes.reserve(publisher.name, layouts, _homes_of(layouts, publisher))
+                homes = _homes_of(layouts, publisher)
+                self._nodes.reserve(publisher.name, layouts, homes, _gathered_of(layouts, publisher, assigned.gathered))
                 self._shared.changed.notify()
             for observer in self._shared.observers:
                 observer.publish_phase("registration", publisher.model, self._shared.clock() - publisher.created)
@@ -257,6 +272,26 @@ def _homes_of(files: Sequence[FileLayout], publisher: PublisherRecord) -> dict[s
     """Return the node of each file whose home may be one, by path."""
     found = {file.path: publisher.homes.get(publisher.numbers[next(iter(file.by_name))]) for file in files}
     return {path: node for path, node in found.items() if node is not None}
+
+
+def _groups(specs: Sequence[TensorSpec], assigned: Assigned) -> dict[str, str]:
+    """Return a group for each tensor whose home may be a node, by its name: no file has tensors of two groups."""
+    return {specs[n].name: f"{node}/{n in assigned.gathered}" for n, node in assigned.homes.items()}
+
+
+def _gathered_of(files: Sequence[FileLayout], publisher: PublisherRecord, gathered: Collection[int]) -> tuple[GatheredBoxes, ...]:
+    """Return the boxes that ranks write on a node which is not the home of their file."""
+    if not gathered:
+        return ()
+    paths = {name: file.path for file in files for name in file.by_name}
+    found: dict[tuple[str, str], list[tuple[str, Box]]] = {}
+    for rank, boxes in publisher.boxes.items():
+        for position in np.flatnonzero(np.isin(boxes.tensors, [*gathered])).tolist():
+            number, host = int(boxes.tensors[position]), publisher.hosts[rank]
+            if host != publisher.homes[number]:
+                name = publisher.specs[number].name
+                found.setdefault((paths[name], host), []).append((name, boxes.box(position)))
+    return tuple(GatheredBoxes(path, node, tuple(boxes)) for (path, node), boxes in sorted(found.items()))
 
 
 def _planned(publisher: PublisherRecord) -> SharedPlan:

@@ -97,7 +97,8 @@ class Upload:
 
     def slot(self, rank: int) -> Slot:
         """Return the boxes and chunks that a rank sends to the daemon, cut at first use."""
-        return self.publisher.slot(rank, self._chunk_bytes, rest=self.publisher.hosts.get(rank) in self.homes.nodes)
+        home = self.homes.of(self.publisher.hosts.get(rank))
+        return self.publisher.slot(rank, self._chunk_bytes, home.gathers if home is not None else None)
 
     def _size(self, rank: int) -> int:
         """Return the bytes of a rank's boxes, those in a node's files included."""

@@ -106,11 +106,12 @@ class NodeAgent:
             thread.start()
 
     def readers(self, model: str) -> frozenset[str]:
-        """Return the identities of nodes that may fetch pieces of a model, and of the daemon."""
+        """Return the identities of nodes that may fetch pieces or boxes of a model, and of the daemon."""
         with self._changed:
             orders, daemon = self._orders.versions, self._orders.daemon_certificate
-            nodes = (name for order in orders if order.version.split("/")[1] == model for name in order.readers)
-            return frozenset((*nodes, daemon) if daemon else nodes)
+            nodes = {name for order in orders if order.version.split("/")[1] == model for name in order.readers}
+            of_parts = (r.readers for r in self._orders.reservations if r.publisher.split("/")[1] == model)
+            return frozenset(nodes.union(*of_parts, [daemon] if daemon else []))
 
     def wait(self, seconds: float) -> bool:
         """Return whether the loop has ended, at the latest after some seconds."""
@@ -224,6 +225,7 @@ class NodeAgent:
             wait_seconds=wait_seconds,
             leaving=leaving,
             ending=self._ending,
+            gathers=True,
             certificate=self._daemon.certificate(),
             links=[link.to_proto() for link in self._swarm.links.all()],
             reservations=reservations,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.server.ingest.homes import FileProof
+from resharder.server.node.part_files import NodeFiles, node_files_from_proto
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
@@ -138,17 +139,31 @@ class DaemonClient:
         request = node_pb2.GetPieceChecksumsRequest(version=version, file=file, start=start, end=end)
         return list(self._call(self._opened().nodes.GetPieceChecksums, request, _CHECKSUM_SECONDS).checksums)
 
-    def reserved_files(self, publisher: str, reservation: str, node: str) -> tuple[FileLayout, ...]:
+    def reserved_files(self, publisher: str, reservation: str, node: str) -> NodeFiles:
         """Return the files that a node lays out under a reservation. Raises ValueError for names or headers that are no files."""
         request = node_pb2.GetReservedFilesRequest(publisher=publisher, reservation=reservation, node=f"nodes/{node}")
-        found = self._call(self._opened().nodes.GetReservedFiles, request, _CHECKSUM_SECONDS)
-        return tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
+        return node_files_from_proto(self._call(self._opened().nodes.GetReservedFiles, request, _CHECKSUM_SECONDS))
 
-    def put_proof(self, version: str, node: str, instance: str, set: str, problem: str, files: Mapping[str, FileProof]) -> None:
-        """Report what was found in the files of a set."""
+    def put_proof(
+        self,
+        version: str,
+        node: str,
+        instance: str,
+        set: str,
+        problem: str,
+        files: Mapping[str, FileProof],
+        unreachable: str = "",
+    ) -> None:
+        """Report what was found in the files of a set. `unreachable`: id of the node that did not deliver its boxes."""
         proofs = [node_pb2.FileProof(path=path, digests=p.digests, checksums=p.checksums) for path, p in files.items()]
         request = node_pb2.PutFileProofRequest(
-            version=version, node=f"nodes/{node}", instance=instance, set=set, problem=problem, files=proofs
+            version=version,
+            node=f"nodes/{node}",
+            instance=instance,
+            set=set,
+            problem=problem,
+            files=proofs,
+            unreachable=f"nodes/{unreachable}" if unreachable else "",
         )
         self._call(self._opened().nodes.PutFileProof, request, _CHECKSUM_SECONDS)
 

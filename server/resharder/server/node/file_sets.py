@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -27,13 +26,15 @@ from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_header, write_zeros
-from resharder.server.ingest.homes import FileProof
+from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_zeros
 from resharder.server.ingest.released_files import EarlyDigests
+from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
+from resharder.server.node.part_files import keep_only, lay_out_again, write_parts
 from resharder.server.node.reports import AHEAD
+from resharder.server.node.reserved_sets import FileSet, ReservedSets
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.v1 import node_pb2
 
@@ -42,40 +43,6 @@ _ATTEMPTS, _PAUSE = 20, 0.25  # checks whether the files of a set that has ended
 _THREADS = 4
 _log = structlog.get_logger("resharder.node")
 State = node_pb2.FileSetOrder.State
-
-
-@dataclass
-class FileSet:
-    """A set. `version` names the version that has taken it; empty for a free one."""
-
-    id: str
-    folder: Path
-    early: EarlyDigests[FileProof]
-    version: str = ""
-    closed: set[str] = field(default_factory=set)  # files that ranks have closed
-    proof: SetProof | None = None
-    problem: str = ""  # reason for which it could not be verified
-    reported: bool = False  # whether the daemon has the proof, or the problem
-    busy: bool = False  # whether a thread works on it
-
-
-@dataclass
-class ReservedSets:
-    """Files that versions of one epoch have here, and the sets of them. Guarded by the lock of `FileSets`."""
-
-    id: str
-    publisher: str
-    files: tuple[FileLayout, ...] = ()  # empty until the daemon has sent them
-    sets: dict[str, FileSet] = field(default_factory=dict)
-    making: int = 0  # sets that are being laid out, or cleaned to be used again
-    problem: str = ""
-    retry: float = 0.0
-    ended: bool = False
-
-    @property
-    def size(self) -> int:
-        """Bytes of a set."""
-        return sum(file.size for file in self.files)
 
 
 class FileSets:
@@ -89,6 +56,7 @@ class FileSets:
         daemon: Calls of the daemon.
         node: Id of the node.
         instance: Nonce of the process's lifetime.
+        gatherer: Fetches boxes that ranks have written on other nodes.
         clock: Monotonic clock in seconds.
     """
 
@@ -99,10 +67,11 @@ class FileSets:
         daemon: DaemonClient,
         node: str,
         instance: str,
+        gatherer: BoxGatherer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root, self._copies, self._daemon = make_folder(root / "sets"), copies, daemon
-        self._node, self._instance, self._clock = node, instance, clock
+        self._node, self._instance, self._gatherer, self._clock = node, instance, gatherer, clock
         self._changed: Callable[[], object] = lambda: None
         self._lock, self._pool, self._closed = threading.Lock(), ThreadPoolExecutor(_THREADS, "sets"), threading.Event()
         self._reservations: dict[str, ReservedSets] = {}
@@ -169,19 +138,21 @@ class FileSets:
 
     @contextmanager
     def pinned(self, model: str, number: int) -> Iterator[ServedVersion]:
-        """Yield the verified files of an UPLOADING version for the data port, from which the daemon copies them.
+        """Yield files of an UPLOADING version for the data port: verified ones for the daemon, parts for their homes.
 
         Their `ETag` is the id of the reservation, because the version has no fingerprint yet. Raises ResourceNotFound
-        (VERSION_UNKNOWN).
+        (VERSION_UNKNOWN), also before all ranks have sealed.
         """
         name = f"models/{model}/versions/{number}"
         with self._lock:
             sets = ((each, found) for each in self._reservations.values() for found in each.sets.values())
-            served = next(((e, found) for e, found in sets if found.version == name and found.proof is not None), None)
+            served = next(((e, found) for e, found in sets if found.version == name and found.sealed), None)
         if served is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold {name}")
         reservation, found = served
-        yield ServedVersion(name, reservation.id, {file.path: file.size for file in reservation.files}, found.folder)
+        sizes = {file.path: file.size for file in found.own.files} if found.proof is not None else {}
+        parts = found.own.manifest_of_parts(model, number)
+        yield ServedVersion(name, reservation.id, sizes, found.folder, manifest=parts)
 
     # With the lock
 
@@ -191,10 +162,12 @@ class FileSets:
 
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
         found.version = order.version or found.version or "ended"
+        found.own = reservation.own if order.gathers else reservation.own.whole
         if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
             found.closed |= closed
             found.early.begin([file.path for file in reservation.files if file.path in closed])
         if order.state == State.VERIFYING and not found.reported:
+            found.sealed, found.sources = True, {each.node.removeprefix("nodes/"): each.data_address for each in order.sources}
             self._work(self._verify, reservation, found)
         elif order.state == State.READY and found.proof is not None:
             self._work(self._hand_over, reservation, found)
@@ -248,10 +221,10 @@ class FileSets:
         """Lay out a set. A failure is the problem of the reservation until the next attempt."""
         folder, problem = self._root / secrets.token_hex(8), ""
         try:
-            if not reservation.files:
-                files = self._daemon.reserved_files(reservation.publisher, reservation.id, self._node)
+            if reservation.layout is None:
+                layout = self._daemon.reserved_files(reservation.publisher, reservation.id, self._node)
                 with self._lock:
-                    reservation.files = files
+                    reservation.layout = layout
                     self._account()
             self._copies.check_room(reservation.size)
             failpoint("node.reserve")
@@ -259,6 +232,7 @@ class FileSets:
             for file in reservation.files:
                 write_zeros(folder / file.path, file.header, file.size)
                 compile_for(ITEM_SIZES[placed.spec.dtype] for placed in file.tensors)  # now rather than in the first proof
+            write_parts(folder, reservation.own.parts)
         except grpc.RpcError as error:
             problem = f"the daemon: {error.details() or error.code().name}"
         except (OSError, DaemonError, ValueError) as error:
@@ -286,18 +260,26 @@ class FileSets:
         self._changed()
 
     def _verify(self, reservation: ReservedSets, found: FileSet) -> None:
-        """Verify a set once, and report the result until the daemon has it."""
+        """Gather what the set lacks and verify it once, and report the result until the daemon has it."""
+        if not found.own.files:
+            found.proof, found.reported = {}, True  # its boxes are proven by their homes
+            return
         if found.proof is None and not found.problem:
             try:
                 failpoint("node.verify")
+                wanted = found.version, reservation.id, found.folder, found.own, found.sources
+                self._gatherer.gather(*wanted, lambda: reservation.ended or self._closed.is_set())
                 early = found.early.settle()
-                rest = [file for file in reservation.files if file.path not in early]
+                rest = [file for file in found.own.files if file.path not in early]
                 found.proof = {**early, **prove_files(found.folder, rest)}
             except ProofRefused as error:
                 found.problem = str(error)
+            except BoxesMissing as error:
+                found.problem, found.unreachable = str(error), error.node
             except OSError as error:
                 found.problem = f"its files could not be verified: {error}"
-        self._daemon.put_proof(found.version, self._node, self._instance, found.id, found.problem, found.proof or {})
+        result = found.problem, found.proof or {}, found.unreachable
+        self._daemon.put_proof(found.version, self._node, self._instance, found.id, *result)
         found.reported = True
 
     def _hand_over(self, reservation: ReservedSets, found: FileSet) -> None:
@@ -305,10 +287,11 @@ class FileSets:
         assert found.proof is not None
         remote = self._daemon.version(found.version)
         failpoint("node.adopt")
-        held = self._copies.get(found.version) is not None  # fetched from elsewhere before
+        held = not found.own.files or self._copies.get(found.version) is not None  # or fetched from elsewhere before
         try:
             if not held:
-                self._copies.adopt(remote, found.folder, reservation.files, reservation.id)
+                keep_only(found.folder, found.own.files)
+                self._copies.adopt(remote, found.folder, found.own.files, reservation.id)
         except ValueError as error:  # it is fetched from elsewhere then
             held = True
             _log.error("set_refused", set=found.id, version=found.version, reason=str(error))
@@ -317,7 +300,7 @@ class FileSets:
             if held:
                 self._recycle_soon(reservation, found.folder)
             self._account()
-        _log.info("version_written_here", version=found.version, files=len(reservation.files))
+        _log.info("version_written_here", version=found.version, files=len(found.own.files))
 
     def _take_back(self, reservation_id: str, folder: Path) -> bool:
         """Use the files of a dropped version again. Returns False if its reservation has ended."""
@@ -343,10 +326,11 @@ class FileSets:
             safe = _become_unused(reservation, target, self._closed)
             for path in target.iterdir() if safe else ():
                 if path.name not in kept:
-                    path.unlink()
-            safe = safe and all((target / path).stat().st_size == file.size for path, file in kept.items())
+                    path.unlink()  # parts as well, which are laid out anew
             for name, file in kept.items() if safe else ():
-                write_header(target / name, file.header)
+                lay_out_again(target / name, file)
+            if safe:
+                write_parts(target, reservation.own.parts)
         except OSError as error:
             safe = False
             _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))

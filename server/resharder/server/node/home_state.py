@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from secrets import token_hex
 
 from resharder.converters.storage.files import FileLayout
-from resharder.server.ingest.homes import FileProof, HomeLost, Readable
+from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, Readable
 from resharder.server.node.home_fetch import HomeSource
+from resharder.server.node.part_files import NodeFiles, PartFile
 from resharder.server.node.reports import FileSetOrder, SetState, StateReport
 from resharder.server.state.errors import PermissionDenied, ResourceNotFound
 
@@ -22,10 +24,30 @@ class ReservedHomes:
 
     publisher: str
     files: tuple[FileLayout, ...]
-    homes: dict[str, tuple[FileLayout, ...]]  # by node
+    homes: dict[str, tuple[FileLayout, ...]]  # by node; none of one on which ranks write boxes alone that others gather
     created: float
+    gathered: tuple[GatheredBoxes, ...] = ()
     id: str = field(default_factory=lambda: token_hex(8))
     taken: set[str] = field(default_factory=set)  # sets
+
+    @cached_property
+    def nodes(self) -> dict[str, NodeFiles]:
+        """The files of each node."""
+        layouts, found = {file.path: file for file in self.files}, dict[str, NodeFiles]()
+        for node, files in self.homes.items():
+            paths = {file.path for file in files}
+            parts = tuple(PartFile(layouts[each.path], each.boxes) for each in self.gathered if each.node == node)
+            found[node] = NodeFiles(files, parts, tuple(each for each in self.gathered if each.path in paths))
+        return found
+
+    @property
+    def exchanging(self) -> set[str]:
+        """The nodes that gather boxes, and those that have them."""
+        return {node for node, found in self.nodes.items() if found.gathered or found.parts}
+
+    def gatherers(self, node: str) -> set[str]:
+        """Return the nodes that gather boxes from a node."""
+        return {home for home, found in self.nodes.items() if node in {each.node for each in found.gathered}}
 
 
 @dataclass
@@ -47,6 +69,7 @@ class TakenSet:
     folder: str
     instance: str
     reservation: ReservedHomes
+    own: NodeFiles  # files that the version has there
     closed: tuple[str, ...] = ()  # files that all ranks have closed
     proof: dict[str, FileProof] | None = None
     problem: str = ""
@@ -57,6 +80,7 @@ class WrittenVersion:
     """A version in files on nodes."""
 
     homes: dict[str, TakenSet]  # by node
+    gathers: bool = False  # whether nodes fetch boxes from each other
     state: SetState = SetState.UPLOADING
 
 
@@ -76,8 +100,22 @@ class HomeState:
             if (taken := version.homes.get(node)) is not None and taken.set == set:
                 ended = version.state is SetState.READY and name not in wanted
                 state = SetState.ENDED if ended else version.state
-                return FileSetOrder(set, name, state, taken.closed if state is SetState.UPLOADING else ())
+                closed = taken.closed if state is SetState.UPLOADING else ()
+                sources = self.addresses(taken.own.gathered) if state is SetState.VERIFYING else ()
+                return FileSetOrder(set, name, state, closed, version.gathers, sources)
         return FileSetOrder(set, "", SetState.ENDED)
+
+    def addresses(self, sources: Iterable[GatheredBoxes]) -> tuple[tuple[str, str], ...]:
+        """Return each node from which boxes are gathered, with the address of its data port."""
+        found = sorted({each.node for each in sources} & self.nodes.keys())
+        return tuple((node, self.nodes[node].report.data_address) for node in found)
+
+    def readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
+        """Return the identities, or certificates, of the nodes that gather boxes from a node."""
+        found = (self.nodes[each] for each in sorted(reservation.gatherers(node) & self.nodes.keys()))
+        names = ((each.caller.rpartition("@")[0], each.report.certificate) for each in found)
+        admitted = (certificate if name.startswith("token:") else name for name, certificate in names)
+        return tuple(name for name in admitted if name)
 
     def check_caller(self, node: str, caller: str) -> None:
         """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
@@ -120,8 +158,13 @@ class HomeState:
         for each in report.reservations:
             for id, folder in each.sets if each.id == reservation.id else ():
                 if id not in reservation.taken:
-                    return TakenSet(id, folder, report.instance, reservation)
+                    return TakenSet(id, folder, report.instance, reservation, reservation.nodes[node])
         return None
+
+    def gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:
+        """Return whether these nodes are all that have boxes for each other, and can fetch them."""
+        able = {node for node in nodes if self.nodes[node].report.gathers}
+        return bool(reservation.gathered) and {*reservation.exchanging} <= able
 
     def problem(self, version: WrittenVersion) -> str:
         """Return why a version has lost a home; empty if it has not."""
@@ -148,10 +191,10 @@ class HomeState:
 
     def sources(self, version: str) -> tuple[str, Mapping[str, HomeSource]]:
         """Return the `ETag` of a version's files on nodes, and where the daemon fetches them, by node. Raises HomeLost."""
-        homes = self.live(version).homes
+        homes = {node: taken for node, taken in self.live(version).homes.items() if taken.own.files}
         tag = next(taken.reservation.id for taken in homes.values())
         address = {node: self.nodes[node].report.data_address for node in homes}
-        return tag, {node: HomeSource(address[node], taken.reservation.homes[node]) for node, taken in homes.items()}
+        return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
 
     def set_aside(self, node: str, now: float) -> None:
         """Take no files of a node for some time, twice as long each time, until it restarts."""

@@ -7,15 +7,17 @@ set after the last seal, hold the version in it from READY on, and use its files
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost, NodeHome, NodeNonces, Readable
+from resharder.server.ingest.homes import DAEMON_HOST, FileProof, GatheredBoxes, HomeLost, NodeHome, NodeNonces, Readable
 from resharder.server.node.daemon_client import NodeTls
 from resharder.server.node.home_fetch import FetchFailed, HomeCopy, fetch_from_homes
 from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
 from resharder.server.node.lost import LostNodes, nonce_id
+from resharder.server.node.part_files import NodeFiles
 from resharder.server.node.reports import AHEAD, ReservationOrder, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
@@ -72,7 +74,8 @@ class HomeRegister:
                 if node in reservation.homes and not (found.drained and reservation.id not in reported):
                     sets = [each.id for each in reported[reservation.id].sets] if reservation.id in reported else []
                     taken = tuple(self._state.set_order(node, each, wanted) for each in sets if each in reservation.taken)
-                    orders.append(ReservationOrder(reservation.id, reservation.publisher, taken))
+                    readers = self._state.readers(reservation, node)
+                    orders.append(ReservationOrder(reservation.id, reservation.publisher, taken, readers))
             return tuple(orders)
 
     def reserved_bytes(self, node: str) -> int:
@@ -81,19 +84,19 @@ class HomeRegister:
             if (found := self._state.nodes.get(node)) is None:
                 return 0
             sets = {each.id: len(each.sets) for each in found.report.reservations}
-            sizes = ((r.id, sum(file.size for file in r.homes.get(node, ()))) for r in self._state.reservations.values())
-            return sum(size * max(AHEAD, sets.get(id, 0)) for id, size in sizes)
+            own = [each for each in self._state.reservations.values() if node in each.nodes]
+            return sum(each.nodes[node].size * max(AHEAD, sets.get(each.id, 0)) for each in own)
 
     def uploading(self, node: str) -> dict[str, tuple[tuple[FileLayout, ...], tuple[FileLayout, ...]]]:
         """Return the files of UPLOADING versions on a node, and all files of each, by version."""
         with self._state.changed:
             return {
-                name: (version.homes[node].reservation.homes[node], version.homes[node].reservation.files)
+                name: (version.homes[node].own.files, version.homes[node].reservation.files)
                 for name, version in self._state.versions.items()
-                if node in version.homes and version.state is not SetState.READY
+                if version.state is not SetState.READY and node in version.homes and version.homes[node].own.files
             }
 
-    def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> tuple[FileLayout, ...]:
+    def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> NodeFiles:
         """Return the files that a node lays out.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (NODE_UNKNOWN), PermissionDenied (NOT_ALLOWED).
@@ -103,12 +106,22 @@ class HomeRegister:
             found = self._state.reservations.get(publisher)
             if found is None or found.id != reservation or node not in found.homes:
                 raise FailedPrecondition("STALE_EPOCH", f"{publisher}: its reservation {reservation} on nodes/{node} has ended")
-            return found.homes[node]
+            return found.nodes[node]
 
     def put_proof(
-        self, version: str, node: str, instance: str, set: str, caller: str, problem: str, files: Mapping[str, FileProof]
+        self,
+        version: str,
+        node: str,
+        instance: str,
+        set: str,
+        caller: str,
+        problem: str,
+        files: Mapping[str, FileProof],
+        unreachable: str = "",
     ) -> None:
         """Record what a node has found in the files that ranks have written.
+
+        No version is written for some time on `unreachable`, a node that did not deliver boxes which this one gathers.
 
         Raises:
             ResourceNotFound: NODE_UNKNOWN: the node is not live.
@@ -123,9 +136,11 @@ class HomeRegister:
             if taken is None or (taken.set, taken.instance) != (set, instance):
                 raise FailedPrecondition("VERSION_CLOSED", f"{version} waits for no proof of set {set[:80]!r} on nodes/{node}")
             if not problem:
-                _check_proof(taken.reservation.homes[node], files)
+                _check_proof(taken.own.files, files)
             if taken.proof is None and not taken.problem:
                 taken.proof, taken.problem = dict(files), problem
+                if problem and unreachable in {each.node for each in taken.own.gathered}:
+                    self._state.set_aside(unreachable, self._clock())
             self._state.changed.notify_all()
 
     # The daemon
@@ -135,17 +150,17 @@ class HomeRegister:
         with self._state.changed:
             found = self._state.versions.get(version)
             homes = found.homes.items() if found is not None else ()
-            return {node: taken.reservation.homes[node] for node, taken in homes}
+            return {node: taken.own.files for node, taken in homes if taken.own.files}
 
     def not_adopted(self, report: StateReport) -> dict[str, tuple[FileLayout, ...]]:
         """Return the verified files of versions that a node holds in sets which it has yet to take over, by version."""
         sets = {id for each in report.reservations for id, _ in each.sets}
         with self._state.changed:
             return {
-                name: taken.reservation.homes[report.node]
+                name: taken.own.files
                 for name, version in self._state.versions.items()
                 if (taken := version.homes.get(report.node)) is not None
-                and taken.proof is not None
+                and taken.proof
                 and taken.set in sets
                 and taken.instance == report.instance
             }
@@ -179,16 +194,19 @@ class HomeRegister:
         with self._state.changed:
             return next((id for id, node in sorted(self._state.nodes.items()) if reads_nonce(readable, node.report)), None)
 
-    def reserve(self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str]) -> None:
+    def reserve(
+        self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
+    ) -> None:
         """Have nodes lay out the files of an epoch, as `HomeNodes.reserve`."""
-        by_node: dict[str, tuple[FileLayout, ...]] = {}
+        by_node: dict[str, tuple[FileLayout, ...]] = {each.node: () for each in gathered}
         for file in files:
             if (node := homes.get(file.path)) is not None:
                 by_node[node] = (*by_node.get(node, ()), file)
         with self._state.changed:
             former = self._state.reservations.pop(publisher, None)
             if by_node:
-                self._state.reservations[publisher] = ReservedHomes(publisher, tuple(files), by_node, self._clock())
+                found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered))
+                self._state.reservations[publisher] = found
             self._state.tell([*(former.homes if former else ()), *by_node])
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
@@ -203,13 +221,18 @@ class HomeRegister:
             now = self._clock()
             free = {node: self._state.free(publisher, node, read, now) for node, read in ranks.items()}
             taken = {node: found for node, found in free.items() if found is not None}
+            gathers = reservation is not None and self._state.gathers(reservation, taken)
+            if not gathers:
+                taken = {node: replace(each, own=each.own.whole) for node, each in taken.items() if each.own.whole.files}
             if reservation is None or not taken:
                 return ()
+            for each in taken.values():
+                each.proof = None if each.own.files else {}  # nothing to verify
             reservation.taken |= {each.set for each in taken.values()}
-            self._state.versions[version] = WrittenVersion(taken)
+            self._state.versions[version] = WrittenVersion(taken, gathers)
             self._state.tell(taken)
-            files = {node: tuple(file.path for file in reservation.homes[node]) for node in taken}
-            return tuple(NodeHome(node, each.folder, files[node]) for node, each in taken.items())
+            paths = {node: tuple(file.path for file in each.own.files) for node, each in taken.items()}
+            return tuple(NodeHome(node, each.folder, paths[node], gathers) for node, each in taken.items())
 
     def problem(self, version: str) -> str:
         """Return why a version has lost a home; empty if it has not."""
@@ -222,7 +245,8 @@ class HomeRegister:
         with self._state.changed:
             found = self._state.versions.get(version)
             for node, taken in found.homes.items() if found is not None and found.state is SetState.UPLOADING else ():
-                if own := [file.path for file in taken.reservation.homes[node] if file.path in {*files} - {*taken.closed}]:
+                whole = taken.own.whole.files  # boxes of the others are gathered after the last seal
+                if own := [file.path for file in whole if file.path in {*files} - {*taken.closed}]:
                     taken.closed += tuple(own)
                     self._state.tell([node])
 

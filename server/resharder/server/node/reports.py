@@ -74,6 +74,8 @@ class StateReport:
     certificate: str = ""
     reservations: tuple[ReservationReport, ...] = ()
     ending: bool = False
+    gathers: bool = False
+    """Whether it fetches boxes that ranks have written on other nodes."""
 
 
 class SetState(Enum):
@@ -89,22 +91,26 @@ class SetState(Enum):
 class FileSetOrder:
     """State of a set that a version has taken. `version` is empty if the set has ended.
 
-    While ranks write, `closed` names the files that all of them have closed.
+    While ranks write, `closed` names the files that all of them have closed. `gathers`: whether nodes fetch boxes from each other
+    in this version. Once all ranks have sealed, `sources` has the nodes with boxes of the set's files, and their data ports.
     """
 
     set: str
     version: str
     state: SetState
     closed: tuple[str, ...] = ()
+    gathers: bool = False
+    sources: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class ReservationOrder:
-    """A reservation of files on a node, and the sets that versions have taken."""
+    """A reservation of files on a node, and the sets that versions have taken. `readers` are nodes that fetch boxes from it."""
 
     id: str
     publisher: str
     sets: tuple[FileSetOrder, ...] = ()
+    readers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

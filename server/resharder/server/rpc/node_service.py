@@ -14,6 +14,7 @@ from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.links import MOST_LINKS, LinkReport
 from resharder.server.node.own_pieces import DAEMON
+from resharder.server.node.part_files import node_files_to_proto
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import (
     CopyOrder,
@@ -114,9 +115,7 @@ class NodeService:
         parse_name(request.publisher, "publishers")
         node, caller = node_id(request.node), CALLER.get()
         files = self._nodes.homes.reserved_files(request.publisher, request.reservation, node, caller)
-        return node_pb2.ReservedFiles(
-            files=[node_pb2.ReservedFile(path=file.path, header=file.header, size_bytes=file.size) for file in files]
-        )
+        return node_files_to_proto(files)
 
     def PutFileProof(self, request: node_pb2.PutFileProofRequest, call: Call) -> node_pb2.PutFileProofResponse:
         """Record what a node has found in the files that ranks have written."""
@@ -126,7 +125,8 @@ class NodeService:
         if not problem and not files:
             raise InvalidArgument("NODE", "expected the files of a set or a problem, got neither")
         given = request.version, node_id(request.node), request.instance, request.set
-        self._nodes.homes.put_proof(*given, CALLER.get(), problem, files)
+        unreachable = node_id(request.unreachable) if request.unreachable else ""
+        self._nodes.homes.put_proof(*given, CALLER.get(), problem, files, unreachable)
         return node_pb2.PutFileProofResponse()
 
     def PutLinkMeasurement(self, request: node_pb2.PutLinkMeasurementRequest, call: Call) -> node_pb2.PutLinkMeasurementResponse:
@@ -207,6 +207,7 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         received_engine_bytes=max(0, request.received_engine_bytes),
         certificate=request.certificate,
         ending=request.ending,
+        gathers=request.gathers,
         links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
         reservations=tuple(
             ReservationReport(
@@ -226,9 +227,17 @@ def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:
         id=order.id,
         publisher=order.publisher,
         sets=[
-            node_pb2.FileSetOrder(id=each.set, version=each.version, state=_SETS[each.state], closed=each.closed)
+            node_pb2.FileSetOrder(
+                id=each.set,
+                version=each.version,
+                state=_SETS[each.state],
+                closed=each.closed,
+                gathers=each.gathers,
+                sources=[node_pb2.PartSource(node=f"nodes/{node}", data_address=address) for node, address in each.sources],
+            )
             for each in order.sets
         ],
+        readers=order.readers,
     )
 
 

@@ -9,7 +9,6 @@ from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.homes import boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, read_shared
 from resharder.server.ingest.packed_boxes import read_boxes
 from resharder.server.ingest.shared import parse_name
@@ -51,10 +50,12 @@ class PublisherService:
         readable = _readable(request.readable)
         request.ClearField("process")  # the same tensors and boxes are the same registration
         request.ClearField("readable")
+        gathers = request.gathers
+        request.ClearField("gathers")
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
             self._intake.publishers.register(
-                request.publisher, request.rank, fingerprint, specs, boxes, process, shared, readable
+                request.publisher, request.rank, fingerprint, specs, boxes, process, shared, readable, gathers=gathers
             )
         )
 
@@ -65,10 +66,10 @@ class PublisherService:
         answer = publisher_pb2.Assignment(
             publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.steps.chunk_bytes
         )
-        at_home = boxes_at_home(publisher.homes, publisher.boxes[request.rank]).tolist()
-        if at_home:
+        answer.node_boxes.extend(publisher.home_boxes(request.rank, gathered=False).tolist())
+        answer.gathered_boxes.extend(publisher.home_boxes(request.rank, gathered=True).tolist())
+        if answer.node_boxes or answer.gathered_boxes:
             answer.node = f"nodes/{publisher.hosts[request.rank]}"
-            answer.node_boxes.extend(at_home)
         return answer
 
     def RenewLease(self, request: publisher_pb2.RenewLeaseRequest, call: Call) -> Message:

@@ -53,7 +53,7 @@ class Views:
                 message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
             upload = self.intake.uploads.find(record.model, record.number)
             for home in upload.homes.homes if upload is not None else ():
-                message.homes.add(node=f"nodes/{home.node}", folder=home.folder)
+                message.homes.add(node=f"nodes/{home.node}", folder=home.folder, gathers=home.gathers)
         return message
 
 

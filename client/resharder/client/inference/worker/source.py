@@ -29,7 +29,7 @@ from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.needed_pieces import needed_pieces
 from resharder.client.versions.remote import Needs as Needs
 from resharder.client.versions.remote import VersionManifest as VersionManifest
-from resharder.client.versions.remote import boxes_request, expected_digests
+from resharder.client.versions.remote import expected_digests
 from resharder.client.versions.remote import get_manifest as get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
@@ -38,6 +38,7 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.converters.wire.windows import boxes_request
 from resharder.v1 import resources_pb2
 
 SHARED, NODE = "shared-memory", "node"

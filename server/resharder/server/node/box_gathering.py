@@ -1,0 +1,154 @@
+"""Boxes that ranks have written on other nodes' hosts, fetched into the files of their home once all ranks have sealed.
+
+The other node packs the boxes, as the daemon does for a reader, and every chunk has a checksum. What proves them are the digests
+that the home takes of the whole tensors afterwards.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, box_size
+from resharder.converters.storage.writable_files import WritableFiles
+from resharder.converters.wire.chunk_body import ReusedMemory
+from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, RangeConnection, WrongBytes
+from resharder.converters.wire.windows import BoxPart, Window, cut_windows, window_request
+from resharder.server.infra.filesystem import MediumRefused, touching
+from resharder.server.node.daemon_client import NodeTls
+from resharder.server.node.part_files import NodeFiles
+from resharder.server.node.sources import LIMITS
+from resharder.server.node.transfers import ReceivedBytes, data_address
+
+_PATIENCE = 10.0  # seconds without a window from a node
+_PAUSE = 0.05  # until a node that has refused is asked again
+_CONNECTIONS = 4
+
+
+class BoxesMissing(Exception):
+    """Boxes that do not arrive. The message has the reason; `node` is the id of the node that does not deliver them."""
+
+    def __init__(self, reason: str, node: str = "") -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Open files of a set, the version in them, and the specs of the tensors of which boxes are missing."""
+
+    version: str
+    tag: str
+    folder: Path
+    files: WritableFiles
+    specs: Mapping[str, TensorSpec]
+
+
+class BoxGatherer:
+    """Fetches boxes from the data ports of other nodes.
+
+    Args:
+        tls: Certificates of this node; None connects without TLS.
+        received: Counter of received bytes.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(self, tls: NodeTls | None, received: ReceivedBytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tls, self._received, self._clock = tls, received, clock
+
+    def gather(
+        self, version: str, tag: str, folder: Path, own: NodeFiles, sources: Mapping[str, str], stopped: Callable[[], bool]
+    ) -> None:
+        """Fetch the boxes that a set of files lacks. No file is open afterwards.
+
+        Args:
+            version: Resource name of the UPLOADING version.
+            tag: `ETag` by which the nodes name its bytes.
+            folder: Folder of the set.
+            own: Files of the set, and the boxes to gather.
+            sources: Address of the data port of each node that has some of them, by its id.
+            stopped: Returns whether the boxes are no longer of use.
+
+        Raises:
+            BoxesMissing: A node delivers nothing for some seconds, or wrong bytes twice, or the boxes are no longer of use.
+            OSError: They cannot be written.
+        """
+        if not own.gathered:
+            return
+        paths = {each.path for each in own.gathered}
+        files = [file for file in own.files if file.path in paths]
+        specs = {placed.spec.name: placed.spec for file in files for placed in file.tensors}
+        windows = _windows(own, specs)
+        addresses = {node: self._address(node, sources) for node in windows}
+        shares = max(1, _CONNECTIONS // len(windows))
+        jobs = [(node, windows[node][share::shares]) for node in windows for share in range(min(shares, len(windows[node])))]
+        failed = threading.Event()
+        with WritableFiles(folder, files) as opened, ThreadPoolExecutor(len(jobs), "gather") as pool:
+            target = _Target(version, tag, folder, opened, specs)
+
+            def read(job: tuple[str, Sequence[Window]]) -> None:
+                try:
+                    self._read(target, job[0], addresses[job[0]], job[1], lambda: failed.is_set() or stopped())
+                except BaseException:
+                    failed.set()
+                    raise
+
+            reads = [pool.submit(read, job) for job in jobs]
+        errors = [error for each in reads if (error := each.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, BoxesMissing) or error.node), errors[0])
+
+    def _address(self, node: str, sources: Mapping[str, str]) -> DataAddress:
+        if not sources.get(node):
+            raise BoxesMissing(f"nodes/{node}, on whose host ranks wrote boxes, is gone", node)
+        return data_address(sources[node], self._tls, LIMITS.stalled, origin=False)
+
+    def _read(
+        self, target: _Target, node: str, address: DataAddress, windows: Sequence[Window], stopped: Callable[[], bool]
+    ) -> None:
+        """Read windows over one connection. A node refuses until it has the order for a sealed set, and while it is busy."""
+        connection, memory = RangeConnection(address), ReusedMemory()
+        since, wrong, left = self._clock(), 0, deque(windows)
+        try:
+            while left:
+                if stopped():
+                    raise BoxesMissing(f"{target.version} is no longer waited for")
+                try:
+                    self._read_window(target, connection, left[0], memory)
+                    left.popleft()
+                    since = self._clock()
+                except MediumRefused:
+                    raise
+                except (PartRefused, WrongBytes, *BROKEN) as error:
+                    connection.close()
+                    wrong += isinstance(error, WrongBytes)
+                    if wrong > 1 or self._clock() - since > _PATIENCE:
+                        reason = f"nodes/{node} does not deliver boxes: {error or type(error).__name__}"
+                        raise BoxesMissing(reason, node) from error
+                    time.sleep(_PAUSE)
+        finally:
+            connection.close()
+
+    def _read_window(self, target: _Target, connection: RangeConnection, window: Window, memory: ReusedMemory) -> None:
+        request, chunks = window_request(target.version, target.tag, window, target.specs)
+        for parts, (_, data) in zip(chunks, connection.chunks(request, memory), strict=True):
+            with touching(target.folder, "writing", len(data)):
+                at = 0
+                for position, box in parts:
+                    spec = target.specs[window[position].name]
+                    size = box_size(box) * ITEM_SIZES[spec.dtype]
+                    target.files.put_bytes(spec, box, data[at : at + size])
+                    at += size
+        self._received.add(sum(request.sizes), origin=False)
+
+
+def _windows(own: NodeFiles, specs: Mapping[str, TensorSpec]) -> dict[str, list[Window]]:
+    """Return the requests for the gathered boxes, by node."""
+    boxes: dict[str, list[BoxPart]] = {}
+    for each in own.gathered:
+        some = boxes.setdefault(each.node, [])
+        some += [BoxPart(len(some) + i, name, box) for i, (name, box) in enumerate(each.boxes)]
+    return {node: cut_windows(some, specs) for node, some in boxes.items()}
