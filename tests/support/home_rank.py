@@ -22,14 +22,19 @@ from tests.support.hidden import hiding
 from tests.support.staging_process import stage
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 32}
-Rows = list[tuple[str, list[int], int, int]]
-"""Name and shape of each tensor of which a rank has rows, the first row and the number of rows."""
+Rows = Sequence[tuple[Any, ...]]
+"""Name and shape of each tensor of which a rank has rows, the first row and the number of rows. Columns, with 1 after it."""
 
 
 def weights(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
     """The values of a tensor of a step."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     return torch.randn(tuple(shape), generator=generator).to(torch.bfloat16)
+
+
+def index(at: int, count: int, dimension: int = 0) -> tuple[slice, ...]:
+    """Return the index of `count` rows, or of what another dimension has, from `at` on."""
+    return (*(slice(None),) * dimension, slice(at, at + count))
 
 
 class Ranks:
@@ -46,7 +51,7 @@ class Ranks:
             self._publishers[rank] = connect(
                 endpoint, model="policy", job=job, rank=int(rank), world_size=world_size, config=CONFIG, **options
             )
-            declared = [(name, torch.bfloat16, tuple(shape), (slice(at, at + count),)) for name, shape, at, count in rows]
+            declared = [(name, torch.bfloat16, tuple(shape), index(*part)) for name, shape, *part in rows]
             self._publishers[rank].attach_tensors(declared, wait=False)
 
     def publish(self, step: int, only: Sequence[str] = (), *, once: bool = False, spoil: Sequence[Any] = ()) -> list[list[str]]:
@@ -55,11 +60,11 @@ class Ranks:
         `spoil`: file and offset of a byte that changes before the last rank writes its tensors.
         """
 
-        def items(rank: str) -> Iterator[tuple[str, tuple[slice], torch.Tensor]]:
+        def items(rank: str) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
             if spoil and rank == max(self._rows):
                 change_byte(*spoil)
-            for name, shape, at, count in self._rows[rank]:
-                yield name, (slice(at, at + count),), weights(name, shape, step)[at : at + count]
+            for name, shape, *part in self._rows[rank]:
+                yield name, index(*part), weights(name, shape, step)[index(*part)]
 
         found = []
         for rank in only or self._rows:

@@ -20,12 +20,13 @@ HOLDINGS: list[Rows] = [
     [("b.up", A, 0, 6000), ("split", SPLIT, 500, 500)],
     [("b.down", B, 0, 4000)],
 ]
-SHAPES = {name: shape for rows in HOLDINGS for name, shape, _, _ in rows}
 HOSTS = "aabb"
 
 
 class Site:
     """A daemon that no rank shares memory with, and two hosts with a node and two ranks each, in one process."""
+
+    holdings, hosts = HOLDINGS, HOSTS
 
     def __init__(self, stack: ExitStack, **options: object) -> None:
         """Start all processes. `options`: further ones of the daemon."""
@@ -38,8 +39,8 @@ class Site:
 
     def attach(self, job: str, **options: object) -> None:
         for host, process in self.ranks.items():
-            holdings = {str(rank): rows for rank, rows in enumerate(HOLDINGS) if HOSTS[rank] == host}
-            process.call("attach", self.daemon.endpoint, job, holdings, len(HOLDINGS), **options)
+            holdings = {str(rank): rows for rank, rows in enumerate(self.holdings) if self.hosts[rank] == host}
+            process.call("attach", self.daemon.endpoint, job, holdings, len(self.holdings), **options)
 
     def publish(self, step: int, **options: object) -> tuple[resources_pb2.Version, list[list[str]]]:
         """The version once it is settled, and what each rank returned."""
@@ -73,6 +74,9 @@ class Site:
         """The store has exactly what the ranks have published."""
         assert version.state == resources_pb2.Version.READY, version.reason
         folder = self.daemon.store / f"models/policy/versions/{version.number:08}"
-        for name, found in read_folder(str(folder)).items():
-            expected = weights(name, SHAPES[name], version.step)
+        shapes = {name: shape for rows in self.holdings for name, shape, *_ in rows}
+        found_tensors = read_folder(str(folder))
+        assert found_tensors.keys() == shapes.keys()
+        for name, found in found_tensors.items():
+            expected = weights(name, shapes[name], version.step)
             assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes(), name

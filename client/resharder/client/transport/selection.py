@@ -41,9 +41,9 @@ class TransportSelector:
     ) -> Transport:
         """Return the transport of a slot: into the files of its host's node if the version has them, else as `select`."""
         home = next((each for each in version.homes if each.node == slot.node), None)
-        if home is None:
+        divided = slot.divided(gathers=home is not None and home.gathers)
+        if home is None or not divided.home_boxes:
             return self.select(store, data_address)
-        divided = slot.divided(gathers=home.gathers)
         rest = self.select(store, data_address) if divided.rest_boxes else None
         return AtHome(home.folder, divided, self._from_memory(), rest, self._subsets)
 
