@@ -17,7 +17,7 @@ from resharder.server.data.versions import ServedVersion
 from resharder.server.ingest.homes import GatheredBoxes
 from resharder.server.node import box_gathering
 from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
-from resharder.server.node.part_files import NodeFiles, PartFile, write_parts
+from resharder.server.node.part_files import FilesOnNode, PartFile, write_parts
 from resharder.server.node.transfers import ReceivedBytes
 from resharder.server.state.errors import ResourceNotFound
 
@@ -34,7 +34,7 @@ BOXES: dict[str, tuple[tuple[str, Box], ...]] = {
     ),
     "two": (("row", (Range(0, 2000), Range(2000, 1000))), ("experts", (Range(2, 4, 3), Range(0, 200), Range(0, 300)))),
 }
-OWN = NodeFiles((FILE,), (), tuple(GatheredBoxes(FILE.path, node, boxes) for node, boxes in BOXES.items()))
+OWN = FilesOnNode((FILE,), (), tuple(GatheredBoxes(FILE.path, node, boxes) for node, boxes in BOXES.items()))
 RANDOM = np.random.default_rng(3)
 CONTENT = {
     s.name: np.frombuffer(RANDOM.bytes(s.size), {"BF16": np.uint16, "F32": np.uint32}[s.dtype]).reshape(s.shape) for s in SPECS
@@ -57,7 +57,7 @@ class Source:
         if self.refusals:
             self.refusals -= 1
             raise ResourceNotFound("VERSION_UNKNOWN", "this node does not hold it")
-        manifest = NodeFiles((), (self.part,)).manifest_of_parts("policy", 1)
+        manifest = FilesOnNode((), (self.part,)).manifest_of_parts("policy", 1)
         yield ServedVersion(VERSION, TAG, {}, self.folder, manifest=manifest)
 
 

@@ -19,7 +19,7 @@ from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
 from resharder.server.node.file_sets import FileSets
-from resharder.server.node.part_files import NodeFiles
+from resharder.server.node.part_files import FilesOnNode
 from resharder.server.node.reports import AHEAD
 from resharder.server.node.reserved_sets import FileSet
 from resharder.server.node.transfers import ReceivedBytes
@@ -45,8 +45,8 @@ class Daemon:
     def __init__(self) -> None:
         self.proofs: list[tuple[str, str, dict[str, FileProof]]] = []
 
-    def reserved_files(self, publisher: str, reservation: str, node: str) -> NodeFiles:
-        return NodeFiles(OWN)
+    def reserved_files(self, publisher: str, reservation: str, node: str) -> FilesOnNode:
+        return FilesOnNode(OWN)
 
     def put_proof(
         self, version: str, node: str, instance: str, set: str, problem: str, files: dict[str, FileProof], unreachable: str

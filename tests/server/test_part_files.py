@@ -11,11 +11,11 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.ingest.homes import GatheredBoxes
 from resharder.server.node.part_files import (
     PAGE_BYTES,
-    NodeFiles,
+    FilesOnNode,
     PartFile,
+    files_from_proto,
+    files_to_proto,
     lay_out_again,
-    node_files_from_proto,
-    node_files_to_proto,
     write_parts,
 )
 from resharder.v1 import node_pb2
@@ -69,18 +69,18 @@ def test_a_file_that_ranks_have_not_written_whole_is_laid_out_anew() -> None:
 
 @given(st.lists(boxes(), min_size=1, max_size=3), st.lists(boxes(), min_size=1, max_size=3))
 def test_a_node_is_told_of_its_files(written: list[tuple[str, Box]], gathered: list[tuple[str, Box]]) -> None:
-    here = NodeFiles(OTHER, (PartFile(FILE, tuple(written)),))
-    there = NodeFiles((FILE,), (), (GatheredBoxes(FILE.path, "b", tuple(gathered)),))
+    here = FilesOnNode(OTHER, (PartFile(FILE, tuple(written)),))
+    there = FilesOnNode((FILE,), (), (GatheredBoxes(FILE.path, "b", tuple(gathered)),))
     for found in (here, there):
-        message = node_pb2.ReservedFiles.FromString(node_files_to_proto(found).SerializeToString())
-        assert node_files_from_proto(message) == found
-    assert there.whole == NodeFiles()
-    assert here.whole == NodeFiles(OTHER)
+        message = node_pb2.ReservedFiles.FromString(files_to_proto(found).SerializeToString())
+        assert files_from_proto(message) == found
+    assert there.whole == FilesOnNode()
+    assert here.whole == FilesOnNode(OTHER)
 
 
 @pytest.mark.parametrize("change", ["tensor", "file", "box", "dimensions"])
 def test_boxes_of_no_tensor_are_refused(change: str) -> None:
-    message = node_files_to_proto(NodeFiles((FILE,), (), (GatheredBoxes(FILE.path, "b", (("matrix", full_box((300, 700))),)),)))
+    message = files_to_proto(FilesOnNode((FILE,), (), (GatheredBoxes(FILE.path, "b", (("matrix", full_box((300, 700))),)),)))
     (each,) = message.gathered
     if change == "tensor":
         each.tensors[0] = "unknown"
@@ -91,4 +91,4 @@ def test_boxes_of_no_tensor_are_refused(change: str) -> None:
     else:
         each.boxes[0].box.count.append(1)
     with pytest.raises(ValueError, match="expected boxes of tensors in the files"):
-        node_files_from_proto(message)
+        files_from_proto(message)

@@ -7,18 +7,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from resharder.converters.errors import LayoutError, UnsupportedModel
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
-from resharder.converters.geometry.piece_arrays import Ints, join_boxes
-from resharder.converters.geometry.senders import senders, senders_by_host
+from resharder.converters.geometry.layout import Box, TensorSpec
+from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE
 from resharder.converters.wire.ranges import HELD_FILE
-from resharder.server.ingest.homes import DAEMON_HOST, Readable, boxes_at_home
+from resharder.server.ingest.assignment import Assigned, assign
+from resharder.server.ingest.homes import Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
@@ -58,19 +57,6 @@ def _check_counts(config: object) -> None:
                     counts[what] = max(counts[what], value)
     if counts["layers"] * counts["experts"] > _MOST_EXPERTS:
         raise LayoutError(f"config.json: expected at most {_MOST_EXPERTS} experts in all layers, got {counts}")
-
-
-class Assigned(NamedTuple):
-    """Positions and boxes that each rank sends.
-
-    `homes` has the node of each tensor that ranks on nodes' hosts send, by its number. `gathered` has the tensors of which ranks
-    of several hosts send parts.
-    """
-
-    positions: dict[int, list[int]]
-    boxes: dict[int, PackedBoxes]
-    homes: dict[int, str]
-    gathered: frozenset[int]
 
 
 @dataclass
@@ -251,12 +237,7 @@ class PublisherRecord:
         except LayoutError as error:
             raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
         parts = [self.held[rank] for rank in range(self.world_size)]
-        counts = [len(part) for part in parts]
-        sent, homes, gathered = _senders(self, parts, np.repeat(np.arange(self.world_size), counts))
-        ends = np.cumsum(counts)
-        mine = [each - begin for each, begin in zip(np.split(sent, np.searchsorted(sent, ends[:-1])), ends - counts, strict=True)]
-        boxes = {rank: part.take(positions) for rank, (part, positions) in enumerate(zip(parts, mine, strict=True))}
-        return Assigned({rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes, homes, gathered)
+        return assign(self.specs, parts, self.hosts, self.gatherers)
 
     def _check_names(self) -> None:
         if not self.specs:
@@ -303,11 +284,6 @@ class PublisherRecord:
         self.error, self.state = error, REJECTED
         self.held, self.files = {}, {}
 
-    def home_boxes(self, rank: int, *, gathered: bool) -> Ints:
-        """Return the positions of boxes that a rank may write on its host's node: those of gathered tensors, or of all others."""
-        homes = {number: node for number, node in self.homes.items() if (number in self.gathered) == gathered}
-        return boxes_at_home(homes, self.boxes[rank])
-
     def slot(self, rank: int, chunk_bytes: int, gathers: bool | None = None) -> Slot:
         """Return the chunks of the boxes that a rank sends to the daemon, cut at first use.
 
@@ -320,27 +296,15 @@ class PublisherRecord:
             if (rank, gathers) not in self._slots:
                 boxes, at_home = self.boxes[rank], np.zeros(0, np.int64)
                 if gathers is not None:
-                    at_home = self.home_boxes(rank, gathered=False)
+                    at_home = home_boxes(self, rank, gathered=False)
                 if gathers:
-                    at_home = np.append(at_home, self.home_boxes(rank, gathered=True))
+                    at_home = np.append(at_home, home_boxes(self, rank, gathered=True))
                 boxes = boxes.take(np.delete(np.arange(len(boxes)), at_home))
                 self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes)
             return self._slots[rank, gathers]
 
 
-def _senders(publisher: PublisherRecord, parts: Sequence[PackedBoxes], rank: Ints) -> tuple[Ints, dict[int, str], frozenset[int]]:
-    """Return the boxes that are sent, as indices into those of all ranks, and `homes` and `gathered` of `Assigned`."""
-    tensors, boxes = np.concatenate([part.tensors for part in parts]).astype(np.int64), join_boxes([p.boxes for p in parts])
-    items = np.array([ITEM_SIZES[spec.dtype] for spec in publisher.specs], np.int64)
-    names = sorted({*publisher.hosts.values()})
-    if not any(names):  # no rank is on a node's host
-        return senders(tensors, boxes, rank, publisher.world_size, items), {}, frozenset()
-    hosts = np.array(
-        [names.index(publisher.hosts[r]) if r in publisher.hosts else -1 for r in range(publisher.world_size)], np.int64
-    )
-    sizes = np.array([spec.size for spec in publisher.specs], np.int64)
-    nodes = {number for number, name in enumerate(names) if name != DAEMON_HOST}
-    older = {int(hosts[rank]) for rank in publisher.hosts.keys() - publisher.gatherers}
-    found = senders_by_host(tensors, boxes, rank, publisher.world_size, sizes, items, hosts, nodes - older)
-    homes = {number: names[host] for number, host in enumerate(found.hosts.tolist()) if host in nodes}
-    return found.pieces, homes, frozenset(np.flatnonzero(found.gathered).tolist())
+def home_boxes(publisher: PublisherRecord, rank: int, *, gathered: bool) -> Ints:
+    """Return the positions of boxes that a rank may write on its host's node: those of gathered tensors, or of all others."""
+    homes = {number: node for number, node in publisher.homes.items() if (number in publisher.gathered) == gathered}
+    return boxes_at_home(homes, publisher.boxes[rank])

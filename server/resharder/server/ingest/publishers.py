@@ -11,6 +11,7 @@ from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
+from resharder.server.ingest.assignment import Assigned
 from resharder.server.ingest.homes import GatheredBoxes, Readable
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes
@@ -20,7 +21,6 @@ from resharder.server.ingest.publisher import (
     MAX_WORLD,
     NO_FILES,
     REGISTERING,
-    Assigned,
     PublisherRecord,
     check_files,
 )

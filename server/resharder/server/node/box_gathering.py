@@ -1,7 +1,7 @@
 """Boxes that ranks have written on other nodes' hosts, fetched into the files of their home once all ranks have sealed.
 
-The other node packs the boxes, as the daemon does for a reader, and every chunk has a checksum. What proves them are the digests
-that the home takes of the whole tensors afterwards.
+The other node packs the boxes, as the daemon does for a reader, and every chunk has a checksum. The home takes the digests of
+the whole tensors afterwards, and the daemon compares them with what the ranks have declared.
 """
 
 import threading
@@ -19,7 +19,7 @@ from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefu
 from resharder.converters.wire.windows import BoxPart, Window, cut_windows, window_request
 from resharder.server.infra.filesystem import MediumRefused, touching
 from resharder.server.node.daemon_client import NodeTls
-from resharder.server.node.part_files import NodeFiles
+from resharder.server.node.part_files import FilesOnNode
 from resharder.server.node.sources import LIMITS
 from resharder.server.node.transfers import ReceivedBytes, data_address
 
@@ -60,7 +60,7 @@ class BoxGatherer:
         self._tls, self._received, self._clock = tls, received, clock
 
     def gather(
-        self, version: str, tag: str, folder: Path, own: NodeFiles, sources: Mapping[str, str], stopped: Callable[[], bool]
+        self, version: str, tag: str, folder: Path, own: FilesOnNode, sources: Mapping[str, str], stopped: Callable[[], bool]
     ) -> None:
         """Fetch the boxes that a set of files lacks. No file is open afterwards.
 
@@ -145,7 +145,7 @@ class BoxGatherer:
         self._received.add(sum(request.sizes), origin=False)
 
 
-def _windows(own: NodeFiles, specs: Mapping[str, TensorSpec]) -> dict[str, list[Window]]:
+def _windows(own: FilesOnNode, specs: Mapping[str, TensorSpec]) -> dict[str, list[Window]]:
     """Return the requests for the gathered boxes, by node."""
     boxes: dict[str, list[BoxPart]] = {}
     for each in own.gathered:

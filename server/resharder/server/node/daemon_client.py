@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.server.ingest.homes import FileProof
-from resharder.server.node.part_files import NodeFiles, node_files_from_proto
+from resharder.server.node.part_files import FilesOnNode, files_from_proto
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
@@ -139,10 +139,10 @@ class DaemonClient:
         request = node_pb2.GetPieceChecksumsRequest(version=version, file=file, start=start, end=end)
         return list(self._call(self._opened().nodes.GetPieceChecksums, request, _CHECKSUM_SECONDS).checksums)
 
-    def reserved_files(self, publisher: str, reservation: str, node: str) -> NodeFiles:
+    def reserved_files(self, publisher: str, reservation: str, node: str) -> FilesOnNode:
         """Return the files that a node lays out under a reservation. Raises ValueError for names or headers that are no files."""
         request = node_pb2.GetReservedFilesRequest(publisher=publisher, reservation=reservation, node=f"nodes/{node}")
-        return node_files_from_proto(self._call(self._opened().nodes.GetReservedFiles, request, _CHECKSUM_SECONDS))
+        return files_from_proto(self._call(self._opened().nodes.GetReservedFiles, request, _CHECKSUM_SECONDS))
 
     def put_proof(
         self,

@@ -9,7 +9,7 @@ from secrets import token_hex
 from resharder.converters.storage.files import FileLayout
 from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, Readable
 from resharder.server.node.home_fetch import HomeSource
-from resharder.server.node.part_files import NodeFiles, PartFile
+from resharder.server.node.part_files import FilesOnNode, PartFile
 from resharder.server.node.reports import FileSetOrder, SetState, StateReport
 from resharder.server.state.errors import PermissionDenied, ResourceNotFound
 
@@ -31,13 +31,13 @@ class ReservedHomes:
     taken: set[str] = field(default_factory=set)  # sets
 
     @cached_property
-    def nodes(self) -> dict[str, NodeFiles]:
+    def nodes(self) -> dict[str, FilesOnNode]:
         """The files of each node."""
-        layouts, found = {file.path: file for file in self.files}, dict[str, NodeFiles]()
+        layouts, found = {file.path: file for file in self.files}, dict[str, FilesOnNode]()
         for node, files in self.homes.items():
             paths = {file.path for file in files}
             parts = tuple(PartFile(layouts[each.path], each.boxes) for each in self.gathered if each.node == node)
-            found[node] = NodeFiles(files, parts, tuple(each for each in self.gathered if each.path in paths))
+            found[node] = FilesOnNode(files, parts, tuple(each for each in self.gathered if each.path in paths))
         return found
 
     @property
@@ -69,7 +69,7 @@ class TakenSet:
     folder: str
     instance: str
     reservation: ReservedHomes
-    own: NodeFiles  # files that the version has there
+    own: FilesOnNode  # files that the version has there
     closed: tuple[str, ...] = ()  # files that all ranks have closed
     proof: dict[str, FileProof] | None = None
     problem: str = ""

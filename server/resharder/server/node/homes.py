@@ -17,7 +17,7 @@ from resharder.server.node.daemon_client import NodeTls
 from resharder.server.node.home_fetch import FetchFailed, HomeCopy, fetch_from_homes
 from resharder.server.node.home_state import LAYOUT_SECONDS, HomeNode, HomeState, ReservedHomes, WrittenVersion, reads_nonce
 from resharder.server.node.lost import LostNodes, nonce_id
-from resharder.server.node.part_files import NodeFiles
+from resharder.server.node.part_files import FilesOnNode
 from resharder.server.node.reports import AHEAD, ReservationOrder, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
@@ -96,7 +96,7 @@ class HomeRegister:
                 if version.state is not SetState.READY and node in version.homes and version.homes[node].own.files
             }
 
-    def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> NodeFiles:
+    def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> FilesOnNode:
         """Return the files that a node lays out.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (NODE_UNKNOWN), PermissionDenied (NOT_ALLOWED).

@@ -48,7 +48,7 @@ class PartFile:
 
 
 @dataclass(frozen=True)
-class NodeFiles:
+class FilesOnNode:
     """Files of one epoch on a node.
 
     Attributes:
@@ -62,10 +62,10 @@ class NodeFiles:
     gathered: tuple[GatheredBoxes, ...] = ()
 
     @cached_property
-    def whole(self) -> "NodeFiles":
-        """Those of which ranks on the node's host write all boxes."""
+    def whole(self) -> "FilesOnNode":
+        """The files of which ranks on the node's host write all boxes, and no others."""
         late = {each.path for each in self.gathered}
-        return NodeFiles(tuple(file for file in self.files if file.path not in late))
+        return FilesOnNode(tuple(file for file in self.files if file.path not in late))
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ def keep_only(folder: Path, files: Iterable[FileLayout]) -> None:
             path.unlink()
 
 
-def node_files_to_proto(found: NodeFiles) -> node_pb2.ReservedFiles:
+def files_to_proto(found: FilesOnNode) -> node_pb2.ReservedFiles:
     """Convert the files of a node."""
     written = [GatheredBoxes(part.layout.path, "", part.boxes) for part in found.parts]
     return node_pb2.ReservedFiles(
@@ -122,7 +122,7 @@ def node_files_to_proto(found: NodeFiles) -> node_pb2.ReservedFiles:
     )
 
 
-def node_files_from_proto(found: node_pb2.ReservedFiles) -> NodeFiles:
+def files_from_proto(found: node_pb2.ReservedFiles) -> FilesOnNode:
     """Return the files of a message. Raises ValueError for names, headers or boxes that are none."""
     files, parts = [*map(_layout, found.files)], [*map(_layout, found.parts)]
     try:
@@ -135,7 +135,7 @@ def node_files_from_proto(found: node_pb2.ReservedFiles) -> NodeFiles:
     except (LayoutError, KeyError, IndexError) as error:
         raise ValueError(f"expected boxes of tensors in the files: {error!r}") from error
     written = {each.path: each.boxes for each in boxes if not each.node}
-    return NodeFiles(
+    return FilesOnNode(
         tuple(files),
         tuple(PartFile(file, written.get(file.path, ())) for file in parts),
         tuple(each for each in boxes if each.node),

@@ -7,7 +7,7 @@ from resharder.converters.storage.files import FileLayout
 from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.released_files import EarlyDigests
 from resharder.server.node.file_proofs import SetProof
-from resharder.server.node.part_files import NodeFiles
+from resharder.server.node.part_files import FilesOnNode
 
 
 @dataclass
@@ -18,7 +18,7 @@ class FileSet:
     folder: Path
     early: EarlyDigests[FileProof]
     version: str = ""
-    own: NodeFiles = field(default_factory=NodeFiles)  # files that the version has here
+    own: FilesOnNode = field(default_factory=FilesOnNode)  # files that the version has here
     closed: set[str] = field(default_factory=set)  # files that ranks have closed
     sealed: bool = False  # whether all ranks have sealed, so that other nodes may fetch boxes of its parts
     sources: dict[str, str] = field(default_factory=dict)  # address of each node from which boxes are gathered
@@ -35,7 +35,7 @@ class ReservedSets:
 
     id: str
     publisher: str
-    layout: NodeFiles | None = None  # None until the daemon has sent it
+    layout: FilesOnNode | None = None  # None until the daemon has sent it
     sets: dict[str, FileSet] = field(default_factory=dict)
     making: int = 0  # sets that are being laid out, or cleaned to be used again
     problem: str = ""
@@ -43,9 +43,9 @@ class ReservedSets:
     ended: bool = False
 
     @property
-    def own(self) -> NodeFiles:
+    def own(self) -> FilesOnNode:
         """The files of a set; none until the daemon has sent their layout."""
-        return self.layout or NodeFiles()
+        return self.layout or FilesOnNode()
 
     @property
     def files(self) -> tuple[FileLayout, ...]:

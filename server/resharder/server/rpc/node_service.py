@@ -14,7 +14,7 @@ from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.links import MOST_LINKS, LinkReport
 from resharder.server.node.own_pieces import DAEMON
-from resharder.server.node.part_files import node_files_to_proto
+from resharder.server.node.part_files import files_to_proto
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import (
     CopyOrder,
@@ -115,7 +115,7 @@ class NodeService:
         parse_name(request.publisher, "publishers")
         node, caller = node_id(request.node), CALLER.get()
         files = self._nodes.homes.reserved_files(request.publisher, request.reservation, node, caller)
-        return node_files_to_proto(files)
+        return files_to_proto(files)
 
     def PutFileProof(self, request: node_pb2.PutFileProofRequest, call: Call) -> node_pb2.PutFileProofResponse:
         """Record what a node has found in the files that ranks have written."""

@@ -11,6 +11,7 @@ from resharder.server.infra.change_signal import Waiting
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.maxima import RankBlocks, read_shared
 from resharder.server.ingest.packed_boxes import read_boxes
+from resharder.server.ingest.publisher import home_boxes
 from resharder.server.ingest.shared import parse_name
 from resharder.server.observability.tracing.ids import traceparent_of
 from resharder.server.rpc.dispatch import Call
@@ -66,8 +67,8 @@ class PublisherService:
         answer = publisher_pb2.Assignment(
             publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.steps.chunk_bytes
         )
-        answer.node_boxes.extend(publisher.home_boxes(request.rank, gathered=False).tolist())
-        answer.gathered_boxes.extend(publisher.home_boxes(request.rank, gathered=True).tolist())
+        answer.node_boxes.extend(home_boxes(publisher, request.rank, gathered=False).tolist())
+        answer.gathered_boxes.extend(home_boxes(publisher, request.rank, gathered=True).tolist())
         if answer.node_boxes or answer.gathered_boxes:
             answer.node = f"nodes/{publisher.hosts[request.rank]}"
         return answer
