@@ -1,15 +1,21 @@
 """Ranks and nodes with certificates: a node lays out files of the models that its fleets follow, and the daemon fetches them."""
 
 import ssl
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from resharder.client.operator import Operator
+from resharder.converters.wire.range_client import PartRefused, PartRequest, RangeConnection
+from resharder.server.node.daemon_client import NodeTls
+from resharder.server.node.transfers import data_address
 from resharder.server.own_fetcher import node_tls
 from resharder.server.security.settings import Security
 
-from tests.support.home_rank import Ranks, weights
+from tests.support.home_rank import HomeRanks, Ranks, weights
+from tests.support.namespaces import unavailable
 from tests.support.node import Node, stored
 from tests.support.observing import wait_until
 from tests.support.secure import PROBE, Authority, SecureDaemon
@@ -81,3 +87,51 @@ def test_the_daemon_verifies_certificates_of_nodes_by_client_ca(tmp_path: Path, 
     tls = node_tls(Security(certificate=pki / "daemon.pem", key=pki / "daemon.key", roles={}, **trust))
     assert tls is not None
     assert (tls.context().verify_mode, tls.context().check_hostname) == (verifies, False)
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+@pytest.mark.parametrize("by", ["certificate", "token"])
+def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, by: str) -> None:
+    """Each host's rank has half of a tensor. A node of another model may not read what either has written."""
+    authority, names = Authority(tmp_path / "pki"), ("a", "b", "other")
+    for name in names:
+        authority.issue(f"{name}.test", f"{name}.test", "127.0.0.1")
+    authority.allow(probe="probe-token", **{name: f"{name}-token" for name in names})
+    probe, role = (f"dns:{PROBE}", "dns:{}.test") if by == "certificate" else ("token:probe", "token:{}")
+    roles = {probe: ["publisher:*", "server:*", "operator", "viewer"], role.format("other"): ["node:other"]}
+    roles |= {role.format(name): ["node:policy"] for name in "ab"}
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        options = {"data_listen": "127.0.0.1:0", "shared_memory": False, "certificates": by == "certificate"}
+        daemon = stack.enter_context(SecureDaemon(authority, roles, **options))
+        environment = authority.environment(PROBE) if by == "certificate" else {"RESHARDER_TOKEN": "probe-token"}
+        for key, value in {"RESHARDER_TLS_CA": str(authority.folder / "ca.pem"), **environment}.items():
+            patch.setenv(key, value)
+        found = {}
+        for name in names:
+            (tmp_path / name).write_text(f"{name}-token\n")
+            tls = authority.tls(f"{name}.test")
+            files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
+            files |= {"token_file": tmp_path / name} if by == "token" else {}
+            found[name] = stack.enter_context(Node(daemon.endpoint, name, **files))
+        operator = stack.enter_context(Operator(daemon.endpoint))
+        wait_until(lambda: [node.state.value for node in operator.nodes()] == ["LIVE"] * 3)
+        hosts = {
+            name: stack.enter_context(HomeRanks([node.root for other, node in found.items() if other != name])) for name in "ab"
+        }
+        for rank, ranks in enumerate(hosts.values()):
+            ranks.call("attach", daemon.endpoint, "job", {str(rank): [("a", SHAPE, 500 * rank, 500)]}, 2)
+        used = [ranks.call("publish", 1)[0] for ranks in hosts.values()]
+        assert [transport for _, transport, _ in used] == ["node", "node"]
+        version = used[0][0]
+        hosts["a"].call("wait", 1)
+        wait_until(lambda: not list(daemon.store.glob("models/policy/versions/*/held")))
+        assert weights("a", SHAPE, 1).view(torch.uint8).numpy().tobytes() in stored(daemon, version)["model.safetensors"]
+        addresses = {node.name.removeprefix("nodes/"): node.data_address for node in operator.nodes()}
+        other = authority.tls("other.test")
+        intruder = NodeTls(Path(other.ca), Path(str(other.certificate)), Path(str(other.key)))
+        request = PartRequest(version, "any", "model.safetensors", 1 << 20, 0, 1 << 10)
+        for name in "ab":
+            connection = RangeConnection(data_address(addresses[name], intruder, 5.0, origin=False))
+            with pytest.raises(PartRefused, match="403: NOT_ALLOWED"):
+                list(connection.blocks(request, np.empty(1 << 10, np.uint8)))
+            connection.close()

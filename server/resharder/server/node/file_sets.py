@@ -262,7 +262,7 @@ class FileSets:
     def _verify(self, reservation: ReservedSets, found: FileSet) -> None:
         """Gather what the set lacks and verify it once, and report the result until the daemon has it."""
         if not found.own.files:
-            found.proof, found.reported = {}, True  # its boxes are proven by their homes
+            found.proof, found.reported = {}, True  # homes digest its boxes
             return
         if found.proof is None and not found.problem:
             try:

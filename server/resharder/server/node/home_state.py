@@ -42,7 +42,7 @@ class ReservedHomes:
 
     @property
     def exchanging(self) -> set[str]:
-        """The nodes that gather boxes, and those that have them."""
+        """The nodes that gather boxes, and the nodes that have them."""
         return {node for node, found in self.nodes.items() if found.gathered or found.parts}
 
     def gatherers(self, node: str) -> set[str]:
