@@ -13,8 +13,6 @@ from math import inf
 from multiprocessing import get_context
 from random import Random
 
-from tests.support.supervised import end_with_parent
-
 Simulation = Callable[[Random, Callable[[str], None]], Counter[str]]
 """Run one schedule and return counts of what happened. All chance comes from the `Random`, and every step is passed to the
 trace. Raises AssertionError if an invariant is violated."""
@@ -116,7 +114,7 @@ def _parts(runs: Callable[[range], Totals], seeds: range, jobs: int, is_due: Cal
         yield runs(batch)
         if not is_due():
             return
-    with ProcessPoolExecutor(jobs, get_context("fork"), initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         running: set[Future[Totals]] = set()
         while running or is_due():
             if is_due():
