@@ -57,9 +57,9 @@ class Faults:
         self._system.signal(kept.processes(), signal.SIGKILL)
 
     def _node_gone(self, nodes: list[str], down: float) -> None:
-        """Kill nodes while no other process has what ranks have written there, or after some seconds; they stay down.
+        """Kill nodes while ranks write a version there, or after some seconds; they stay down.
 
-        Nothing reads from them meanwhile. The history has the versions that were on them alone.
+        Nothing can be read from them meanwhile. The history has the versions.
         """
         heals, alone = self._system.heals, list[int]()
         for node in nodes:
@@ -115,11 +115,11 @@ class Faults:
         return False
 
     def _alone_on(self, nodes: list[str]) -> list[int]:
-        """Return the versions that ranks write on some nodes, and that the daemon lacks pieces of."""
+        """Return the versions that ranks write on some nodes."""
         with suppress(ResharderError):
             found = self._system.observer.versions(FLEET)
-            held = [v for v in found if v.state == VersionState.UPLOADING and not v.folder]
-            return [v.number for v in held if {home.node.removeprefix("nodes/") for home in v.homes} & {*nodes}]
+            uploading = [v for v in found if v.state == VersionState.UPLOADING]
+            return [v.number for v in uploading if {home.node.removeprefix("nodes/") for home in v.homes} & {*nodes}]
         return []
 
     def _chosen(self, server: str, part: str, pick: float) -> list[psutil.Process]:

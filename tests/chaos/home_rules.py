@@ -47,13 +47,13 @@ def moved_to_lost(events: Sequence[Event]) -> Iterator[Violation]:
 def gone(events: Sequence[Event]) -> Iterator[Violation]:
     """A version that was on killed nodes alone is ABORTED or LOST, and no server answers with it.
 
-    One on the direct path may be served until then, ahead of READY. The daemon may have copied all of a version before.
+    One on the direct path may be served until then, ahead of READY. If the daemon had copied all of it before, it may be READY.
     """
     begun = {event["id"]: event["given"] for event in of(events, "begin")}
     for event in of(events, "alone"):
         for number in event["versions"]:
             seen = [one for one in of(events, "version") if one["number"] == number]
-            if any(one.get("whole") for one in seen):
+            if any(one["state"] == "READY" and one.get("whole") for one in seen):
                 continue
             text = f"version {number}, which was on {', '.join(event['nodes'])} alone when these were killed,"
             ended = next((one["t"] for one in seen if one["state"] in ("ABORTED", "ABSENT") or is_lost(one)), float("inf"))

@@ -66,7 +66,7 @@ def test_a_node_that_ranks_write_on_is_killed_for_good_while_it_alone_has_a_vers
     time.sleep(0.3)
     assert (system.sent, silent) == ([], [("far-data", True)]), "no version is written there"
     home = SimpleNamespace(node="nodes/far")
-    version = SimpleNamespace(state=VersionState.UPLOADING, folder="", homes=[home], number=3)
+    version = SimpleNamespace(state=VersionState.UPLOADING, folder="/staging", homes=[home], number=3)
     system.observer.versions = lambda model: [version]
     thread.join(5)
     assert system.sent == [(["far"], signal.SIGKILL)]

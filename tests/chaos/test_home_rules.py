@@ -192,7 +192,7 @@ def test_a_run_whose_ranks_never_wrote_on_a_node_is_found() -> None:
 def alone(*, direct: bool = False) -> Book:
     """Version 3 is UPLOADING on `far`, which is killed for good."""
     book = on_far()
-    book.version(3, "UPLOADING", homes=["nodes/far"], whole=False)
+    book.version(3, "UPLOADING", homes=["nodes/far"], whole=True)
     book.add("fault", name="node.gone", target="node", given={"nodes": ["far"], "down": 3600.0})
     book.add("death", process="far", status=-9)
     book.add("alone", nodes=["far"], versions=[3])
@@ -213,7 +213,7 @@ def test_a_version_that_killed_nodes_alone_have_is_aborted_or_lost() -> None:
 def test_a_version_that_killed_nodes_alone_had_and_that_goes_on_is_found() -> None:
     for state in ("UPLOADING", "READY"):
         book = alone()
-        book.version(3, state, whole=False)
+        book.version(3, state, whole=state == "UPLOADING")
         book.skip(2 * ENDS)
         book.answer("1")
         assert book.rules() == ["gone"], state

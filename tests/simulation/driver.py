@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str],
     return simulation(Random(f"{name}/{seed}"), trace)
 
 
-def run_seeds(name: str, simulation: Simulation, seeds: range, failures: float = 1) -> Totals:
+def run_seeds(name: str, simulation: Simulation, seeds: Sequence[int], failures: float = 1) -> Totals:
     """Run the schedules of all seeds in this process, until `failures` have failed."""
     totals, began, busy = Totals(), time.monotonic(), time.process_time()
     with collections_paused():
@@ -84,7 +84,7 @@ def run_seeds(name: str, simulation: Simulation, seeds: range, failures: float =
 def run_many(
     name: str,
     simulations: Mapping[str, Simulation],
-    seeds: range,
+    seeds: Sequence[int],
     jobs: int = 1,
     failures: float = 1,
     progress: Callable[[Totals], None] = lambda totals: None,
@@ -106,7 +106,9 @@ def run_many(
     return totals
 
 
-def _parts(runs: Callable[[range], Totals], seeds: range, jobs: int, is_due: Callable[[], bool]) -> Iterator[Totals]:
+def _parts(
+    runs: Callable[[Sequence[int]], Totals], seeds: Sequence[int], jobs: int, is_due: Callable[[], bool]
+) -> Iterator[Totals]:
     """Yield the results of one batch of seeds after the other, while more are due. Each batch that has begun is yielded."""
     # The first schedule runs in this process, because forks share what it imports.
     batches = iter([seeds[:1], *(seeds[at : at + _BATCH] for at in range(1, len(seeds), _BATCH))])

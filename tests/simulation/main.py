@@ -10,10 +10,10 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
-from tests.simulation import SIMULATIONS
+from tests.simulation import SIMULATIONS, prepare
 from tests.simulation.driver import Totals, run_many, run_one
 
 _EVERY = 5.0  # seconds between lines of progress
@@ -31,6 +31,9 @@ def main() -> int:
     parser.add_argument(
         "--replay", type=int, nargs="+", metavar="SEED", help="run the schedules of these seeds and print their steps"
     )
+    parser.add_argument(
+        "--first", type=int, nargs="+", default=[], metavar="SEED", help="run the schedules of these seeds before the others"
+    )
     parser.add_argument("--keep-going", action="store_true", help="run the schedules after one that fails too")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
@@ -38,14 +41,16 @@ def main() -> int:
     logging.disable(logging.CRITICAL)  # of the code under simulation
     if options.replay is not None:
         return max((_replay(name, seed) for name in names for seed in options.replay), default=0)
-    seeds = range(options.seed, options.seed + options.schedules)
+    following = range(options.seed, options.seed + options.schedules)
+    seeds = [*options.first, *following] if options.first else following
     bounds = {"busy": options.seconds, "elapsed": options.elapsed, "failures": inf if options.keep_going else 1}
     found = {name: _run(name, seeds, options.jobs, bounds, traces=not options.keep_going) for name in names}
     print(_summary(found, options.seed))
     return int(any(totals.failures for totals in found.values()))
 
 
-def _run(name: str, seeds: range, jobs: int, bounds: dict[str, float], *, traces: bool) -> Totals:
+def _run(name: str, seeds: Sequence[int], jobs: int, bounds: dict[str, float], *, traces: bool) -> Totals:
+    prepare(name)
     totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name), **bounds)
     print(_line(name, totals))
     for event, count in sorted(totals.counts.items()):

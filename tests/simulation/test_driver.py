@@ -37,3 +37,8 @@ def test_a_run_ends_after_its_time_with_the_counts_of_all_that_has_run(monkeypat
     monkeypatch.setattr(driver, "_BATCH", 5)
     totals = run_many("s", {"s": every_seventh_fails}, range(FIRST, FIRST + 1000), 2, failures=inf, elapsed=0.0)
     assert totals.schedules in (1, 6, 11)
+
+
+def test_given_seeds_run_before_the_others() -> None:
+    totals = run_many("s", {"s": every_seventh_fails}, [FIRST + 6, *range(FIRST, FIRST + 6)], failures=inf)
+    assert (totals.schedules, list(totals.failed)) == (7, [FIRST + 6])
