@@ -20,8 +20,8 @@ THIRD = "third"
 """Node of a host without ranks and servers, for runs with more than two replicas."""
 REPLICA_SECONDS = 10.0
 """The daemon's `replica_seconds`."""
-DOWN_FOR_GOOD, DOWN_SHORT = 3600.0, 2 * LEASE + REPLICA_SECONDS + 6.0
-"""Seconds for which a node stays down after `node.gone`: until peace, and past the time in which a version waits for holders."""
+GONE = 2 * LEASE + REPLICA_SECONDS + 6.0
+"""Seconds for which a node stays down after `node.gone`: past its lease and the wait for holders. Its next process is empty."""
 _PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
@@ -230,8 +230,8 @@ def _node_kill(chance: Chance) -> tuple[str, Given]:
 def _node_gone(chance: Chance) -> tuple[str, Given]:
     """Draw the end of the node that ranks write on, or, with more than two replicas, of so many nodes that holders lack."""
     if THIRD in chance.setting.nodes and chance.random() < 0.5:
-        return "node.gone", {"nodes": ["node", THIRD], "down": DOWN_SHORT}
-    return "node.gone", {"nodes": ["far"], "down": DOWN_FOR_GOOD}
+        return "node.gone", {"nodes": ["node", THIRD], "down": GONE}
+    return "node.gone", {"nodes": ["far"], "down": GONE}
 
 
 def _node_stop(chance: Chance) -> tuple[str, Given]:

@@ -87,14 +87,11 @@ class SimulatedFiles:
         self.changes: list[Change] = []
         self.open_files: dict[int, OpenFile] = {}
         self._next_descriptor = FIRST_DESCRIPTOR
-        self._found: dict[str, Inode] = {}  # by path, until a name changes
 
     # Names
 
     def find(self, path: str) -> Inode:
         """Return the file or folder of a path."""
-        if (known := self._found.get(path)) is not None:
-            return known
         found = self.root
         for part in _parts(path):
             if not found.is_folder:
@@ -103,7 +100,6 @@ class SimulatedFiles:
             if inode is None:
                 raise _error(errno.ENOENT, path)
             found = inode
-        self._found[path] = found
         return found
 
     def _place(self, path: str) -> tuple[Inode, str]:
@@ -127,7 +123,6 @@ class SimulatedFiles:
             return []
 
     def _change(self, *entries: tuple[Inode, str, Inode | None], moved: Inode | None = None) -> None:
-        self._found.clear()
         things = {(folder.number, name) for folder, name, _ in entries}
         for folder, name, inode in entries:
             replaced = folder.entries.get(name)
@@ -330,7 +325,6 @@ class SimulatedFiles:
                 lost |= change.things
         self.changes = []
         self.open_files.clear()
-        self._found.clear()
         seen: set[int] = set()
         self._restart(self.root, chance, seen)
         return f"{kept} of {everything} changes of folders kept"
