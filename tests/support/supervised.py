@@ -26,6 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SHARED = Path("/dev/shm")
 _MEMORY, _LASTING = "RESHARDER_TEST_MEMORY", "RESHARDER_TEST_LASTING"
 _ENDS = 60.0  # seconds in which killed processes end
+_TRACKED = 10.0  # seconds for Python's resource trackers, which remove what the processes that they serve have left
 
 
 class _Ended(BaseException):
@@ -147,21 +148,22 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _end_descendants() -> set[Path]:
-    """SIGKILL all descendants, until none is left. Raises TimeoutError.
+    """SIGKILL all descendants, until none is left; resource trackers end by themselves, after the others. Raises TimeoutError.
 
     Returns:
         The files directly in /dev/shm that they had open or mapped.
     """
-    end, segments = time.monotonic() + _ENDS, set[Path]()
+    began, segments = time.monotonic(), set[Path]()
     while left := _descendants(os.getpid()):
         segments |= {segment for process in left for segment in _segments(process)}
-        for process in left:
+        others = [process for process in left if not _is_tracker(process)]
+        for process in left if time.monotonic() > began + _TRACKED else others:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if time.monotonic() > end:
+        if time.monotonic() > began + _ENDS:
             raise TimeoutError(f"expected all processes to end within {_ENDS:g} s, left are {left}")
         time.sleep(0.02)
     return segments
@@ -177,6 +179,12 @@ def _descendants(process: int) -> list[int]:
     for each in found:
         found += children.get(each, ())
     return found[1:]
+
+
+def _is_tracker(process: int) -> bool:
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
 
 
 def _segments(process: int) -> Iterable[Path]:
