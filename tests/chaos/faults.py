@@ -56,6 +56,24 @@ class Faults:
         kept.failpoint, kept.small = failpoint, small
         self._system.signal(kept.processes(), signal.SIGKILL)
 
+    def _node_gone(self, nodes: list[str], down: float) -> None:
+        """Kill nodes while ranks write a version there, or after some seconds; they stay down.
+
+        Nothing can be read from them meanwhile. The history has the versions.
+        """
+        heals, alone = self._system.heals, list[int]()
+        for node in nodes:
+            self._system.proxies.silence(f"{node}-data")
+        wait_for(lambda: self._system.heals != heals or alone.extend(self._alone_on(nodes)) or alone, _ALONE, 0.05)
+        if self._system.heals != heals:
+            return  # the storm is over
+        for node in nodes:
+            self._system.keepers[node].down_until = self._history.now + down
+            self._system.signal(self._system.nodes[node].processes(), signal.SIGKILL)
+        self._history.record("alone", nodes=nodes, versions=alone)
+        for node in nodes:
+            self._system.proxies.silence(f"{node}-data", False)
+
     def _node_stop(self, node: str, seconds: float) -> None:
         self._stop(self._system.nodes[node].processes(), seconds)
 
@@ -95,6 +113,14 @@ class Faults:
         with suppress(ResharderError):
             return any(v.state == VersionState.READY and not v.folder for v in self._system.observer.versions(FLEET))
         return False
+
+    def _alone_on(self, nodes: list[str]) -> list[int]:
+        """Return the versions that ranks write on some nodes."""
+        with suppress(ResharderError):
+            found = self._system.observer.versions(FLEET)
+            uploading = [v for v in found if v.state == VersionState.UPLOADING]
+            return [v.number for v in uploading if {home.node.removeprefix("nodes/") for home in v.homes} & {*nodes}]
+        return []
 
     def _chosen(self, server: str, part: str, pick: float) -> list[psutil.Process]:
         """Return one process of a part, or all for `all`."""

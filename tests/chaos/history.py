@@ -5,6 +5,7 @@
 | run | `servers`, `nodes`, `replicas`, `security`: what the run has |
 | begin, end | `id`, `name`, `given`; `outcome` (`ok` or a reason), `text`, `result`: an operation |
 | fault | `name`, `target`, `given` |
+| alone | `nodes`, `versions`: nodes that were killed, and versions that were on them alone |
 | start, ready, death | `process`, `failpoint`, `status` |
 | answer | `client`, `server`, `began`, `versions`, `made`: for each version, which tokens it made |
 | turned | `client`, `server`, `began`, `status`, `reason`: a request without an answer |

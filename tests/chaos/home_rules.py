@@ -9,6 +9,8 @@ from tests.chaos.violations import Violation, is_lost, of, published
 
 SOON = 30.0
 """Seconds in which an install that has begun before its version was lost may end."""
+ENDS = 90.0
+"""Seconds in which a version ends whose only holders were killed: their lease, and a daemon that is down or stopped meanwhile."""
 _AWAY = LEASE / 2
 """Seconds of silence of a node after which its lease may end: it reports three times per lease, and a busy machine is slow."""
 
@@ -40,6 +42,27 @@ def moved_to_lost(events: Sequence[Event]) -> Iterator[Violation]:
             if later != version and at > since.get(int(later), float("inf")):
                 text = f"{event['server']} moved from version {version} to {later}, which was lost {at - since[int(later)]:.0f} s"
                 yield Violation(event["t"], "moved to a lost version", f"{text} and {SOON:.0f} s before")
+
+
+def gone(events: Sequence[Event]) -> Iterator[Violation]:
+    """A version that was on killed nodes alone is ABORTED or LOST, and no server answers with it.
+
+    One on the direct path may be served until then, ahead of READY. If the daemon had copied all of it before, it may be READY.
+    """
+    begun = {event["id"]: event["given"] for event in of(events, "begin")}
+    for event in of(events, "alone"):
+        for number in event["versions"]:
+            seen = [one for one in of(events, "version") if one["number"] == number]
+            if any(one["state"] == "READY" and one.get("whole") for one in seen):
+                continue
+            text = f"version {number}, which was on {', '.join(event['nodes'])} alone when these were killed,"
+            ended = next((one["t"] for one in seen if one["state"] in ("ABORTED", "ABSENT") or is_lost(one)), float("inf"))
+            if events[-1]["t"] > event["t"] + ENDS and ended > event["t"] + ENDS:
+                yield Violation(event["t"] + ENDS, "gone", f"{text} is {seen[-1]['state'] if seen else 'not listed'}")
+            ahead = all(begun[one["id"]].get("direct", True) for one in _publications(events, number))
+            for answer in of(events, "answer"):
+                if str(number) in answer["versions"] and (not ahead or answer["began"] > ended + ENDS):
+                    yield Violation(answer["t"], "gone", f"{text} is served by {answer['server']}")
 
 
 _PLACES = {"store": {"shared-memory", "http", "grpc"}, "grpc": {"grpc"}}

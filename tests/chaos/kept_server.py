@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from tests.support.hidden import hiding
+from tests.support.supervised import shared_memory
 from tests.support.vllm_server import Response, VllmServer
 
 BOOT = 900.0
@@ -33,7 +34,7 @@ class KeptServer:
         self, name: str, endpoint: str, config: Path, folder: Path, hidden: list[Path], node: str, tls: dict[str, str]
     ) -> None:
         self.name, self.starts, self.folder, self._node = name, 0, folder, node
-        self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir="/dev/shm"))
+        self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir=shared_memory()))
         environment = {
             "RESHARDER_ENDPOINT": endpoint,
             "RESHARDER_SERVER_ID": name,

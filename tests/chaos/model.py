@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tests.chaos.access_rules import intrusions, pages, plain
 from tests.chaos.history import Event
-from tests.chaos.home_rules import lost, moved_to_lost, other_hosts
+from tests.chaos.home_rules import gone, lost, moved_to_lost, other_hosts
 from tests.chaos.replica_rules import holders, needless
 from tests.chaos.violations import Violation, is_lost, of, published
 from tests.support.client_traffic import first_wrong
@@ -302,7 +302,7 @@ def undocumented(events: Sequence[Event], documented: Collection[str]) -> Iterat
         yield Violation(event["t"], "INTERNAL", f"{event.get('process', 'harness')}: {event['text']}")
 
 
-_KILLS = ("daemon.kill", "daemon.disarm", "trainer.kill", "server.kill", "node.kill", "node.disarm")
+_KILLS = ("daemon.kill", "daemon.disarm", "trainer.kill", "server.kill", "node.kill", "node.disarm", "node.gone")
 
 
 def unexpected_death(events: Sequence[Event]) -> Iterator[Violation]:
@@ -310,7 +310,7 @@ def unexpected_death(events: Sequence[Event]) -> Iterator[Violation]:
     faulty: dict[str, bool] = defaultdict(bool)
     for event in events:
         if event["kind"] == "fault" and event["name"] in _KILLS:
-            faulty[event["target"]] = True
+            faulty |= dict.fromkeys([event["target"], *event["given"].get("nodes", ())], True)
         if event["kind"] == "ready":
             faulty[event["process"]] = bool(event.get("failpoint"))
         if event["kind"] == "peace" and event["phase"] == "shutdown":
@@ -330,5 +330,5 @@ def peace(events: Sequence[Event]) -> Iterator[Violation]:
 Rule = Callable[[Sequence[Event]], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
     wrong_token, wrong_label, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
-    lost, moved_to_lost, other_hosts, holders, needless, intrusions, plain, pages,
+    lost, moved_to_lost, gone, other_hosts, holders, needless, intrusions, plain, pages,
 )  # fmt: skip

@@ -36,6 +36,8 @@ _HOME = 20.0
 DESCRIPTORS, CONNECTIONS = 200, 40
 _SIDES = {"left": 1, "right": 2}
 _RESTING = (ServerState.SERVING, ServerState.ASLEEP, ServerState.DRAINED, ServerState.FAILED)
+_ENDS = {"aborted", "retired", "ready"}
+"""Events of a version that is UPLOADING no longer."""
 _ENDED = (MovePhase.DONE, MovePhase.FAILED, MovePhase.STOPPED, MovePhase.UNSPECIFIED)
 
 
@@ -54,6 +56,7 @@ class Peace:
         self._phase("settled", self._settles)
         self._phase("arrived", self._arrives)
         self._phase("nodes", self._nodes_hold)
+        self._phase("ended", self._ended)
         self._phase("left", lambda: left(self._system))
 
     def _phase(self, name: str, act: Callable[[], list[str]]) -> None:
@@ -165,6 +168,13 @@ class Peace:
         for node in observer.nodes():
             self._history.record("moved", node=node.name, origin=node.received_origin_bytes, peers=node.received_peer_bytes)
         return problems
+
+    def _ended(self) -> list[str]:
+        """The daemon's journal has the end of every version that killed nodes alone held."""
+        alone = sorted({number for event in self._history.events if event["kind"] == "alone" for number in event["versions"]})
+        subjects = {number: f"models/{FLEET}/versions/{number}" for number in alone}
+        whats = {number: {event.what for event in self._system.operator.events(subject=subjects[number])} for number in alone}
+        return [f"no event of the end of {subjects[number]}: {found}" for number, found in whats.items() if not found & _ENDS]
 
     def _resumes(self, node: str) -> bool:
         return wait_for(lambda: self._operations.run("resume_node", {"node": node}) == "ok", ARRIVE, 1.0)

@@ -84,7 +84,8 @@ class Run:
     def close(self) -> None:
         """End every process, and record what is left."""
         self.history.record("peace", phase="shutdown")
-        for act in (self._observer.close, self.traffic.close, self.system.close):
+        # A last look at versions that were published after the one before.
+        for act in (self._observer.close, self._observer.act, self.traffic.close, self.system.close):
             try:
                 act()
             except Exception as error:

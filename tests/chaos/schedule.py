@@ -20,6 +20,8 @@ THIRD = "third"
 """Node of a host without ranks and servers, for runs with more than two replicas."""
 REPLICA_SECONDS = 10.0
 """The daemon's `replica_seconds`."""
+GONE = 2 * LEASE + REPLICA_SECONDS + 6.0
+"""Seconds for which a node stays down after `node.gone`: past its lease and the wait for holders. Its next process is empty."""
 _PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
@@ -225,6 +227,13 @@ def _node_kill(chance: Chance) -> tuple[str, Given]:
     return "node.kill", {**given, "alone": chance.random() < 0.5 and given["node"] == "far"}
 
 
+def _node_gone(chance: Chance) -> tuple[str, Given]:
+    """Draw the end of the node that ranks write on, or, with more than two replicas, of so many nodes that holders lack."""
+    if THIRD in chance.setting.nodes and chance.random() < 0.5:
+        return "node.gone", {"nodes": ["node", THIRD], "down": GONE}
+    return "node.gone", {"nodes": ["far"], "down": GONE}
+
+
 def _node_stop(chance: Chance) -> tuple[str, Given]:
     return "node.stop", {"node": chance.choice(chance.setting.nodes), "seconds": chance.choice((2.0, STOP))}
 
@@ -266,7 +275,7 @@ def _silent(chance: Chance) -> tuple[str, Given]:
 
 FAULTS: dict[Draw, int] = {
     _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 3, _server_stop: 4, _cut: 5, _slow: 3,
-    _silent: 4, _node_kill: 7, _node_stop: 4,
+    _silent: 4, _node_kill: 7, _node_stop: 4, _node_gone: 4,
 }  # fmt: skip
 """Weight of each fault."""
 

@@ -53,3 +53,23 @@ def test_a_node_does_not_die_after_the_storm(tmp_path: Path) -> None:
     thread.join(5)
     assert not system.sent
     assert not system.nodes["far"].failpoint
+
+
+def test_a_node_that_ranks_write_on_is_killed_for_good_while_it_alone_has_a_version(tmp_path: Path) -> None:
+    system, history = Signals(), History(tmp_path / "history")
+    silent = list[tuple[str, bool]]()
+    system.proxies = SimpleNamespace(silence=lambda link, silent_=True: silent.append((link, silent_)))  # type: ignore[attr-defined]
+    thread = threading.Thread(
+        target=Faults(cast(System, system), history).inject, args=("node.gone", {"nodes": ["far"], "down": 3600.0})
+    )
+    thread.start()
+    time.sleep(0.3)
+    assert (system.sent, silent) == ([], [("far-data", True)]), "no version is written there"
+    home = SimpleNamespace(node="nodes/far")
+    version = SimpleNamespace(state=VersionState.UPLOADING, folder="/staging", homes=[home], number=3)
+    system.observer.versions = lambda model: [version]
+    thread.join(5)
+    assert system.sent == [(["far"], signal.SIGKILL)]
+    assert system.keepers["far"].down_until > 3500
+    assert silent[1:] == [("far-data", False)]
+    assert [event["versions"] for event in history.events if event["kind"] == "alone"] == [[3]]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chaos.book import Book
-from tests.chaos.home_rules import SOON
+from tests.chaos.home_rules import ENDS, SOON
 
 
 def on_far(replicas: int = 1) -> Book:
@@ -187,3 +187,45 @@ def test_a_run_whose_ranks_never_wrote_on_a_node_is_found() -> None:
     without.publish(1, place="grpc", transport="grpc")
     without.version(1, "READY", whole=True)
     assert without.rules() == []
+
+
+def alone(*, direct: bool = False) -> Book:
+    """Version 3 is UPLOADING on `far`, which is killed for good."""
+    book = on_far()
+    book.version(3, "UPLOADING", homes=["nodes/far"], whole=True)
+    book.add("fault", name="node.gone", target="node", given={"nodes": ["far"], "down": 3600.0})
+    book.add("death", process="far", status=-9)
+    book.add("alone", nodes=["far"], versions=[3])
+    id = book.begin("publish", step=3, place="far", direct=direct)
+    book.end(id, "publish", "VERSION_ABORTED", ranks=[{"version": 3, "reason": "VERSION_ABORTED", "transport": "node"}])
+    return book
+
+
+def test_a_version_that_killed_nodes_alone_have_is_aborted_or_lost() -> None:
+    for end in (lambda book: book.version(3, "ABORTED", why="far is lost"), lambda book: book.lost(3)):
+        book = alone()
+        end(book)
+        book.skip(2 * ENDS)
+        book.answer("1")
+        assert book.rules() == []
+
+
+def test_a_version_that_killed_nodes_alone_had_and_that_goes_on_is_found() -> None:
+    for state in ("UPLOADING", "READY"):
+        book = alone()
+        book.version(3, state, whole=state == "UPLOADING")
+        book.skip(2 * ENDS)
+        book.answer("1")
+        assert book.rules() == ["gone"], state
+    book.version(3, "READY", whole=True)
+    assert book.rules() == [], "the daemon had copied it"
+
+
+def test_an_answer_of_a_version_that_killed_nodes_alone_had_is_found() -> None:
+    for direct, later, expected in ((False, 0.0, ["gone"]), (True, 0.0, []), (True, 2 * ENDS, ["gone"])):
+        book = alone(direct=direct)
+        book.fleet(ahead=True)
+        book.version(3, "ABORTED", why="far is lost")
+        book.skip(later)
+        book.answer("3")
+        assert [rule for rule in book.rules() if rule != "not READY"] == expected, (direct, later)

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tests.chaos.__main__ import main
 from tests.chaos.faults import Faults
+from tests.chaos.main import main
 from tests.chaos.operations import Operations
 from tests.chaos.schedule import NODES, THIRD, Setting, draw, setting_of
 
@@ -43,7 +43,7 @@ def test_a_schedule_names_the_setting_on_its_first_line(
 
 def test_every_drawn_action_exists() -> None:
     actions = [action for seed in range(40) for action in draw(str(seed), 120, EVERYTHING, boots=9)]
-    assert len({action.name for action in actions}) == 30
+    assert len({action.name for action in actions}) == 31
     assert {action.given["node"] for action in actions if "node" in action.given} == {*NODES, THIRD}
     assert {action.given["link"] for action in actions if "link" in action.given} == set(EVERYTHING.links)
     for action in actions:
@@ -55,7 +55,7 @@ def test_every_drawn_action_exists() -> None:
 
 def test_without_security_no_certificate_is_renewed_and_no_third_node_has_a_fault() -> None:
     actions = [action for seed in range(40) for action in draw(str(seed), 120, boots=9)]
-    assert len({action.name for action in actions}) == 29
+    assert len({action.name for action in actions}) == 30
     assert not any(THIRD in str(value) for action in actions for value in action.given.values())
 
 

@@ -1,4 +1,4 @@
-"""A signal to a supervised command, as the driver of the matrix is, ends all its processes and removes their memory."""
+"""A supervised command, as each driver of a long run is, ends with all its processes and their memory, also by SIGKILL."""
 
 import os
 import shutil
@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.support.hidden import unavailable
 
 MARK = "RESHARDER_SIGNALS_TEST"
 _ROOT = Path(__file__).parents[2]
@@ -79,18 +82,52 @@ while True:
     other = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     one.wait(), other.wait()
 """
+SEGMENT = """
+import subprocess
+from multiprocessing.shared_memory import SharedMemory
+held = SharedMemory(create=True, size=4096)
+subprocess.run(["sleep", "1000"], env={}, start_new_session=True)
+"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def left_in(mark: str) -> list[Path]:
+    """Return the folders of supervised commands that are left."""
+    return list(Path(mark).glob("resharder-run-*"))
+
+
+def gone(processes: list[psutil.Process]) -> Callable[[], bool]:
+    """Return whether processes have ended, whatever environment they have."""
+    return lambda: not any(process.is_running() for process in processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_stopped_processes_and_those_of_other_sessions_too(mark: str, number: signal.Signals) -> None:
     """The signal goes to the whole process group, as that of a terminal does."""
     driver = start(mark, *supervise(RESTARTS))
-    assert wait_for(lambda: len(list(marked(mark))) >= 4, 60), list(marked(mark))
+    assert wait_for(lambda: len(list(marked(mark))) >= 5, 60), list(marked(mark))
     (memory,) = memory_of(mark)
     assert len(list(memory.iterdir())) == 2, "of the daemon and the node"
     os.killpg(driver.pid, number)
-    assert driver.wait(60) == 128 + number
-    assert (list(marked(mark)), memory.exists(), list(Path(mark).iterdir())) == ([], False, [])
+    assert driver.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    assert wait_for(lambda: (list(marked(mark)), memory.exists(), list(Path(mark).iterdir())) == ([], False, []), 60)
+
+
+@pytest.mark.parametrize("whose", ["driver", "guard", "command"])
+def test_sigkill_to_any_process_above_ends_those_without_a_trace_in_their_environment(mark: str, whose: str) -> None:
+    driver = start(mark, *supervise(SEGMENT))
+    assert wait_for(lambda: len(psutil.Process(driver.pid).children(recursive=True)) == 4, 60)
+    guard, command, *others = (processes := psutil.Process(driver.pid).children(recursive=True))
+    assert {} in [process.environ() for process in others]
+    held = {link.readlink() for link in Path(f"/proc/{command.pid}/fd").iterdir()}
+    shared = {path for path in held if path.parent == Path("/dev/shm")} | memory_of(mark)
+    assert len(shared) == 2, "the segment and the folder for daemons"
+    os.kill({"driver": driver.pid, "guard": guard.pid, "command": command.pid}[whose], signal.SIGKILL)
+    assert driver.wait(60) == (-9 if whose == "driver" else 137)
+    assert wait_for(gone(processes), 60), processes
+    assert wait_for(lambda: not any(path.exists() for path in shared), 60), shared
+    assert wait_for(lambda: bool(left_in(mark)) == (whose == "command"), 60), (
+        "the files of a command that failed by itself are kept"
+    )
 
 
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
@@ -102,15 +139,32 @@ def test_a_command_that_ends_leaves_no_process_and_keeps_its_files_if_it_failed(
     assert bool(list(Path(mark).iterdir())) == (status != 0)
 
 
-def test_sigterm_to_the_driver_of_the_matrix_ends_the_cycles(mark: str) -> None:
-    driver = start(mark, "-m", "tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2")
+COMMANDS = {
+    "failpoints": (["tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2"], "node_main", 1),
+    "simulation": (["tests.simulation", "--only", "store", "--jobs", "2"], "tests.simulation.main", 3),
+    "chaos": (["tests.chaos", "--minutes", "1"], "tests.chaos.trainer", 3),
+    "soak": (["tests.soak", "--minutes", "1"], "tests.chaos.trainer", 3),
+    "sabotage": (["tools.sabotage", "--only", "store", "--match", "rename before"], "tools.sabotage.main", 2),
+    "mutants": (["tools.mutants", "--file", "chunking.py", "--jobs", "2"], "tools.mutants.main", 4),
+}
+"""Drivers with options, and a part of the command lines of at least so many of their processes once they are in the midst."""
 
-    def runs() -> bool:
-        return any("node_main" in line for _, line in marked(mark)) and len(list(marked(mark))) >= 6
 
-    assert wait_for(runs, 300), list(marked(mark))
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)],
+)
+def test_a_signal_to_a_driver_ends_all_its_processes(mark: str, name: str, number: signal.Signals) -> None:
+    options, part, count = COMMANDS[name]
+    if name == "chaos" and (reason := unavailable()):
+        pytest.skip(reason)
+    driver = start(mark, "-m", *options)
+    assert wait_for(lambda: sum(part in line for _, line in marked(mark)) >= count, 300), list(marked(mark))
     (memory,) = memory_of(mark)
-    assert len(list(memory.iterdir())) >= 2
-    driver.terminate()
-    assert driver.wait(60) == 128 + signal.SIGTERM
-    assert (list(marked(mark)), memory.exists(), list(Path(mark).iterdir())) == ([], False, [])
+    processes = psutil.Process(driver.pid).children(recursive=True)
+    assert len(processes) >= count
+    driver.send_signal(number)
+    assert driver.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    assert wait_for(lambda: not memory.exists() and not left_in(mark), 60)
+    assert wait_for(gone(processes), 60), processes
+    assert list(marked(mark)) == []

@@ -5,6 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from random import Random
 
 from tests.simulation.driver import Simulation
@@ -26,6 +27,11 @@ def _pieces(random: Random, trace: Callable[[str], None]) -> Counter[str]:
     from tests.simulation.store import simulate
 
     return simulate(random, trace, partial=True)
+
+
+def prepare(name: str) -> None:
+    """Import what a simulation runs."""
+    import_module("tests.simulation.control.control_side" if name == "control" else "tests.simulation.store")
 
 
 SIMULATIONS: dict[str, Simulation] = {"control": _control, "pieces": _pieces, "store": _store}

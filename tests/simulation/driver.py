@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +12,6 @@ from itertools import islice
 from math import inf
 from multiprocessing import get_context
 from random import Random
-
-from tests.support.supervised import end_with_parent
 
 Simulation = Callable[[Random, Callable[[str], None]], Counter[str]]
 """Run one schedule and return counts of what happened. All chance comes from the `Random`, and every step is passed to the
@@ -65,7 +63,7 @@ def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str],
     return simulation(Random(f"{name}/{seed}"), trace)
 
 
-def run_seeds(name: str, simulation: Simulation, seeds: range, failures: float = 1) -> Totals:
+def run_seeds(name: str, simulation: Simulation, seeds: Sequence[int], failures: float = 1) -> Totals:
     """Run the schedules of all seeds in this process, until `failures` have failed."""
     totals, began, busy = Totals(), time.monotonic(), time.process_time()
     with collections_paused():
@@ -86,7 +84,7 @@ def run_seeds(name: str, simulation: Simulation, seeds: range, failures: float =
 def run_many(
     name: str,
     simulations: Mapping[str, Simulation],
-    seeds: range,
+    seeds: Sequence[int],
     jobs: int = 1,
     failures: float = 1,
     progress: Callable[[Totals], None] = lambda totals: None,
@@ -108,7 +106,9 @@ def run_many(
     return totals
 
 
-def _parts(runs: Callable[[range], Totals], seeds: range, jobs: int, is_due: Callable[[], bool]) -> Iterator[Totals]:
+def _parts(
+    runs: Callable[[Sequence[int]], Totals], seeds: Sequence[int], jobs: int, is_due: Callable[[], bool]
+) -> Iterator[Totals]:
     """Yield the results of one batch of seeds after the other, while more are due. Each batch that has begun is yielded."""
     # The first schedule runs in this process, because forks share what it imports.
     batches = iter([seeds[:1], *(seeds[at : at + _BATCH] for at in range(1, len(seeds), _BATCH))])
@@ -116,7 +116,7 @@ def _parts(runs: Callable[[range], Totals], seeds: range, jobs: int, is_due: Cal
         yield runs(batch)
         if not is_due():
             return
-    with ProcessPoolExecutor(jobs, get_context("fork"), initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         running: set[Future[Totals]] = set()
         while running or is_due():
             if is_due():

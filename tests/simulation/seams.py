@@ -17,7 +17,7 @@ from typing import Any
 from resharder.converters.storage import files as storage_files
 from resharder.converters.wire import pieces
 from resharder.server.infra import change_signal
-from resharder.server.ingest import publishers, released_files, shared, steps, upload, uploads
+from resharder.server.ingest import committer, publishers, released_files, shared, steps, upload, uploads
 from resharder.server.store import (
     catalogue,
     digests,
@@ -26,6 +26,7 @@ from resharder.server.store import (
     history,
     model_state,
     partials,
+    renames,
     restore,
     retirement,
     verification,
@@ -40,7 +41,9 @@ from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, Simu
 
 _NEVER = ("claim_unreadable",)
 """Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
-_LOGGING = (file_pool, folder, history, restore, retirement, partials, verification, publishers, steps, uploads)
+_LOGGING = (
+    committer, file_pool, folder, history, partials, publishers, renames, restore, retirement, steps, uploads, verification,
+)  # fmt: skip
 
 
 class Log:
@@ -57,7 +60,7 @@ class Log:
 
     def error(self, event: str, **values: object) -> None:
         self.info(event, **values)
-        if "exc_info" in values or event in _NEVER:
+        if values.get("exc_info") or event in _NEVER:
             self.errors.append(f"{event} {values!r}")
 
 

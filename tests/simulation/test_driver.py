@@ -1,21 +1,14 @@
 """Counts of schedules and failures over many seeds."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from math import inf
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.simulation import driver
 from tests.simulation.driver import MESSAGES, run_many
-from tests.support.observing import wait_until
-from tests.support.supervised import MARK, processes
 
 FIRST = 1002
 
@@ -46,23 +39,6 @@ def test_a_run_ends_after_its_time_with_the_counts_of_all_that_has_run(monkeypat
     assert totals.schedules in (1, 6, 11)
 
 
-SLOW = """
-import time
-from collections import Counter
-from tests.simulation.driver import run_many
-
-def slow(random, trace):
-    time.sleep(0.01)
-    return Counter()
-
-run_many("s", {"s": slow}, range(10**6), 2)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_worker_processes_end_with_the_one_that_has_started_them(tmp_path: Path, number: signal.Signals) -> None:
-    run = subprocess.Popen([sys.executable, "-c", SLOW], cwd=Path(__file__).parents[2], env=os.environ | {MARK: str(tmp_path)})
-    wait_until(lambda: len(list(processes(tmp_path))) == 3)
-    run.send_signal(number)
-    run.wait(60)
-    wait_until(lambda: not list(processes(tmp_path)))
+def test_given_seeds_run_before_the_others() -> None:
+    totals = run_many("s", {"s": every_seventh_fails}, [FIRST + 6, *range(FIRST, FIRST + 6)], failures=inf)
+    assert (totals.schedules, list(totals.failed)) == (7, [FIRST + 6])
