@@ -51,6 +51,16 @@ def test_every_tensor_is_aligned_to_its_elements() -> None:
         assert all(placed.offset % {"F32": 4, "BF16": 2, "U8": 1}[placed.spec.dtype] == 0 for placed in file.tensors)
 
 
+def test_tensors_are_in_the_order_of_the_numbers_in_their_names() -> None:
+    """Trainers give layers one after the other: a file is complete before the last layers are written."""
+    long = f"y{'9' * 5000}"
+    names = ["1", "x", "x.09", "x.9", "x.9.b", "x.10.a", "x.10.a2", "x.10.a10", "x.10.b", "y", long]
+    specs = [TensorSpec(name, "BF16", (4,)) for name in sorted(names)]
+    (file,) = lay_out(specs)
+    assert [placed.spec.name for placed in file.tensors] == names
+    assert lay_out(specs[::-1]) == (file,)
+
+
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     files = write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"short")

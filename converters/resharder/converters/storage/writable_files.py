@@ -1,8 +1,8 @@
 """Files of a version, written box by box.
 
-With huge pages (a tmpfs mounted with `huge=always`), all writes go through a map. With small pages, a fresh map costs a fault
-per page, three times as much as copying the page. Contiguous boxes are then written by system call; only strided boxes go
-through a map, whose pages are mapped by one call before.
+Boxes are copied into a map and digested in one pass. With small pages, a fault per page would cost three times as much as copying
+the page: the pages of a box are mapped by one call before, and unmapped after it. A system call per box would copy at half the
+speed, and the kernel lets one thread at a time write into a file. Bytes that arrive from the network are written by system call.
 """
 
 import os
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index, box_shape, full_box, run_start
-from resharder.converters.storage.digest import Array, copy_and_digest, digest
+from resharder.converters.storage.digest import Array, copy_and_digest
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles
-from resharder.converters.storage.pages import map_pages
+from resharder.converters.storage.pages import forget_pages, map_pages
 
 
 class Home(NamedTuple):
@@ -47,8 +47,7 @@ class WritableFiles:
 
     def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
         """Write the elements of `box` and return the box's digest."""
-        home = self._homes[spec.name]
-        return self._files[home.path].put(spec, home.offset, box, source)
+        return self._files[self._homes[spec.name].path].put(spec, box, source)
 
     def put_bytes(self, spec: TensorSpec, box: Box, data: memoryview) -> None:
         """Write the elements of `box`, given as bytes in C order, which need not be aligned."""
@@ -83,14 +82,13 @@ class WritableFile:
             raise
         self._small = self._map.small_pages
 
-    def put(self, spec: TensorSpec, offset: int, box: Box, source: Array) -> int:
-        """Write the elements of `box` of the tensor at `offset`, and return the box's digest."""
-        start = run_start(box, spec)
-        if self._small and start is not None and source.flags.c_contiguous:
-            found = digest(source, box, spec.shape)
-            _write_all(self._descriptor, source.reshape(-1).view(np.uint8).data, offset + start)
-            return found
-        return copy_and_digest(self._target(spec, box), source, box, spec.shape)
+    def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
+        """Write the elements of `box` of a tensor, and return the box's digest."""
+        target = self._target(spec, box)
+        found = copy_and_digest(target, source, box, spec.shape)
+        if self._small and run_start(box, spec) is not None:
+            forget_pages(byte_bounds(target))  # here rather than at the end, where a single thread would unmap all
+        return found
 
     def put_bytes(self, spec: TensorSpec, offset: int, box: Box, data: memoryview) -> None:
         """Write the elements of `box` of the tensor at `offset`, given as bytes in C order."""
