@@ -4,15 +4,20 @@ import errno
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from resharder.converters.geometry.layout import TensorSpec
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
+from resharder.converters.storage.digest import MASK, digest
 from resharder.converters.storage.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
 from resharder.converters.storage.writable_files import WritableFiles
+from resharder.server.infra.filesystem import write_zeros
 from safetensors import safe_open
+
+from tests.support.supervised import shared_memory
 
 SPECS = [TensorSpec("b", "BF16", (3, 5)), TensorSpec("a", "F32", (7,)), TensorSpec("c", "U8", (11,)), TensorSpec("s", "F32", ())]
 
@@ -66,6 +71,31 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"expected .* bytes, found 5"):
         MappedFiles(tmp_path, files)
+
+
+def test_a_box_that_is_written_leaves_no_pages_mapped() -> None:
+    """A single thread would unmap those of all threads at the end."""
+    spec = TensorSpec("t", "U8", (64, 1 << 20))
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as name:
+        folder, (file,) = Path(name), lay_out([spec])
+        write_zeros(folder / file.path, file.header, file.size)
+        content = np.arange(64 << 20, dtype=np.uint8).reshape(spec.shape)
+        with WritableFiles(folder, [file]) as files:
+            with MappedFiles(folder, [file]) as maps:
+                if not maps.small_pages:
+                    pytest.skip("huge pages remain mapped until the end")
+            before = mapped_kib()
+            found = sum(files.put(spec, (Range(row, 8), Range(0, 1 << 20)), content[row : row + 8]) for row in range(0, 64, 8))
+            assert mapped_kib() - before < 1024
+        with MappedFiles(folder, [file]) as maps:
+            assert np.array_equal(maps.arrays["t"], content)
+            assert digest(maps.arrays["t"], full_box(spec.shape), spec.shape) == found & MASK
+
+
+def mapped_kib() -> int:
+    """The pages of shared memory that are mapped in this process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem:"))
+    return int(line.split()[1])
 
 
 def test_of_files_that_cannot_all_be_mapped_none_stays_mapped(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MARK = "RESHARDER_SUPERVISED"
 """Variable in the environment of every process of a command; its value is the folder for their temporary files."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-_MEMORY = "RESHARDER_TEST_MEMORY"
+MEMORY = "RESHARDER_TEST_MEMORY"
 
 
 class _Ended(BaseException):
@@ -41,7 +41,7 @@ def supervised(command: Sequence[str]) -> int:
     before = {number: signal.signal(number, _end) for number in _SIGNALS}
     kept = False
     try:
-        environment = os.environ | {MARK: str(folder), "TMPDIR": str(folder), _MEMORY: str(memory)}
+        environment = os.environ | {MARK: str(folder), "TMPDIR": str(folder), MEMORY: str(memory)}
         status = subprocess.Popen(command, env=environment, start_new_session=True).wait()
         kept = status != 0
     except _Ended as ended:
@@ -58,7 +58,7 @@ def supervised(command: Sequence[str]) -> int:
 
 def shared_memory() -> str:
     """Return the folder in shared memory below which those of daemons and nodes are: one that ends with a supervised command."""
-    return os.environ.get(_MEMORY, "/dev/shm")
+    return os.environ.get(MEMORY, "/dev/shm")
 
 
 def end_with_parent() -> None:
