@@ -1,8 +1,8 @@
 """Files of a version, written box by box.
 
 Boxes are copied into a map and digested in one pass. With small pages, a fault per page would cost three times as much as copying
-the page: the pages of a box are mapped by one call before, and unmapped after it. A system call per box would copy at half the
-speed, and the kernel lets one thread at a time write into a file. Bytes that arrive from the network are written by system call.
+the page: the pages of a box are mapped by one call before, and unmapped after it. With system calls, digests are a second pass,
+and the kernel lets one thread at a time write into a file. Bytes that arrive from the network are written by system call.
 """
 
 import os
