@@ -13,6 +13,7 @@ import torch
 from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.storage.digest import MASK, digest
 from resharder.converters.storage.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
+from resharder.converters.storage.pages import in_shared_memory
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.server.infra.filesystem import write_zeros
 from safetensors import safe_open
@@ -90,6 +91,14 @@ def test_a_box_that_is_written_leaves_no_pages_mapped() -> None:
         with MappedFiles(folder, [file]) as maps:
             assert np.array_equal(maps.arrays["t"], content)
             assert digest(maps.arrays["t"], full_box(spec.shape), spec.shape) == found & MASK
+
+
+def test_files_in_shared_memory_are_told_from_others() -> None:
+    with tempfile.TemporaryFile(dir=shared_memory()) as there, open("/proc/self/status") as elsewhere:
+        assert in_shared_memory(there.fileno())
+        assert not in_shared_memory(elsewhere.fileno())
+    with pytest.raises(OSError, match="fstatfs"):
+        in_shared_memory(-1)
 
 
 def mapped_kib() -> int:
