@@ -140,7 +140,7 @@ from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport import chunks, shared_memory
 endpoint, transport = sys.argv[1:]
 tensor = torch.full((32 << 10, 1024), 0x07070707, dtype=torch.int32)
-host_parts = chunks.host_parts
+host_parts, host_batches = chunks.host_parts, shared_memory.host_batches
 def half(*given):
     left = tensor.nbytes // 2
     for part in host_parts(*given):
@@ -149,7 +149,12 @@ def half(*given):
         if left <= 0:
             print("half-way", flush=True)
             signal.pause()
-chunks.host_parts = shared_memory.host_parts = half
+def half_a_batch(*given, **options):
+    for batch in host_batches(*given, **options):
+        yield batch[: len(batch) // 2]
+        print("half-way", flush=True)
+        signal.pause()
+chunks.host_parts, shared_memory.host_batches = half, half_a_batch
 publisher = connect(endpoint, model="policy", job="killed", config={"architectures": ["None"]}, transport=transport)
 publisher.attach_tensors([DeclaredTensor("large", tensor.dtype, tuple(tensor.shape))])
 publisher.publish_tensors(1, [("large", tensor)])

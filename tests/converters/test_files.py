@@ -4,15 +4,21 @@ import errno
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from resharder.converters.geometry.layout import TensorSpec
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
+from resharder.converters.storage.digest import MASK, digest
 from resharder.converters.storage.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
+from resharder.converters.storage.pages import in_shared_memory
 from resharder.converters.storage.writable_files import WritableFiles
+from resharder.server.infra.filesystem import write_zeros
 from safetensors import safe_open
+
+from tests.support.supervised import shared_memory
 
 SPECS = [TensorSpec("b", "BF16", (3, 5)), TensorSpec("a", "F32", (7,)), TensorSpec("c", "U8", (11,)), TensorSpec("s", "F32", ())]
 
@@ -51,11 +57,54 @@ def test_every_tensor_is_aligned_to_its_elements() -> None:
         assert all(placed.offset % {"F32": 4, "BF16": 2, "U8": 1}[placed.spec.dtype] == 0 for placed in file.tensors)
 
 
+def test_tensors_are_in_the_order_of_the_numbers_in_their_names() -> None:
+    """Trainers give layers one after the other: a file is complete before the last layers are written."""
+    long = f"y{'9' * 5000}"
+    names = ["1", "x", "x.09", "x.9", "x.9.b", "x.10.a", "x.10.a2", "x.10.a10", "x.10.b", "y", long]
+    specs = [TensorSpec(name, "BF16", (4,)) for name in sorted(names)]
+    (file,) = lay_out(specs)
+    assert [placed.spec.name for placed in file.tensors] == names
+    assert lay_out(specs[::-1]) == (file,)
+
+
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     files = write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"expected .* bytes, found 5"):
         MappedFiles(tmp_path, files)
+
+
+def test_a_box_that_is_written_leaves_no_pages_mapped() -> None:
+    """A single thread would unmap those of all threads at the end."""
+    spec = TensorSpec("t", "U8", (64, 1 << 20))
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as name:
+        folder, (file,) = Path(name), lay_out([spec])
+        write_zeros(folder / file.path, file.header, file.size)
+        content = np.arange(64 << 20, dtype=np.uint8).reshape(spec.shape)
+        with WritableFiles(folder, [file]) as files:
+            with MappedFiles(folder, [file]) as maps:
+                if not maps.small_pages:
+                    pytest.skip("huge pages remain mapped until the end")
+            before = mapped_kib()
+            found = sum(files.put(spec, (Range(row, 8), Range(0, 1 << 20)), content[row : row + 8]) for row in range(0, 64, 8))
+            assert mapped_kib() - before < 1024
+        with MappedFiles(folder, [file]) as maps:
+            assert np.array_equal(maps.arrays["t"], content)
+            assert digest(maps.arrays["t"], full_box(spec.shape), spec.shape) == found & MASK
+
+
+def test_files_in_shared_memory_are_told_from_others() -> None:
+    with tempfile.TemporaryFile(dir=shared_memory()) as there, open("/proc/self/status") as elsewhere:
+        assert in_shared_memory(there.fileno())
+        assert not in_shared_memory(elsewhere.fileno())
+    with pytest.raises(OSError, match="fstatfs"):
+        in_shared_memory(-1)
+
+
+def mapped_kib() -> int:
+    """The pages of shared memory that are mapped in this process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem:"))
+    return int(line.split()[1])
 
 
 def test_of_files_that_cannot_all_be_mapped_none_stays_mapped(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from types import FrameType, MappingProxyType
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SHARED = Path("/dev/shm")
-_MEMORY, _LASTING = "RESHARDER_TEST_MEMORY", "RESHARDER_TEST_LASTING"
+MEMORY, _LASTING = "RESHARDER_TEST_MEMORY", "RESHARDER_TEST_LASTING"
 _ENDS = 60.0  # seconds in which killed processes end
 _TRACKED = 10.0  # seconds for Python's resource trackers, which remove what the processes that they serve have left
 
@@ -69,7 +69,7 @@ def supervised(command: Sequence[str], environment: Mapping[str, str] = MappingP
     folder = Path(tempfile.mkdtemp(prefix="resharder-run-"))
     memory = Path(tempfile.mkdtemp(prefix="resharder-run-", dir=shared_memory()))
     lasting_folder = str(Path(tempfile.gettempdir()).absolute())
-    given = {"TMPDIR": str(folder), _MEMORY: str(memory), _LASTING: lasting_folder, **environment}
+    given = {"TMPDIR": str(folder), MEMORY: str(memory), _LASTING: lasting_folder, **environment}
     run = _Run(command, os.environ | given, folder, memory, frozenset(os.listdir(_SHARED)))
     _control(_PR_SET_CHILD_SUBREAPER, 1)  # for the guard's descendants, if it is killed
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -88,7 +88,7 @@ def supervised(command: Sequence[str], environment: Mapping[str, str] = MappingP
 
 def shared_memory() -> str:
     """Return the folder in shared memory for folders that end with a supervised command, as those of daemons and nodes."""
-    return os.environ.get(_MEMORY, str(_SHARED))
+    return os.environ.get(MEMORY, str(_SHARED))
 
 
 def lasting() -> str:

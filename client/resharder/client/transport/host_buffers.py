@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 PART_BYTES = 4 << 20
 _BUFFER_BYTES = 8 << 20
+_BATCH_BYTES = 32 << 20
 _ALIGNMENT = 64
 
 
 class HostPart(NamedTuple):
-    """Part `part` of box `number`. `array` has its elements as unsigned integers and is valid until the next part."""
+    """Part `part` of box `number`. `array` has its elements as unsigned integers and is valid until the next batch."""
 
     number: int
     part: int
@@ -30,25 +31,43 @@ class HostPart(NamedTuple):
 
 
 def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Sequence[Box]]) -> Iterator[HostPart]:
+    """Yield the parts of `host_batches` one by one. Each is valid until the next one."""
+    for batch in host_batches(items, boxes, cuts):
+        yield from batch
+
+
+def host_batches(
+    items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Sequence[Box]], *, lasting: bool = False
+) -> Iterator[list[HostPart]]:
     """Yield the parts of every item on the host, for each device in the order of the items.
+
+    A batch has what a GPU's buffer holds, or the parts of a host tensor; with `lasting`, of host tensors of 32 MiB together.
 
     Args:
         items: Elements of boxes.
         boxes: All boxes by number.
         cuts: Parts of each box.
+        lasting: Whether a tensor does not change when the next one is requested.
     """
     stage: _DeviceStage | None = None
+    batch, left = list[HostPart](), _BATCH_BYTES
     for number, tensor in items:
         for part, cut in enumerate(cuts[number]):
             if isinstance(tensor, HostArray):
-                yield HostPart(number, part, tensor.array[within(cut, boxes[number])])
+                batch.append(HostPart(number, part, tensor.array[within(cut, boxes[number])]))
                 continue
             elements = tensor.detach()[within(cut, boxes[number])]
             if tensor.device.type == "cpu":
-                yield HostPart(number, part, host_bits(elements))
+                batch.append(HostPart(number, part, host_bits(elements)))
             else:
                 stage = stage or _DeviceStage(_BUFFER_BYTES)
                 yield from stage.add(number, part, elements)
+        left -= tensor.nbytes
+        if batch and not (lasting and left > 0):
+            yield batch
+            batch, left = [], _BATCH_BYTES
+    if batch:
+        yield batch
     if stage is not None:
         yield from stage.flush()
 
@@ -87,18 +106,20 @@ class _DeviceStage:
     def __init__(self, buffer_bytes: int) -> None:
         self._filling, self._full = _Pinned(buffer_bytes), _Pinned(buffer_bytes)
 
-    def add(self, number: int, part: int, elements: "torch.Tensor") -> Iterator[HostPart]:
+    def add(self, number: int, part: int, elements: "torch.Tensor") -> Iterator[list[HostPart]]:
         if not self._filling.fits(elements):
             self._filling.close()
             self._filling, self._full = self._full, self._filling
             # The older buffer is read while copies into the newer one proceed.
-            yield from self._filling.drain()
+            if parts := self._filling.drain():
+                yield parts
         self._filling.add(number, part, elements)
 
-    def flush(self) -> Iterator[HostPart]:
+    def flush(self) -> Iterator[list[HostPart]]:
         self._filling.close()
         for buffer in (self._full, self._filling):
-            yield from buffer.drain()
+            if parts := buffer.drain():
+                yield parts
 
 
 class _Pinned:
@@ -127,9 +148,9 @@ class _Pinned:
 
         self._copied = [torch.cuda.current_stream(device).record_event() for device in self._devices]
 
-    def drain(self) -> Iterator[HostPart]:
+    def drain(self) -> list[HostPart]:
         for copied in self._copied:
             copied.synchronize()
-        for number, part, place in self._parts:
-            yield HostPart(number, part, host_bits(place))
+        parts = [HostPart(number, part, host_bits(place)) for number, part, place in self._parts]
         self._parts, self._end, self._copied, self._devices = [], 0, [], set()
+        return parts

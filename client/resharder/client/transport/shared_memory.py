@@ -2,15 +2,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from resharder.client.errors import NotFound
 from resharder.client.transport.base import AssignedSlot, Releases
-from resharder.client.transport.host_buffers import PART_BYTES, add_digest, host_parts
+from resharder.client.transport.host_buffers import PART_BYTES, HostPart, add_digest, host_batches
 from resharder.client.transport.live_items import LiveItems
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, Range
@@ -116,27 +116,36 @@ class SlotFiles:
 
     def write(self, items: "Iterable[Item]") -> None:
         """Write items, and release each file once all boxes in it are written."""
-        slot, cuts, homes = self._slot, self._cuts, self._homes
+        lasting = isinstance(items, Sequence)
         if isinstance(items, LiveItems):  # file by file, so that each is released early
-            items = map(items.__getitem__, sorted(range(len(items)), key=homes.__getitem__))
-        for number, part, source in host_parts(items, slot.boxes, cuts):
-            spec, box = slot.specs[number], cuts[number][part]
+            items = map(items.__getitem__, sorted(range(len(items)), key=self._homes.__getitem__))
+        for batch in host_batches(items, self._slot.boxes, self._cuts, lasting=lasting):
+            self._write(batch)
+            for number, _, _ in batch:
+                path = self._homes[number].path
+                self._left[path] -= 1
+                if not self._left[path]:
+                    self._releases.release(path, self._files.take(path).close)
+
+    def _write(self, batch: list[HostPart]) -> None:
+        """Write the parts of a batch, all threads at once."""
+        share = max(_SPLIT_BYTES, sum(source.nbytes for _, _, source in batch) // self._threads)
+        copies = list[tuple[int, Future[int]]]()
+        for number, part, source in batch:
+            spec, box = self._slot.specs[number], self._cuts[number][part]
             if self._threads == 1 or source.nbytes < _SPLIT_BYTES:
                 add_digest(self.digests, number, self._files.put(spec, box, source))
             else:
-                shares = _shares(box, self._threads)
-                for copy in [self._pool.submit(self._files.put, spec, share, source[rows]) for rows, share in shares]:
-                    add_digest(self.digests, number, copy.result())
-            path = homes[number].path
-            self._left[path] -= 1
-            if not self._left[path]:
-                self._releases.release(path, self._files.take(path).close)
+                shares = _shares(box, -(-source.nbytes // share))
+                copies += [(number, self._pool.submit(self._files.put, spec, each, source[rows])) for rows, each in shares]
+        for number, copy in copies:
+            add_digest(self.digests, number, copy.result())
 
 
-def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
-    """Return equal parts of a box along its first dimension, each as (index in the box, box)."""
+def _shares(box: Box, count: int) -> list[tuple[slice, Box]]:
+    """Return `count` equal parts of a box along its first dimension, each as (index in the box, box)."""
     first, rest = box[0], box[1:]
-    step = max(1, -(-first.count // threads))
+    step = max(1, -(-first.count // count))
     shares = []
     for start in range(0, first.count, step):
         count = min(step, first.count - start)

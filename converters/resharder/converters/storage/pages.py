@@ -9,7 +9,8 @@ import os
 
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h; not in the mmap module
 _HUGE = 2 << 20  # bytes of the smallest huge page
-_libc = ctypes.CDLL(None)  # one instance: each CDLL is a cycle of objects
+_TMPFS, _STATFS_BYTES = 0x01021994, 1024  # linux/magic.h; more than struct statfs has, whose first field is a long
+_libc = ctypes.CDLL(None, use_errno=True)  # one instance: each CDLL is a cycle of objects
 Span = tuple[int, int]  # addresses: first byte, and first byte after the last one
 
 
@@ -32,6 +33,14 @@ def forget_pages(span: Span) -> None:
 def small_pages(descriptor: int) -> bool:
     """Return whether the file has small pages. A tmpfs reports its page size; other file systems have small pages."""
     return os.fstat(descriptor).st_blksize < _HUGE
+
+
+def in_shared_memory(descriptor: int) -> bool:
+    """Return whether the file is in a tmpfs. Raises OSError."""
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(descriptor, found):
+        raise OSError(ctypes.get_errno(), "fstatfs failed")
+    return ctypes.c_long.from_buffer(found).value == _TMPFS
 
 
 def _advise(span: Span, advice: int) -> None:

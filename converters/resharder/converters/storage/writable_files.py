@@ -1,8 +1,9 @@
 """Files of a version, written box by box.
 
-With huge pages (a tmpfs mounted with `huge=always`), all writes go through a map. With small pages, a fresh map costs a fault
-per page, three times as much as copying the page. Contiguous boxes are then written by system call; only strided boxes go
-through a map, whose pages are mapped by one call before.
+In shared memory, boxes are copied into a map and digested in one pass. With small pages, a fault per page would cost three times
+as much as copying the page: the pages of a box are mapped by one call before, and unmapped after it. With system calls, digests
+are a second pass, and the kernel lets one thread at a time write into a file. On disk, where each page faults once more at its
+first write, contiguous boxes are written by system call, as are everywhere bytes that arrive from the network.
 """
 
 import os
@@ -17,7 +18,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index, box_shape, full_box, run_start
 from resharder.converters.storage.digest import Array, copy_and_digest, digest
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles
-from resharder.converters.storage.pages import map_pages
+from resharder.converters.storage.pages import forget_pages, in_shared_memory, map_pages
 
 
 class Home(NamedTuple):
@@ -78,6 +79,7 @@ class WritableFile:
         self._map = MappedFiles(folder, [file], writable=True)
         try:
             self._descriptor = os.open(folder / file.path, os.O_WRONLY | os.O_CLOEXEC)
+            self._on_disk = not in_shared_memory(self._descriptor)
         except BaseException:
             self._map.close()
             raise
@@ -86,11 +88,15 @@ class WritableFile:
     def put(self, spec: TensorSpec, offset: int, box: Box, source: Array) -> int:
         """Write the elements of `box` of the tensor at `offset`, and return the box's digest."""
         start = run_start(box, spec)
-        if self._small and start is not None and source.flags.c_contiguous:
+        if self._on_disk and start is not None and source.flags.c_contiguous:
             found = digest(source, box, spec.shape)
             _write_all(self._descriptor, source.reshape(-1).view(np.uint8).data, offset + start)
             return found
-        return copy_and_digest(self._target(spec, box), source, box, spec.shape)
+        target = self._target(spec, box)
+        found = copy_and_digest(target, source, box, spec.shape)
+        if self._small and start is not None:
+            forget_pages(byte_bounds(target))  # here rather than at the end, where a single thread would unmap all
+        return found
 
     def put_bytes(self, spec: TensorSpec, offset: int, box: Box, data: memoryview) -> None:
         """Write the elements of `box` of the tensor at `offset`, given as bytes in C order."""
