@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.support.daemon import Daemon
 
-# The machines are noisy: how long one example takes says nothing.
-settings.register_profile("resharder", deadline=None)
+# The machines are noisy: how long an example takes, or to make one, says nothing.
+settings.register_profile("resharder", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("resharder")
 
 FIRST = (

@@ -130,7 +130,7 @@ def test_a_version_whose_only_holder_dies_is_lost_and_the_one_before_is_the_newe
     site.attach("seventh")
     version, _ = site.publish(1)
     node.wait()
-    wait_until(lambda: site.version(version.name).state == RETIRED, 60)
+    wait_until(lambda: site.version(version.name).state == RETIRED)
     assert "LOST: neither the daemon nor a node holds" in site.version(version.name).reason
     with Operator(site.daemon.endpoint) as operator:
         assert operator.latest("policy").name == before.name

@@ -48,7 +48,7 @@ def begin(daemon: Daemon, step: int) -> str:
 
 
 def settled(daemon: Daemon, name: str) -> resources_pb2.Version:
-    wait_until(lambda: state(daemon, name).state != resources_pb2.Version.UPLOADING, 60)
+    wait_until(lambda: state(daemon, name).state != resources_pb2.Version.UPLOADING)
     return state(daemon, name)
 
 
@@ -81,12 +81,12 @@ def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemo
             assert shortages(daemon) == {}
             gone = next(iter(held))
             assert by_name[gone].stop() == 0
-            wait_until(lambda: len(whole_on(daemon, name) - {gone}) == REPLICAS - 1 and not shortages(daemon), 60)
+            wait_until(lambda: len(whole_on(daemon, name) - {gone}) == REPLICAS - 1 and not shortages(daemon))
             assert state(daemon, name).state == READY
             daemon.stop()
             daemon.start()
             joined(daemon, *(id.partition("/")[2] for id in by_name.keys() - {gone}))
-            wait_until(lambda: len(whole_on(daemon, name)) == REPLICAS - 1 and not shortages(daemon), 60)
+            wait_until(lambda: len(whole_on(daemon, name)) == REPLICAS - 1 and not shortages(daemon))
 
 
 @pytest.mark.parametrize("daemon", [4], indirect=True)

@@ -1,6 +1,7 @@
 """A daemon, and two hosts with a node and two ranks each, which read no other host's folder."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -46,6 +47,14 @@ class Site:
         found = [each for process in self.ranks.values() for each in process.call("publish", step, **options)]
         return self.settled(found[0][0]), found
 
+    @contextmanager
+    def waiting_for_nodes(self, seconds: float) -> Iterator[None]:
+        """Let ranks wait for so long for nodes to report to a daemon that has restarted, where they wait for any."""
+        before = {process: process.call("wait_for_nodes", seconds) for process in self.ranks.values()}
+        yield
+        for process, seconds in before.items():
+            process.call("wait_for_nodes", seconds)
+
     def publish_wrongly(self, step: int) -> resources_pb2.Version:
         """The version after a byte that no rank has written, in a tensor of rank 2, before rank 3 writes into the same file."""
         name = self.ranks["a"].call("publish", step)[0][0]
@@ -62,7 +71,7 @@ class Site:
         return self.settled(name)
 
     def settled(self, name: str) -> resources_pb2.Version:
-        wait_until(lambda: self.version(name).state != resources_pb2.Version.UPLOADING, 60)
+        wait_until(lambda: self.version(name).state != resources_pb2.Version.UPLOADING)
         return self.version(name)
 
     def version(self, name: str) -> resources_pb2.Version:

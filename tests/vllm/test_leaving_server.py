@@ -16,7 +16,7 @@ def test_a_server_that_ends_by_sigterm_leaves_and_is_never_lost(tmp_path: Path, 
     with deployment(tmp_path, *arguments) as deployed, Operator(deployed.daemon.endpoint) as operator:
         wait_until(lambda: [server.state for server in operator.servers()] == [ServerState.SERVING], "it serves")
         deployed.server.stop()
-        wait_until(lambda: operator.servers() == [], "it has left", timeout=10)
+        wait_until(lambda: operator.servers() == [], "it has left")
         said = [event.what for event in operator.events(last=100) if event.kind == "server"]
         assert said[-1] == "left"
         assert "lost" not in said
