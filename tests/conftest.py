@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from resharder.client.trainer.publisher import Publisher
+
     from tests.support.daemon import Daemon
 
 # The machines are noisy: how long an example takes, or to make one, says nothing.
@@ -51,6 +53,20 @@ def _no_world_left_behind() -> Iterator[None]:
     _leave()
     yield
     _leave()
+
+
+@pytest.fixture(autouse=True)
+def _no_publisher_left_behind() -> Iterator[None]:
+    """Publishers of fixtures of a wider scope stay open."""
+    before = len(_publishers())
+    yield
+    while len(_publishers()) > before:
+        _publishers().pop().close()
+
+
+def _publishers() -> "list[Publisher]":
+    models = sys.modules.get("tests.client.models")
+    return [] if models is None else models.OPEN
 
 
 def _leave() -> None:

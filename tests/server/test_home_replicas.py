@@ -53,7 +53,7 @@ def test_the_daemon_copies_from_the_nodes_after_ready(site: Site) -> None:
     site.attach("first")
     for step in (1, 2, 3):
         version, found = site.publish(step)
-        assert [transport for _, transport, _ in found] == ["node"] * 4
+        assert [transport for _, transport, _ in found] == ["node"] * 4, found
         wait_until(lambda version=version: is_whole(site, version.name))
         assert lacked(site, version.name)
         site.check(version)

@@ -46,7 +46,7 @@ def test_ranks_write_into_the_files_of_their_hosts_node_which_holds_them_from_re
     before = received(site)
     for step in (1, 2, 3):
         version, found = site.publish(step, once=step == 2)
-        assert [transport for _, transport, _ in found] == ["node"] * 4
+        assert [transport for _, transport, _ in found] == ["node"] * 4, found
         site.check(version)
     whole = stored(site.daemon, version.name)
     for host in "ab":
@@ -133,10 +133,12 @@ def test_ranks_are_at_home_again_after_a_restart_of_the_daemon_that_a_node_notic
     site.nodes["b"].send_signal(signal.SIGSTOP)
     site.daemon.kill()
     site.daemon.start()
-    later = threading.Timer(3.0, site.nodes["b"].send_signal, [signal.SIGCONT])  # ranks register within a third of a lease of 5 s
+    later = threading.Timer(
+        4.0, site.nodes["b"].send_signal, [signal.SIGCONT]
+    )  # ranks register within a third of a lease of 10 s
     later.start()
     with site.waiting_for_nodes(300):
         version, found = site.publish(2)
     later.join()
     site.check(version)
-    assert [transport for _, transport, _ in found] == ["node"] * 4
+    assert [transport for _, transport, _ in found] == ["node"] * 4, found
