@@ -24,7 +24,7 @@ def versions(daemon: Daemon) -> dict[int, str]:
     return {version.number: resources_pb2.Version.State.Name(version.state) for version in listed}
 
 
-def wait_until(holds: Callable[[], bool], what: str = "what the test waits for", timeout: float = 120) -> None:
+def wait_until(holds: Callable[[], bool], what: str = "what the test waits for", timeout: float = 300) -> None:
     end = time.monotonic() + timeout
     while not holds():
         if time.monotonic() > end:
@@ -32,7 +32,7 @@ def wait_until(holds: Callable[[], bool], what: str = "what the test waits for",
         time.sleep(0.05)
 
 
-def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resources_pb2.Server:
+def wait_serving(daemon: Daemon, version: int, timeout: float = 300) -> resources_pb2.Server:
     """Wait until every live server serves `version`, and return one of them."""
     live: list[resources_pb2.Server] = []
 
