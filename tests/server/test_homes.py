@@ -133,9 +133,7 @@ def test_ranks_are_at_home_again_after_a_restart_of_the_daemon_that_a_node_notic
     site.nodes["b"].send_signal(signal.SIGSTOP)
     site.daemon.kill()
     site.daemon.start()
-    later = threading.Timer(
-        4.0, site.nodes["b"].send_signal, [signal.SIGCONT]
-    )  # ranks register within a third of a lease of 10 s
+    later = threading.Timer(4.0, site.nodes["b"].send_signal, [signal.SIGCONT])  # after ranks register: a third of a lease
     later.start()
     with site.waiting_for_nodes(300):
         version, found = site.publish(2)

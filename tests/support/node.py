@@ -98,7 +98,7 @@ class Node:
 def patient(daemon: D) -> D:
     """Let a daemon wait a minute for nodes to lay out files before ranks take another way, and return it."""
     folder = Path(__file__).with_name("patient_daemon")
-    daemon.environment["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    daemon.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return daemon
 
 

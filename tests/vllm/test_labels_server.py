@@ -134,7 +134,7 @@ def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scen
     for thread in threads:
         thread.start()
     try:
-        next(scene.server.stream(PROMPT, 4))  # its first token comes after theirs
+        next(scene.server.stream(PROMPT, 4))  # once it has begun, the others have
         reached = scene.publish()
         for thread in threads:
             thread.join(300)
