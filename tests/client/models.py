@@ -52,11 +52,16 @@ def parts(full: dict[str, torch.Tensor], held: Sequence[Held]) -> Iterator[tuple
     return ((name, index, full[name][index]) for name, index in held)
 
 
+OPEN: list[Publisher] = []
+"""What `connected` has made; those of a test are closed at its end, so that none renews its lease during the next test."""
+
+
 def connected(endpoint: str, ranks: int, job: str, **options: Any) -> list[Publisher]:
     """Publishers of all ranks, attached to their part of the spread."""
     publishers = [
         connect(endpoint, model="policy", job=job, rank=rank, world_size=ranks, config=CONFIG, **options) for rank in range(ranks)
     ]
+    OPEN.extend(publishers)
     together(lambda rank: publishers[rank].attach_tensors(declared(spread(ranks)[rank])), ranks)
     return publishers
 

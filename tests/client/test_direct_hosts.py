@@ -19,7 +19,7 @@ from tests.support.observing import wait_serving, wait_until
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-SECONDS = 4.0  # the daemon's bound on a transfer
+SECONDS = 12.0  # the daemon's bound on a transfer
 TRAINER, SERVER = 0, 1  # hosts
 STORAGE = "10.255.0.1"  # address of the trainer's host that leads nowhere
 
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         hosts = stack.enter_context(Hosts(2, rate="50mbit"))
         hosts.add_interface(TRAINER, "storage0", STORAGE)
         made = Daemon(
-            host=hosts.address, insecure=True, shared_memory=False, direct_seconds=SECONDS, log_format="json", lease_seconds=5
+            host=hosts.address, insecure=True, shared_memory=False, direct_seconds=SECONDS, log_format="json", lease_seconds=10
         )
         daemon = stack.enter_context(made)
         trainer = Actor(HostTrainer, {"namespace": hosts.namespace(TRAINER), "endpoint": daemon.endpoint}, {})

@@ -1,12 +1,13 @@
 """Which pages of mapped files a GPU's driver is told of, and that they may leave a process's tables."""
 
 import mmap
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
+from resharder.client.gpu import pinned_pages
 from resharder.client.gpu.pinned_pages import paced, spans_of
 from resharder.converters.storage.files import Array
 from resharder.converters.storage.pages import forget_pages, map_pages
@@ -55,8 +56,7 @@ def test_what_lies_in_two_maps_is_joined_only_where_it_touches(mapped: list[Arra
 @pytest.mark.parametrize("busy", [True, False])
 def test_half_of_the_time_is_left_to_other_threads_only_while_they_are_busy(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = [0.0], list[float]()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(pinned_pages, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
     with paced(lambda: busy):
         now[0] += 0.25
     assert slept == ([0.25] if busy else [])

@@ -24,7 +24,9 @@ from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full
 from resharder.converters.geometry.plan import plan
 from torch.distributed import HashStore
 
-CPU, BOUND = torch.device("cpu"), 10.0
+from tests.support.observing import wait_until
+
+CPU, BOUND = torch.device("cpu"), 60.0
 
 
 @pytest.fixture
@@ -207,17 +209,31 @@ def test_a_pair_on_one_gpu_that_cannot_share_fails_with_the_reason(monkeypatch: 
 def test_a_process_without_the_token_is_not_answered() -> None:
     store = HashStore()
     with ThreadPoolExecutor(1) as threads:
-        rank = threads.submit(meeting.meet, store, 0, copies(), CPU, {"w": torch.arange(4.0)}, 3.0)
+        rank = threads.submit(meeting.meet, store, 0, copies(), CPU, {"w": torch.arange(4.0)}, BOUND)
         store.set("place/1", json.dumps(meeting.Place(meeting._host(), "cpu", True, "", "")))
         place = meeting.Place(*json.loads(store.get("place/0")))
-        for token in ("", "0" * 32):
-            stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect("\0" + place.socket)
-            line = Line(stranger, "rank 0")
+
+        def reader(token: str) -> Line:
+            connected = socket.socket(socket.AF_UNIX)
+            connected.connect("\0" + place.socket)
+            line = Line(connected, "rank 0")
             line.send("hello", token=token, rank=1)
+            return line
+
+        for token in ("", "0" * 32):
+            stranger = reader(token)
             with pytest.raises(DirectFailed, match="it was closed"):
-                line.receive(time.monotonic() + BOUND)
-            line.close()
-        with pytest.raises(DirectFailed, match=r"expected ranks \[1\] to connect"):
+                stranger.receive(time.monotonic() + BOUND)
+            stranger.close()
+        reader(place.token).close()  # the one that was awaited
+        with pytest.raises(DirectFailed, match="rank 1: "):
             rank.result()
-    assert not [thread for thread in threading.enumerate() if thread.name == "resharder-peer"]
+    wait_until(lambda: all(thread.name != "resharder-peer" for thread in threading.enumerate()))
+
+
+@pytest.mark.usefixtures("_shares_on_cpu")
+def test_a_reader_that_never_connects_is_named() -> None:
+    store = HashStore()
+    store.set("place/1", json.dumps(meeting.Place(meeting._host(), "cpu", True, "", "")))
+    with pytest.raises(DirectFailed, match=r"expected ranks \[1\] to connect"):
+        meeting.meet(store, 0, copies(), CPU, {"w": torch.arange(4.0)}, 0.1)

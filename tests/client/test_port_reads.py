@@ -250,12 +250,13 @@ def test_the_longest_idle_connection_gives_way_to_a_new_one() -> None:
         opened.append(socket.create_connection(("127.0.0.1", port.port), 30))
         time.sleep(0.05)  # one after the other
     assert opened[0].recv(1) == b""
+    wait_until(lambda: len(port._open) == 2, "the third is admitted in its place")
+    threads = [port._accepting, *port._open.values()]
     opened[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert opened[1].recv(12) == b"HTTP/1.1 400"
-    before = threading.active_count()
     port.close()
     assert [connection.recv(1) for connection in opened[2:]] == [b""]
-    assert threading.active_count() < before
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), "its threads end")
     for connection in opened:
         connection.close()
 

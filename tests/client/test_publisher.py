@@ -331,7 +331,7 @@ def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:
 
 
 def test_a_closed_publisher_renews_no_lease_and_refuses_further_calls() -> None:
-    with Daemon(lease_seconds=1.0) as daemon:
+    with Daemon(lease_seconds=6) as daemon:
         open_, closed = connected(daemon.endpoint, 2, "closed")
         publish_all([open_, closed], 1, weights(1))[0].wait_ready(60)
         lease = closed._session._lease
@@ -339,7 +339,7 @@ def test_a_closed_publisher_renews_no_lease_and_refuses_further_calls() -> None:
         handle = open_.publish_tensors(2, parts(weights(2), spread(2)[0]))
         for _ in range(2):
             closed.close()
-        lease._thread.join(10)
+        lease._thread.join(60)
         assert not lease._thread.is_alive()
         with pytest.raises(VersionAborted, match="rank 1"):
             handle.wait_ready(60)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from resharder.client.errors import (
     UsageError,
     WaitTimeout,
 )
+from resharder.client.trainer import session
 from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
 from resharder.converters.architectures.checkpoint import expected_shapes
 
@@ -158,7 +160,7 @@ def test_no_daemon_is_one_clear_error_in_bounded_time() -> None:
 def test_a_forked_process_is_told_to_connect_by_itself(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     (publisher,) = connected(daemon.endpoint, 1, "fork")
     mine = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: mine + 1)
+    monkeypatch.setattr(session, "os", SimpleNamespace(getpid=lambda: mine + 1))
     with pytest.raises(UsageError, match="forked"):
         publisher.publish_tensors(1, [])
 

@@ -17,7 +17,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.trainer.connect import connect
 from tests.client.models import CONFIG, declared, parts, spread, weights
 endpoint, rank, transport = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-options = dict(config=CONFIG, transport=transport, staging_timeout=5.0)
+options = dict(config=CONFIG, transport=transport, staging_timeout=60.0)
 publisher = connect(endpoint, model="policy", job="stalls", rank=rank, world_size=2, **options)
 publisher.attach_tensors(declared(spread(2)[rank]))
 print("attached", flush=True)
@@ -55,7 +55,7 @@ class Rank:
 
 @pytest.mark.parametrize("transport", ["shared-memory", "grpc"])
 def test_a_rank_that_is_stopped_twice_costs_two_versions_and_nothing_else(transport: str, tmp_path: Path) -> None:
-    with Daemon(lease_seconds=4) as daemon:
+    with Daemon(lease_seconds=8) as daemon:
         ranks = [Rank(daemon, rank, transport) for rank in range(2)]
         try:
             assert [rank.answer() for rank in ranks] == ["attached"] * 2

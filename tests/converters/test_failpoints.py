@@ -72,7 +72,7 @@ def test_a_delay_is_one_of_this_thread() -> None:
     arm("lease.renew=delay:0.2")
     began = time.monotonic()
     failpoint("lease.renew")
-    assert 0.2 <= time.monotonic() - began < 10
+    assert time.monotonic() - began >= 0.2
 
 
 @pytest.mark.parametrize("spec", ["no.such=kill", "claim.write=explode", "lease.renew=eio", "claim.write", "claim.write@x=kill"])

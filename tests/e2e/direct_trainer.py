@@ -23,7 +23,7 @@ from resharder.client.direct.transfer import Seconds, Transfer
 from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.quantization.layout import SCALES
 
-SLEEP = 25.0  # seconds: beyond what the daemon of these tests allows a transfer
+SLEEP = 35.0  # seconds: beyond what the daemon of these tests allows a transfer
 _plain_run = Transfer.run
 _plain_deliver = SharedMemory.deliver
 _next = ""

@@ -27,17 +27,7 @@ STEPS = itertools.count(10)
 MATRIX, TALL, EXPERTS = [512, 1024], [3000, 256], [8, 64, 96]
 
 
-class LaidOutSite(Site):
-    """Publishes once every live node has laid out files, however slow the machine is."""
-
-    def publish(self, step: int, **options: object) -> tuple[resources_pb2.Version, list[list[str]]]:
-        for node in self.nodes.values():
-            if node.process is not None:
-                wait_until(lambda node=node: any(node.folder.glob("sets/*/*.safetensors")), 60)
-        return super().publish(step, **options)
-
-
-class ParallelSite(LaidOutSite):
+class ParallelSite(Site):
     """Ranks 0 and 1 on host a and 2 and 3 on host b, with a quarter of most tensors each, by tensor and expert parallelism.
 
     `embedding` is on host a alone, and `pair` has a half on each host.
@@ -57,7 +47,7 @@ class ParallelSite(LaidOutSite):
     ]
 
 
-class OneSidedSite(LaidOutSite):
+class OneSidedSite(Site):
     """Ranks on host b have parts alone of tensors, of which host a has the most."""
 
     hosts = "aab"

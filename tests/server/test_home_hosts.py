@@ -10,7 +10,7 @@ from tests.support.daemon import Daemon
 from tests.support.home_rank import HomeRanks
 from tests.support.home_site import Site
 from tests.support.namespaces import Hosts, unavailable
-from tests.support.node import Node, joined, nodes, stored
+from tests.support.node import Node, joined, nodes, patient, stored
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 
@@ -24,13 +24,15 @@ class LinkedSite(Site):
 
     def __init__(self, stack: ExitStack) -> None:
         hosts = stack.enter_context(Hosts(3, rate="1gbit"))
-        self.daemon = Daemon(
-            insecure=True,
-            shared_memory=False,
-            replicas=2,
-            keep_count=2,
-            lease_seconds=5,
-            data_listen=f"{hosts.second_address}:{free_port()}",
+        self.daemon = patient(
+            Daemon(
+                insecure=True,
+                shared_memory=False,
+                replicas=2,
+                keep_count=2,
+                lease_seconds=10,
+                data_listen=f"{hosts.second_address}:{free_port()}",
+            )
         )
         self.daemon.endpoint = f"{hosts.address}:{self.daemon.port}"
         stack.enter_context(self.daemon)
@@ -71,7 +73,7 @@ def transports(found: list[list[str]]) -> list[str]:
 def test_what_two_hosts_publish_is_installed_on_a_third(site: LinkedSite) -> None:
     site.attach("first")
     version, found = site.publish(1)
-    assert transports(found) == ["node"] * 4
+    assert transports(found) == ["node"] * 4, found
     site.check(version)
     assert site.install(version) == ARRIVED
     assert site.nodes["c"].files(version.name) == stored(site.daemon, version.name)

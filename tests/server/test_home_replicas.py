@@ -53,7 +53,7 @@ def test_the_daemon_copies_from_the_nodes_after_ready(site: Site) -> None:
     site.attach("first")
     for step in (1, 2, 3):
         version, found = site.publish(step)
-        assert [transport for _, transport, _ in found] == ["node"] * 4
+        assert [transport for _, transport, _ in found] == ["node"] * 4, found
         wait_until(lambda version=version: is_whole(site, version.name))
         assert lacked(site, version.name)
         site.check(version)
@@ -130,7 +130,7 @@ def test_a_version_whose_only_holder_dies_is_lost_and_the_one_before_is_the_newe
     site.attach("seventh")
     version, _ = site.publish(1)
     node.wait()
-    wait_until(lambda: site.version(version.name).state == RETIRED, 60)
+    wait_until(lambda: site.version(version.name).state == RETIRED)
     assert "LOST: neither the daemon nor a node holds" in site.version(version.name).reason
     with Operator(site.daemon.endpoint) as operator:
         assert operator.latest("policy").name == before.name

@@ -16,7 +16,7 @@ from resharder.server.security.settings import Security
 
 from tests.support.home_rank import HomeRanks, Ranks, weights
 from tests.support.namespaces import unavailable
-from tests.support.node import Node, stored
+from tests.support.node import Node, patient, stored
 from tests.support.observing import wait_until
 from tests.support.secure import PROBE, Authority, SecureDaemon
 
@@ -44,7 +44,7 @@ def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
     authority = Authority(tmp_path / "pki")
     roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator", "viewer"], "dns:one.test": [f"node:{fleet}"]}
     options = {"data_listen": "127.0.0.1:0", "shared_memory": False, "replicas": replicas}
-    with SecureDaemon(authority, roles, **options) as daemon, pytest.MonkeyPatch.context() as patch:
+    with patient(SecureDaemon(authority, roles, **options)) as daemon, pytest.MonkeyPatch.context() as patch:
         tls = authority.tls("one.test")
         files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
         for name, value in authority.environment(PROBE).items():
@@ -70,7 +70,7 @@ def test_ranks_with_tokens_write_into_files_of_a_node_with_a_token(tmp_path: Pat
     (tmp_path / "token").write_text("hosts-token\n")
     tls = authority.tls("one.test")
     files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key, "token_file": tmp_path / "token"}
-    with SecureDaemon(authority, roles, certificates=False, **options) as daemon, pytest.MonkeyPatch.context() as patch:
+    with patient(SecureDaemon(authority, roles, certificates=False, **options)) as daemon, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESHARDER_TLS_CA", str(authority.folder / "ca.pem"))
         patch.setenv("RESHARDER_TOKEN", "probe-token")
         with Node(daemon.endpoint, "one", **files) as node, Operator(daemon.endpoint) as operator:
@@ -102,7 +102,7 @@ def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, 
     roles |= {role.format(name): ["node:policy"] for name in "ab"}
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         options = {"data_listen": "127.0.0.1:0", "shared_memory": False, "certificates": by == "certificate"}
-        daemon = stack.enter_context(SecureDaemon(authority, roles, **options))
+        daemon = stack.enter_context(patient(SecureDaemon(authority, roles, **options)))
         environment = authority.environment(PROBE) if by == "certificate" else {"RESHARDER_TOKEN": "probe-token"}
         for key, value in {"RESHARDER_TLS_CA": str(authority.folder / "ca.pem"), **environment}.items():
             patch.setenv(key, value)

@@ -159,7 +159,7 @@ class Life:
         digests = [digest(values[spec.name], full_box(spec.shape), spec.shape) for spec in SPECS]
         self.call(lambda: self.intake.uploads.seal(model, number, epoch, 0, digests, mapped))
         done = settled(self.intake.waits.wait, model, number, 20, False)
-        wait_until(lambda: not self.intake.uploads._open, "the version has left the intake", 20)
+        wait_until(lambda: not self.intake.uploads._open, "the version has left the intake")
         return done
 
     def end(self) -> None:

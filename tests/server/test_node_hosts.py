@@ -57,7 +57,7 @@ class Site:
 def daemon() -> Iterator[Daemon]:
     with Hosts(3, rate="1gbit") as hosts:
         data = f"{hosts.second_address}:{free_port()}"
-        made = Daemon(insecure=True, shared_memory=False, data_listen=data, keep_count=2, lease_seconds=5)
+        made = Daemon(insecure=True, shared_memory=False, data_listen=data, keep_count=2, lease_seconds=10)
         made.endpoint = f"{hosts.address}:{made.port}"
         with made as running:
             running.hosts = hosts  # type: ignore[attr-defined]

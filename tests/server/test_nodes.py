@@ -42,7 +42,7 @@ def drain(daemon: Daemon, name: str, drained: bool) -> None:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=5) as running:
+    with Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=10) as running:
         yield running
 
 

@@ -89,7 +89,7 @@ def read_piece(daemon: Daemon, version: str, fingerprint: str, content: dict[str
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=5) as running:
+    with Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=10) as running:
         yield running
 
 

@@ -77,4 +77,4 @@ def test_a_refused_call_leaves_no_garbage(call: Callable[[ServerServiceStub], ob
             call(ServerServiceStub(channel))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert service.held is not None
-        wait_until(lambda: service.held is not None and service.held() is None, timeout=10)
+        wait_until(lambda: service.held is not None and service.held() is None)

@@ -83,7 +83,7 @@ def test_before_ready_nodes_that_follow_the_model_alone_read_it(daemon: SecureDa
         manifest(daemon, "worker.test", version.name, replica=False)
 
     with node(daemon, "one"), node(daemon, "two"):
-        wait_until(lambda: operator.GetVersion(operator_pb2.GetVersionRequest(version=version.name)).state == READY, 60)
+        wait_until(lambda: operator.GetVersion(operator_pb2.GetVersionRequest(version=version.name)).state == READY)
         for caller in (PROBE, "worker.test", "trainer.test", "ops.test", "one.hosts.test"):
             assert read(daemon, caller, found) == content
             assert manifest(daemon, caller, version.name, replica=False).version.fingerprint == found.fingerprint

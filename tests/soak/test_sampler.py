@@ -3,9 +3,11 @@
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from tests.soak.sampler import descriptors, fields, kind, mappings, memory, sizes
 from tests.soak.soak import fill_journals
@@ -37,13 +39,28 @@ def test_memory_that_is_written_is_anonymous_and_unique() -> None:
     assert now["uss"] - before["uss"] > 0.9 * len(held)
 
 
+THREADS = """
+import sys, threading
+print("one", flush=True)
+sys.stdin.readline()
+thread = threading.Thread(target=sys.stdin.read)
+thread.start()
+print("two", flush=True)
+thread.join()
+"""
+
+
 def test_threads_are_counted() -> None:
-    ended, before = threading.Event(), memory(os.getpid())["threads"]
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    assert memory(os.getpid())["threads"] == before + 1
-    ended.set()
-    thread.join()
+    """Of a process that starts no others meanwhile."""
+    with Popen([sys.executable, "-c", THREADS], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "one\n"
+        before = memory(process.pid)["threads"]
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "two\n"
+        assert memory(process.pid)["threads"] == before + 1
+        process.stdin.close()
 
 
 def test_mapped_files_in_shared_memory_are_held_until_they_are_unmapped() -> None:

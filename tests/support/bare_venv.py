@@ -32,7 +32,7 @@ class BareVenv:
         )
         (packages / "resharder-0.1.0.dist-info").symlink_to(str(own._path))  # type: ignore[attr-defined]
 
-    def run(self, *arguments: str, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
+    def run(self, *arguments: str, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
         """Run Python with arguments, without variables of Resharder and Python."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RESHARDER", "PYTHON"))}
         command = [str(self.python), *arguments]

@@ -66,7 +66,7 @@ class Daemon:
             raise RuntimeError("the daemon is not running")
         return self.process.pid
 
-    def start(self, *, failpoint: str = "", timeout: float = 120) -> "Daemon":
+    def start(self, *, failpoint: str = "", timeout: float = 300) -> "Daemon":
         """Start the process; return once its health service reports SERVING. `failpoint`: see `converters.failpoints`."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
@@ -103,11 +103,11 @@ class Daemon:
         """End the process with SIGKILL."""
         self._end(signal.SIGKILL, 60)
 
-    def stop(self, timeout: float = 120) -> int:
+    def stop(self, timeout: float = 300) -> int:
         """Send SIGTERM, and return the exit status."""
         return self._end(signal.SIGTERM, timeout)
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 300) -> int:
         """Wait until the process ends by itself, and return its exit status."""
         return self._end(None, timeout)
 

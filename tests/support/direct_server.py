@@ -25,7 +25,7 @@ from tests.support.vllm_server import VllmServer
 
 PLUGINS = Path(__file__).with_name("raw_mode")
 PROMPT = [5, 17, 42, 7, 300, 11]
-SECONDS = 12.0  # for members to meet, and for a transfer
+SECONDS = 20.0  # for members to meet, and for a transfer
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from resharder.client import Publisher, connect
+from resharder.client.trainer import registration
 
 from tests.support.hidden import hiding
 from tests.support.staging_process import stage
@@ -79,6 +80,11 @@ class Ranks:
             if newest is None or newest.step != step:
                 raise AssertionError(f"expected step {step} as the last one, found {newest}")
             newest.wait_ready(60)
+
+    def wait_for_nodes(self, seconds: float) -> float:
+        """Set how long a rank waits for nodes to report to a daemon that has restarted; return how long it was before."""
+        before, registration._NODE_SECONDS = registration._NODE_SECONDS, seconds
+        return before
 
     def close(self) -> None:
         for publisher in self._publishers.values():

@@ -1,6 +1,7 @@
 """A daemon, and two hosts with a node and two ranks each, which read no other host's folder."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.home_rank import HomeRanks, Rows, weights
-from tests.support.node import Node, joined
+from tests.support.node import Node, joined, patient
 from tests.support.observing import wait_until
 from tests.support.publishing import read_folder
 
@@ -30,8 +31,8 @@ class Site:
 
     def __init__(self, stack: ExitStack, **options: object) -> None:
         """Start all processes. `options`: further ones of the daemon."""
-        own = {"data_listen": "127.0.0.1:0", "keep_count": 2, "lease_seconds": 5, "shared_memory": False} | options
-        self.daemon = stack.enter_context(Daemon(**own))
+        own = {"data_listen": "127.0.0.1:0", "keep_count": 2, "lease_seconds": 10, "shared_memory": False} | options
+        self.daemon = stack.enter_context(patient(Daemon(**own)))
         self.nodes = {name: stack.enter_context(Node(self.daemon.endpoint, name)) for name in "ab"}
         joined(self.daemon, *self.nodes)
         hidden = {name: [node.root for other, node in self.nodes.items() if other != name] for name in "ab"}
@@ -46,6 +47,14 @@ class Site:
         """The version once it is settled, and what each rank returned."""
         found = [each for process in self.ranks.values() for each in process.call("publish", step, **options)]
         return self.settled(found[0][0]), found
+
+    @contextmanager
+    def waiting_for_nodes(self, seconds: float) -> Iterator[None]:
+        """Let ranks wait for so long for nodes to report to a daemon that has restarted, where they wait for any."""
+        before = {process: process.call("wait_for_nodes", seconds) for process in self.ranks.values()}
+        yield
+        for process, seconds in before.items():
+            process.call("wait_for_nodes", seconds)
 
     def publish_wrongly(self, step: int) -> resources_pb2.Version:
         """The version after a byte that no rank has written, in a tensor of rank 2, before rank 3 writes into the same file."""
@@ -63,7 +72,7 @@ class Site:
         return self.settled(name)
 
     def settled(self, name: str) -> resources_pb2.Version:
-        wait_until(lambda: self.version(name).state != resources_pb2.Version.UPLOADING, 60)
+        wait_until(lambda: self.version(name).state != resources_pb2.Version.UPLOADING)
         return self.version(name)
 
     def version(self, name: str) -> resources_pb2.Version:

@@ -13,12 +13,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import TypeVar
 
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.supervised import shared_memory
+
+D = TypeVar("D", bound=Daemon)
 
 
 class Node:
@@ -90,6 +93,13 @@ class Node:
         if self.process is not None:
             self.kill()
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def patient(daemon: D) -> D:
+    """Let a daemon wait a minute for nodes to lay out files before ranks take another way, and return it."""
+    folder = Path(__file__).with_name("patient_daemon")
+    daemon.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return daemon
 
 
 def stored(daemon: Daemon, version: str) -> dict[str, bytes]:

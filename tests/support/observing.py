@@ -1,10 +1,12 @@
 """State of a daemon under test as an operator sees it, and waits for it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from resharder.client.operator import Operator
+from resharder.client.operator.states import ServerState
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
@@ -22,7 +24,7 @@ def versions(daemon: Daemon) -> dict[int, str]:
     return {version.number: resources_pb2.Version.State.Name(version.state) for version in listed}
 
 
-def wait_until(holds: Callable[[], bool], what: str = "what the test waits for", timeout: float = 120) -> None:
+def wait_until(holds: Callable[[], bool], what: str = "what the test waits for", timeout: float = 300) -> None:
     end = time.monotonic() + timeout
     while not holds():
         if time.monotonic() > end:
@@ -30,7 +32,7 @@ def wait_until(holds: Callable[[], bool], what: str = "what the test waits for",
         time.sleep(0.05)
 
 
-def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resources_pb2.Server:
+def wait_serving(daemon: Daemon, version: int, timeout: float = 300) -> resources_pb2.Server:
     """Wait until every live server serves `version`, and return one of them."""
     live: list[resources_pb2.Server] = []
 
@@ -43,6 +45,19 @@ def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resource
     except TimeoutError as error:
         raise TimeoutError(f"{error}; they are: {servers(daemon)}") from None
     return live[0]
+
+
+@contextmanager
+def leaving(daemon: Daemon) -> Iterator[None]:
+    """Expect the only server to serve before the block, and to have left after it, without ever having been LOST."""
+    with Operator(daemon.endpoint) as operator:
+        wait_until(lambda: [server.state for server in operator.servers()] == [ServerState.SERVING], "it serves")
+        (before,) = list(operator.events(last=1))
+        yield
+        wait_until(lambda: operator.servers() == [], "it has left")
+        said = [event.what for event in operator.events(last=100) if event.kind == "server" and event.id > before.id]
+    assert said[-1] == "left"
+    assert "lost" not in said
 
 
 def export(daemon: Daemon, version: str, folder: Path) -> None:

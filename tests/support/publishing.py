@@ -124,7 +124,7 @@ class Job:
             publisher_pb2.SealSlotRequest(version=version, epoch=self.epoch, rank=rank, digests=digests, mapped=mapped)
         )
 
-    def wait(self, version: str, seconds: float = 30) -> resources_pb2.Version:
+    def wait(self, version: str, seconds: float = 120) -> resources_pb2.Version:
         return self.stub.WaitVersion(publisher_pb2.WaitVersionRequest(version=version, wait_seconds=seconds))
 
     def publish(self, step: int, weights: Weights) -> resources_pb2.Version:

@@ -214,14 +214,17 @@ def test_another_hands_sleep_waits_for_the_order_that_is_being_carried_out() -> 
     plain, order = side.engine.pause_generation, []
 
     async def both() -> None:
+        begun = asyncio.Event()
+
         async def pausing(*, mode: Any, clear_cache: bool) -> None:
             order.append("pause")
-            await asyncio.sleep(0.05)
+            begun.set()
+            await asyncio.sleep(0.05)  # in which the other hand comes
             await plain(mode=mode, clear_cache=clear_cache)
 
         side.engine.pause_generation = pausing  # type: ignore[method-assign]
         applying = asyncio.create_task(side.control.carry_out(apply(2)))
-        await asyncio.sleep(0.01)
+        await begun.wait()
         await side.engine.sleep(1, "abort")
         order.append("asleep")
         outcome = await applying

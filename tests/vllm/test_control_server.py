@@ -14,7 +14,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.states import RequestHandling
 
 from tests.support.command import answer
-from tests.support.observing import servers, wait_serving, wait_until
+from tests.support.observing import leaving, servers, wait_serving, wait_until
 from tests.support.vllm_deployment import LEASE, PROMPT, Deployment, deployment
 from tests.support.vllm_server import Answer, Token, VllmServer
 
@@ -124,6 +124,12 @@ def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_version
     reached = single.publish()
     wait_serving(single.daemon, reached)
     assert single.server.generate(PROMPT, 4).version == str(reached)
+
+
+def test_a_server_that_ends_by_sigterm_leaves_and_is_never_lost(single: Deployment) -> None:
+    """The last of its tests."""
+    with leaving(single.daemon):
+        single.server.stop()
 
 
 def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployment) -> None:

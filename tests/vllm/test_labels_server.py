@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -135,7 +134,7 @@ def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scen
     for thread in threads:
         thread.start()
     try:
-        time.sleep(0.5)
+        next(scene.server.stream(PROMPT, 4))  # once it has begun, the others have
         reached = scene.publish()
         for thread in threads:
             thread.join(300)

@@ -3,7 +3,7 @@
 import gzip
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,50 +109,57 @@ def test_a_profile_that_nobody_waits_for_or_of_another_server_is_let_go(daemon: 
     assert stub.PutProfile(request) == server_pb2.PutProfileResponse()
 
 
-class Said:
-    """What a worker sends."""
+class Recorded(Channel):
+    """Channel that keeps the profiles it is given to send."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:1")
         self.profiles: list[Profile] = []
-        monkeypatch.setattr(Channel, "call", lambda channel, method, request, **how: self.profiles.append(request.profile))
-        monkeypatch.setattr(profiles, "threading", SimpleNamespace(Thread=self.thread))
 
-    def thread(self, target: object, args: tuple[object, ...], **named: object) -> "Said":
-        target(*args)  # type: ignore[operator]
-        return self
+    def call(self, method: object, request: server_pb2.PutProfileRequest, **options: object) -> None:  # type: ignore[override]
+        self.profiles.append(request.profile)
+
+
+class AtOnce:
+    """Thread that runs as it is made."""
+
+    def __init__(self, target: Callable[..., object], args: tuple[object, ...], **named: object) -> None:
+        target(*args)
 
     def start(self) -> None: ...
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Said:
-    return Said(monkeypatch)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    monkeypatch.setattr(profiles, "threading", SimpleNamespace(Thread=AtOnce))
+    with Recorded() as channel:
+        yield channel
 
 
-def test_a_worker_under_another_profiler_installs_and_says_why_it_has_none(said: Said) -> None:
+def test_a_worker_under_another_profiler_installs_and_says_why_it_has_none(recorded: Recorded) -> None:
     done = False
-    with torch.profiler.profile(), profiled(Channel("127.0.0.1:1"), "s", 3, "i", CPU):
+    with torch.profiler.profile(), profiled(recorded, "s", 3, "i", CPU):
         done = True
     assert done
-    (profile,) = said.profiles
+    (profile,) = recorded.profiles
     assert (profile.rank, profile.install) == (3, "i")
     assert profile.error == "RuntimeError: expected no other profiler in this process, one is running"
     assert not profile.trace
 
 
-def test_an_install_that_raises_raises_as_ever_and_sends_nothing(said: Said) -> None:
-    with pytest.raises(ValueError, match="torn"), profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):
+def test_an_install_that_raises_raises_as_ever_and_sends_nothing(recorded: Recorded) -> None:
+    with pytest.raises(ValueError, match="torn"), profiled(recorded, "s", 0, "i", CPU):
         raise ValueError("torn")
-    assert said.profiles == []
-    with profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):  # the profiler is free again
+    assert recorded.profiles == []
+    with profiled(recorded, "s", 0, "i", CPU):  # the profiler is free again
         torch.ones(2).sum()
-    assert not said.profiles[0].error
+    assert not recorded.profiles[0].error
 
 
-def test_a_trace_that_is_too_large_is_left_out_and_the_table_is_not(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_is_too_large_is_left_out_and_the_table_is_not(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "MOST_BYTES", 10)
-    with profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):
+    with profiled(recorded, "s", 0, "i", CPU):
         torch.ones(2).sum()
-    (profile,) = said.profiles
+    (profile,) = recorded.profiles
     assert "expected a trace of at most 10 bytes, got " in profile.error
     assert (profile.trace, bool(profile.table)) == (b"", True)

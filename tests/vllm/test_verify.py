@@ -1,6 +1,5 @@
 """The verification of a small module that needs no engine."""
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,8 @@ from resharder.client.inference.worker.verify import Verifier
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.storage.digest import digest_torch
 from resharder.v1 import resources_pb2
+
+from tests.support.observing import wait_until
 
 Verification = resources_pb2.Verification
 SHAPE = (6, 8)
@@ -134,14 +135,7 @@ def test_an_install_that_comes_meanwhile_ends_the_verification(scene: Scene, mon
 
 
 def test_verifications_come_by_themselves_and_on_request(scene: Scene) -> None:
-    def until(holds: Callable[[], bool]) -> None:
-        for _ in range(500):
-            if holds():
-                return
-            threading.Event().wait(0.02)
-        raise TimeoutError
-
     scene.verifier.start({MODEL: scene.model}, 0.05)
-    until(lambda: len(scene.told) > 1)
+    wait_until(lambda: len(scene.told) > 1)
     scene.verifier.request("r1")
-    until(lambda: scene.told[-1].request == "r1")
+    wait_until(lambda: any(found.request == "r1" for found in scene.told))

@@ -27,7 +27,7 @@ def daemon() -> Iterator[FakeOperator]:
         yield fake
 
 
-def updates(daemon: FakeOperator, gate: Gate | None = None, *, model: str = "policy", timeout: float = 20.0) -> WeightUpdates:
+def updates(daemon: FakeOperator, gate: Gate | None = None, *, model: str = "policy", timeout: float = 120.0) -> WeightUpdates:
     return WeightUpdates(gate or Gate(), "a", lambda: model, lambda: Operator(daemon.endpoint), timeout=timeout)
 
 
@@ -83,7 +83,7 @@ def test_finish_returns_when_this_server_serves_the_version(daemon: FakeOperator
         await asyncio.sleep(0.1)
         assert not waiting.done()
         gate.open(7)
-        assert await asyncio.wait_for(waiting, 10) == 7
+        assert await asyncio.wait_for(waiting, 60) == 7
 
     asyncio.run(main())
 
