@@ -12,6 +12,7 @@ from resharder.client.operator.states import VersionState
 from tests.chaos.faults import Faults
 from tests.chaos.history import History
 from tests.chaos.system import System
+from tests.support.observing import wait_until
 
 KILL = {"node": "far", "down": 2.0, "failpoint": "node.sync@1=kill", "small": True, "alone": True}
 
@@ -63,12 +64,13 @@ def test_a_node_that_ranks_write_on_is_killed_for_good_while_it_alone_has_a_vers
         target=Faults(cast(System, system), history).inject, args=("node.gone", {"nodes": ["far"], "down": 3600.0})
     )
     thread.start()
-    time.sleep(0.3)
+    wait_until(lambda: bool(silent))
+    time.sleep(0.1)
     assert (system.sent, silent) == ([], [("far-data", True)]), "no version is written there"
     home = SimpleNamespace(node="nodes/far")
     version = SimpleNamespace(state=VersionState.UPLOADING, folder="/staging", homes=[home], number=3)
     system.observer.versions = lambda model: [version]
-    thread.join(5)
+    thread.join(60)
     assert system.sent == [(["far"], signal.SIGKILL)]
     assert system.keepers["far"].down_until > 3500
     assert silent[1:] == [("far-data", False)]

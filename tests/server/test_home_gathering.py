@@ -125,12 +125,21 @@ def test_a_node_blames_none_from_which_it_gathers_nothing(world: World) -> None:
     assert world.homes._state.usable(PUBLISHER, "one", READS["one"], world.now) is not None
 
 
-def test_nodes_keep_memory_for_their_parts_and_admit_the_node_that_fetches_them(world: World) -> None:
+def test_nodes_keep_memory_for_their_parts(world: World) -> None:
     assert world.homes.reserved_bytes("three") == 2 * 4096, "the page of the header and of the boxes, in two sets"
+
+
+def test_a_node_admits_the_nodes_that_gather_from_it_once_the_daemon_has_let_them_read_the_layout(world: World) -> None:
+    (order,) = world.homes.orders("three", ())
     world.report("one", caller="dns:one.test@10.0.0.1")
+    assert order.readers == ()
+    world.homes.reserved_files(PUBLISHER, order.id, "one", "dns:one.test@10.0.0.1")
     assert world.homes.orders("three", ())[0].readers == ("dns:one.test",)
     assert world.homes.orders("one", ())[0].readers == ()
+    world.report("one", caller="dns:another.test@10.0.0.1")
+    assert world.homes.orders("three", ())[0].readers == (), "another identity has the node's name"
     world.report("one", caller="token:hosts@10.0.0.1", certificate="sha256:1234")
+    world.homes.reserved_files(PUBLISHER, order.id, "one", "token:hosts@10.0.0.1")
     assert world.homes.orders("three", ())[0].readers == ("sha256:1234",)
 
 

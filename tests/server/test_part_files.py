@@ -45,12 +45,14 @@ def test_every_byte_of_the_header_and_of_a_box_has_a_page(some: list[tuple[str, 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         write_parts(Path(folder), [part])
         path = Path(folder) / FILE.path
-        assert (path.stat().st_size, path.stat().st_blocks * 512) == (FILE.size, part.size)
+        taken = path.stat().st_blocks * 512
+        assert path.stat().st_size == FILE.size
+        assert taken >= part.size, "more with huge pages"
         assert path.read_bytes() == FILE.header + bytes(FILE.size - len(FILE.header))
         with MappedFiles(Path(folder), [FILE], writable=True) as maps:
             for name, box in some:
                 maps.arrays[name].reshape(maps.specs[name].shape)[box_index(box)] = 1
-        assert path.stat().st_blocks * 512 == part.size, "so a full medium fails where files are laid out, and nowhere else"
+        assert path.stat().st_blocks * 512 == taken, "so a full medium fails where files are laid out, and nowhere else"
 
 
 def test_a_file_that_ranks_have_not_written_whole_is_laid_out_anew() -> None:

@@ -285,12 +285,13 @@ def _gathered_of(files: Sequence[FileLayout], publisher: PublisherRecord, gather
         return ()
     paths = {name: file.path for file in files for name in file.by_name}
     found: dict[tuple[str, str], list[tuple[str, Box]]] = {}
+    same: dict[Box, Box] = {}  # ranks repeat the same boxes
     for rank, boxes in publisher.boxes.items():
         for position in np.flatnonzero(np.isin(boxes.tensors, [*gathered])).tolist():
             number, host = int(boxes.tensors[position]), publisher.hosts[rank]
             if host != publisher.homes[number]:
-                name = publisher.specs[number].name
-                found.setdefault((paths[name], host), []).append((name, boxes.box(position)))
+                name, box = publisher.specs[number].name, boxes.box(position)
+                found.setdefault((paths[name], host), []).append((name, same.setdefault(box, box)))
     return tuple(GatheredBoxes(path, node, tuple(boxes)) for (path, node), boxes in sorted(found.items()))
 
 

@@ -27,6 +27,7 @@ class ReservedHomes:
     homes: dict[str, tuple[FileLayout, ...]]  # by node; none of one on which ranks write boxes alone that others gather
     created: float
     gathered: tuple[GatheredBoxes, ...] = ()
+    admitted: dict[str, str] = field(default_factory=dict)  # nodes that the daemon has let read the layout, and their callers
     id: str = field(default_factory=lambda: token_hex(8))
     taken: set[str] = field(default_factory=set)  # sets
 
@@ -45,9 +46,14 @@ class ReservedHomes:
         """The nodes that gather boxes, and the nodes that have them."""
         return {node for node, found in self.nodes.items() if found.gathered or found.parts}
 
-    def gatherers(self, node: str) -> set[str]:
-        """Return the nodes that gather boxes from a node."""
-        return {home for home, found in self.nodes.items() if node in {each.node for each in found.gathered}}
+    @cached_property
+    def gatherers(self) -> dict[str, set[str]]:
+        """The nodes that gather boxes from each node."""
+        found: dict[str, set[str]] = {}
+        for home, files in self.nodes.items():
+            for each in files.gathered:
+                found.setdefault(each.node, set()).add(home)
+        return found
 
 
 @dataclass
@@ -112,7 +118,8 @@ class HomeState:
 
     def readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
         """Return the identities, or certificates, of the nodes that gather boxes from a node."""
-        found = (self.nodes[each] for each in sorted(reservation.gatherers(node) & self.nodes.keys()))
+        live = sorted(reservation.gatherers.get(node, set()) & self.nodes.keys() & reservation.admitted.keys())
+        found = [self.nodes[each] for each in live if self.nodes[each].caller == reservation.admitted[each]]
         names = ((each.caller.rpartition("@")[0], each.report.certificate) for each in found)
         admitted = (certificate if name.startswith("token:") else name for name, certificate in names)
         return tuple(name for name in admitted if name)

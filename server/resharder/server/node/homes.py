@@ -106,6 +106,9 @@ class HomeRegister:
             found = self._state.reservations.get(publisher)
             if found is None or found.id != reservation or node not in found.homes:
                 raise FailedPrecondition("STALE_EPOCH", f"{publisher}: its reservation {reservation} on nodes/{node} has ended")
+            if found.admitted.get(node) != caller:
+                found.admitted[node] = caller
+                self._state.tell(found.homes)  # other nodes admit it
             return found.nodes[node]
 
     def put_proof(
