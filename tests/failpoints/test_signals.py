@@ -90,6 +90,17 @@ subprocess.run(["sleep", "1000"], env={}, start_new_session=True)
 """
 
 
+def below(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(driver.pid).children(recursive=True)
+
+
+def bare_in(processes: list[psutil.Process]) -> bool:
+    """Return whether a process has an empty environment."""
+    with suppress(psutil.Error):
+        return {} in [process.environ() for process in processes]
+    return False
+
+
 def left_in(mark: str) -> list[Path]:
     """Return the folders of supervised commands that are left."""
     return list(Path(mark).glob("resharder-run-*"))
@@ -115,9 +126,8 @@ def test_a_signal_ends_stopped_processes_and_those_of_other_sessions_too(mark: s
 @pytest.mark.parametrize("whose", ["driver", "guard", "command"])
 def test_sigkill_to_any_process_above_ends_those_without_a_trace_in_their_environment(mark: str, whose: str) -> None:
     driver = start(mark, *supervise(SEGMENT))
-    assert wait_for(lambda: len(psutil.Process(driver.pid).children(recursive=True)) == 4, 60)
-    guard, command, *others = (processes := psutil.Process(driver.pid).children(recursive=True))
-    assert {} in [process.environ() for process in others]
+    assert wait_for(lambda: bare_in(descendants := below(driver)) and len(descendants) == 4, 60), below(driver)
+    guard, command, *_ = (processes := below(driver))
     held = {link.readlink() for link in Path(f"/proc/{command.pid}/fd").iterdir()}
     shared = {path for path in held if path.parent == Path("/dev/shm")} | memory_of(mark)
     assert len(shared) == 2, "the segment and the folder for daemons"
@@ -161,7 +171,7 @@ def test_a_signal_to_a_driver_ends_all_its_processes(mark: str, name: str, numbe
     driver = start(mark, "-m", *options)
     assert wait_for(lambda: sum(part in line for _, line in marked(mark)) >= count, 300), list(marked(mark))
     (memory,) = memory_of(mark)
-    processes = psutil.Process(driver.pid).children(recursive=True)
+    processes = below(driver)
     assert len(processes) >= count
     driver.send_signal(number)
     assert driver.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
