@@ -3,7 +3,8 @@
 import mmap
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
 from resharder.server.ingest.homes import FileProof
 from resharder.server.node import file_proofs, file_sets
-from resharder.server.node.box_gathering import BoxGatherer
+from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
@@ -62,7 +63,8 @@ class Site:
 
     def __init__(self, root: Path, limit: int = 1 << 30) -> None:
         self.root, self.daemon, self.copies = root, Daemon(), NodeCopies(root, limit)
-        self.sets = FileSets(root, self.copies, self.daemon, "one", "instance", BoxGatherer(None, ReceivedBytes()))  # type: ignore[arg-type]
+        self.gatherer = BoxGatherer(None, ReceivedBytes())
+        self.sets = FileSets(root, self.copies, self.daemon, "one", "instance", self.gatherer)  # type: ignore[arg-type]
 
     def follow(self, *sets: tuple[str, int], reservation: str = "r", drained: bool = False, closed: Sequence[str] = ()) -> None:
         orders = [node_pb2.FileSetOrder(id=id, version=VERSION, state=state, closed=closed) for id, state in sets]  # type: ignore[arg-type]
@@ -274,3 +276,28 @@ def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_set_aside_for(s
     wait_until(lambda: len(list((site.root / "sets").iterdir())) == AHEAD)
     wait_until(lambda: len(site.reported()) == AHEAD)
     assert site.copies.reserved_bytes == AHEAD * OWN[0].size
+
+
+def test_boxes_of_a_version_that_has_ended_are_waited_for_no_longer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, given_up = threading.Event(), threading.Event()
+
+    def gather(
+        version: str, tag: str, folder: Path, own: FilesOnNode, sources: dict[str, str], stopped: Callable[[], bool]
+    ) -> None:
+        waiting.set()
+        wait_until(stopped)
+        given_up.set()
+        raise BoxesMissing("the version has ended")
+
+    monkeypatch.setattr(site.gatherer, "gather", gather)
+    set, folder = site.free()
+    write(folder)
+    site.follow((set, State.VERIFYING))
+    assert waiting.wait(60)
+    site.follow((set, State.VERIFYING))
+    assert not given_up.wait(0.2)
+    site.follow((set, State.ENDED))
+    assert given_up.wait(60)
+    wait_until(lambda: set not in site.reported() or not site._busy(set))
+    site.follow((set, State.ENDED))
+    wait_until(lambda: len(site.reported()) == 1 and set not in site.reported(), "its files are used again")

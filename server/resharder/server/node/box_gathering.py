@@ -15,7 +15,7 @@ from pathlib import Path
 from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, box_size
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_body import ReusedMemory
-from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, RangeConnection, WrongBytes
+from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, PortBusy, RangeConnection, WrongBytes
 from resharder.converters.wire.windows import BoxPart, Window, cut_windows, window_request
 from resharder.server.infra.filesystem import MediumRefused, touching
 from resharder.server.node.daemon_client import NodeTls
@@ -122,6 +122,9 @@ class BoxGatherer:
                     since = self._clock()
                 except MediumRefused:
                     raise
+                except PortBusy:
+                    since = self._clock()  # it delivers boxes to others
+                    time.sleep(_PAUSE)
                 except (PartRefused, WrongBytes, *BROKEN) as error:
                     connection.close()
                     wrong += isinstance(error, WrongBytes)

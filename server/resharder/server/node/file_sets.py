@@ -113,8 +113,10 @@ class FileSets:
                     self._reservations[order.id] = ReservedSets(order.id, order.publisher)
                 reservation = self._reservations[order.id]
                 for each in order.sets:
-                    if (taken := reservation.sets.get(each.id)) is not None and not taken.busy:
-                        self._advance(reservation, taken, each)
+                    if (taken := reservation.sets.get(each.id)) is not None:
+                        taken.ended = each.state == State.ENDED
+                        if not taken.busy:
+                            self._advance(reservation, taken, each)
                 self._keep_ahead(reservation, drained=drained)
             self._account()
 
@@ -268,7 +270,7 @@ class FileSets:
             try:
                 failpoint("node.verify")
                 wanted = found.version, reservation.id, found.folder, found.own, found.sources
-                self._gatherer.gather(*wanted, lambda: reservation.ended or self._closed.is_set())
+                self._gatherer.gather(*wanted, lambda: found.ended or reservation.ended or self._closed.is_set())
                 early = found.early.settle()
                 rest = [file for file in found.own.files if file.path not in early]
                 found.proof = {**early, **prove_files(found.folder, rest)}

@@ -27,6 +27,7 @@ class FileSet:
     unreachable: str = ""  # node that is the reason
     reported: bool = False  # whether the daemon has the proof, or the problem
     busy: bool = False  # whether a thread works on it
+    ended: bool = False  # whether its version needs it no longer
 
 
 @dataclass
