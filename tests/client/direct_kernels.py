@@ -191,7 +191,7 @@ def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
             items, releases = LiveItems(tensors, pieces), Released()
-            transport = AtHome(folder, memory, Sent(), subsets)
+            transport = AtHome(folder, slot.divided(gathers=False), memory, Sent(), subsets)
             assert transport.deliver(resources_pb2.Version(folder="elsewhere"), slot, items, releases) == digests_of(slot, items)
             assert set(releases.files) == {file.path for file in files}
         plans.add(id(memory._planned))

@@ -148,6 +148,7 @@ def test_a_node_that_dies_while_another_one_gathers_costs_one_version(site: Para
     assert version.state == ABORTED
     assert "nodes/b" in version.reason
     site.nodes["b"].wait()
+    wait_until(lambda: nodes(site.daemon)["nodes/b"].state == resources_pb2.Node.LOST)
     site.nodes["b"].start()
     joined(site.daemon, "b")
     site.attach("fifth")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from resharder.converters.storage import files as storage_files
+from resharder.converters.storage import writable_files
 from resharder.converters.wire import pieces
 from resharder.server.infra import change_signal
 from resharder.server.ingest import committer, publishers, released_files, shared, steps, upload, uploads
@@ -214,6 +215,7 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
 def _other_calls(log: Log, file_bytes: int, piece_bytes: int) -> Iterator[tuple[Any, str, Any]]:
     yield from ((module, "_log", log) for module in _LOGGING)
     yield from ((module, "forget_pages", lambda span: None) for module in (storage_files, digests))
+    yield writable_files, "in_shared_memory", lambda descriptor: False
     yield pieces, "PIECE_BYTES", piece_bytes
     yield publishers, "lay_out", partial(storage_files.lay_out, max_file_bytes=file_bytes)
 

@@ -170,7 +170,11 @@ class StrategyKind(StrEnum):
 
 @dataclass(frozen=True)
 class VersionHomeStatus:
-    """Files of an UPLOADING version on `nodes/{id}`, in `folder` on its host."""
+    """Files of an UPLOADING version on `nodes/{id}`, in `folder` on its host.
+
+    `gathers`: whether nodes fetch boxes of tensors from each other that ranks of several hosts write.
+    """
 
     node: str
     folder: str
+    gathers: bool = False

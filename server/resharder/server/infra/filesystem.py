@@ -166,9 +166,10 @@ def write_zeros(path: Path, header: bytes, size: int, spans: Sequence[tuple[int,
     with touching(path, "laying out", sum(end - start for start, end in parts)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, size)
             for start, end in parts:
                 os.posix_fallocate(descriptor, start, end - start)  # fails at once on a full medium
+            if spans is not None:
+                os.ftruncate(descriptor, size)
             for start, end in parts:
                 for at in range(start, end, len(_ZEROS)):
                     write_at(descriptor, memoryview(_ZEROS)[: end - at], at)
