@@ -119,5 +119,4 @@ def test_the_node_into_whose_files_ranks_wrote_is_one_of_the_holders() -> None:
             return sum(copy.get(file) == content[file] for copy in copies)
 
         assert any(copy_on(site.daemon, name, version.name) for name in others), "a third holder"
-        wait_until(lambda: all(holders(file) >= REPLICAS - 1 for file in content))
-        assert not shortages(site.daemon)
+        wait_until(lambda: all(holders(file) >= REPLICAS - 1 for file in content) and not shortages(site.daemon))
