@@ -51,7 +51,7 @@ thread.join()
 
 
 def test_threads_are_counted() -> None:
-    """Of a process that starts no others meanwhile."""
+    """The threads of a process that starts no others."""
     with Popen([sys.executable, "-c", THREADS], stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
