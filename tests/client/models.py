@@ -53,7 +53,7 @@ def parts(full: dict[str, torch.Tensor], held: Sequence[Held]) -> Iterator[tuple
 
 
 OPEN: list[Publisher] = []
-"""Publishers of `connected`. Those that a test leaves open are closed at its end: their leases would be renewed in the next test."""
+"""Publishers of `connected`. Those that a test leaves open are closed at its end, so that no lease is renewed in the next one."""
 
 
 def connected(endpoint: str, ranks: int, job: str, **options: Any) -> list[Publisher]:
