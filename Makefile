@@ -35,7 +35,7 @@ test: setup lint types proto-check docs unit
 # Tests without processes, engines or models, for every few edits: about a minute on two cores.
 PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation grpo_example operator_verbs operator_waiting pages pinned_pages read_plan receiver to_host)) \
         $(addprefix tests/converters/test_,$(addsuffix .py,architectures chunks digest direct_messages files layout megatron_tables plan runs tables)) \
-        $(addprefix tests/deploy/test_,$(addsuffix .py,architecture containers grafana kubernetes prometheus prose systemd)) \
+        $(addprefix tests/deploy/test_,$(addsuffix .py,architecture containers grafana kubernetes docstrings prometheus systemd)) \
         $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct direct_offers explain fleet_clocks fleet_moves fleet_reconciler install_timings maxima newer_files older_files operations pause_admission pieces reconciler_schedules security_rules serve_ahead server_service sources terms)) \
         $(addprefix tests/vllm/test_,$(addsuffix .py,gate gc_pauses labels pieces places prepared quantised settings verify))
 check: setup lint types

@@ -1,7 +1,7 @@
 """Refusals that an operator can turn into warnings: RESHARDER_ALLOW=name[,name…] in the environment of the process that refuses.
 
 Each is a check whose failure means wrong weights or wrong answers. Where one is allowed, its text goes to the log and into the
-record of the version, so that whoever looks at the version later can see it.
+record of the version, where it is seen later.
 """
 
 import logging
