@@ -22,12 +22,23 @@ def refuse(name: str, error: Exception) -> None:
     """Raise `error`, or log and record its text if the environment allows the refusal `name`, one of REFUSALS."""
     if name not in REFUSALS:
         raise KeyError(f"{name} is not in REFUSALS")
-    if name not in os.environ.get(VARIABLE, "").split(","):
+    if name not in _allowed():
         raise error
     text = f"allowed by {VARIABLE}={name}: {error}"
     _log.warning("%s", text)
     if (collected := _collected.get()) is not None:
         collected.append(text)
+
+
+def unknown_names() -> str:
+    """Return what is wrong with the names in RESHARDER_ALLOW; empty if REFUSALS has all of them."""
+    unknown = [name for name in _allowed() if name not in REFUSALS]
+    known = f"this release knows {', '.join(sorted(REFUSALS))}" if REFUSALS else "this release knows none"
+    return f"{VARIABLE}: no refusal is called {', '.join(unknown)}; {known}" if unknown else ""
+
+
+def _allowed() -> list[str]:
+    return [name for part in os.environ.get(VARIABLE, "").split(",") if (name := part.strip())]
 
 
 @contextmanager

@@ -102,12 +102,13 @@ def register(
     *,
     shares: bool = True,
     former: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Registration:
     """Claim the model for the job and register this rank's layout. Rank 0 sends the model's files.
 
     With `shares`, the rank reports which nonce files it can read, and so on which host it is. This host holds for the life of the
     publisher. After a restart of the daemon, the rank therefore waits some seconds for reports of the nodes whose files it could
-    read before, `former`.
+    read before, `former`. `warnings` are texts for the record of the job's versions.
 
     Raises LayoutRejected, OutOfRoom and StaleEpoch.
     """
@@ -131,6 +132,7 @@ def register(
         received=_shared(rank_layout.received, numbers),
         readable=readable,
         gathers=True,
+        warnings=warnings,
     )
     failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)

@@ -28,6 +28,7 @@ REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED
 MAX_WORLD = 1 << 16
 NO_FILES = "no rank has sent the model's files to this daemon: create and register the publisher again"
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
+MAX_WARNINGS, MAX_WARNING_LENGTH = 32, 2000
 _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -92,6 +93,7 @@ class PublisherRecord:
     processes: dict[int, str] = field(default_factory=dict)  # rank -> nonce of its process
     started: dict[int, int] = field(default_factory=dict)  # rank -> last step that its process has started
     replaced: float = -math.inf  # time of the last registration from a new process
+    warnings: dict[int, Sequence[str]] = field(default_factory=dict)  # rank -> texts for the record of its versions
     _slots: dict[tuple[int, bool | None], Slot] = field(default_factory=dict)
     _cutting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -218,6 +220,11 @@ class PublisherRecord:
         """
         senders = self.senders()
         return rank in senders or any(self.started.get(each, -1) >= step and self.seen[each] > self.replaced for each in senders)
+
+    def version_warnings(self) -> list[str]:
+        """Return the ranks' warnings, each once, in the order of ranks."""
+        found = dict.fromkeys(text for _, texts in sorted(self.warnings.items()) for text in texts)
+        return list(found)[:MAX_WARNINGS]
 
     def senders(self) -> list[int]:
         """Return the ranks that send boxes."""

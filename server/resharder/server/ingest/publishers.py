@@ -18,6 +18,8 @@ from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.ingest.publisher import (
     ACTIVE,
     FENCED,
+    MAX_WARNING_LENGTH,
+    MAX_WARNINGS,
     MAX_WORLD,
     NO_FILES,
     REGISTERING,
@@ -154,6 +156,7 @@ class Publishers:
         readable: Readable = MappingProxyType({}),
         *,
         gathers: bool = False,
+        warnings: Sequence[str] = (),
     ) -> PublisherRecord:
         """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
@@ -167,6 +170,7 @@ class Publishers:
             shared: Blocks that the rank shares with others, by position in `specs`; None if it casts nothing.
             readable: Nonce files that it has read. Its host in the first registration decides which files it writes.
             gathers: Whether it can write boxes that other nodes gather.
+            warnings: Texts for the record of its versions.
         """
         self._replace(name, rank, process)
         host = self._nodes.host_of(readable)
@@ -174,6 +178,7 @@ class Publishers:
             publisher = self.get(name, rank)
             publisher.check_usable()
             publisher.readable[rank] = readable
+            publisher.warnings[rank] = [text[:MAX_WARNING_LENGTH] for text in warnings[:MAX_WARNINGS]]
             if host is not None and publisher.state == REGISTERING and not publisher.activating:
                 publisher.hosts[rank] = host
                 publisher.gatherers |= {rank} if gathers else set()

@@ -38,6 +38,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         servers_serving=counts[0],
         servers_following=counts[1],
         set_aside=record.set_aside,
+        warnings=record.warnings,
     )
 
 

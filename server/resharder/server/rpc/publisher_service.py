@@ -51,12 +51,22 @@ class PublisherService:
         readable = _readable(request.readable)
         request.ClearField("process")  # the same tensors and boxes are the same registration
         request.ClearField("readable")
-        gathers = request.gathers
+        gathers, warnings = request.gathers, list(request.warnings)
         request.ClearField("gathers")
+        request.ClearField("warnings")
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
             self._intake.publishers.register(
-                request.publisher, request.rank, fingerprint, specs, boxes, process, shared, readable, gathers=gathers
+                request.publisher,
+                request.rank,
+                fingerprint,
+                specs,
+                boxes,
+                process,
+                shared,
+                readable,
+                gathers=gathers,
+                warnings=warnings,
             )
         )
 

@@ -257,6 +257,7 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "ready": record.ready_time,
         "ended": record.end_time,
         "set_aside": record.set_aside,
+        "warnings": record.warnings,
         "serving": now.serving(record.model, record.number),
     }
 
