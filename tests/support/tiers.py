@@ -1,0 +1,166 @@
+"""The tier of a test, read from the code that it and its fixtures reach, and the guard that holds pure tests to it.
+
+Nothing is listed by hand. A test is in the tier of the costliest thing in its reach: a rig says its own by a class attribute
+`tier` (`Engine`, `VllmServer`, `Cycle`), and whatever starts a process is in `process`. Reach is what names say: globals,
+imports inside functions, tables of functions, methods of classes and their bases. Only code of the tests is followed. Where
+no name shows it, as with what the product starts by itself, the guard fails the test, and `@pytest.mark.process` says it.
+"""
+
+import dis
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+TIERS = ("pure", "process", "engine", "storm")
+"""From the cheapest."""
+
+_STARTS: dict[ModuleType, frozenset[str]] = {
+    subprocess: frozenset({"Popen", "run", "call", "check_call", "check_output"}),
+    os: frozenset({"fork", "forkpty", "posix_spawn", "posix_spawnp", "system"}),
+    multiprocessing: frozenset({"Process", "Pool", "get_context"}),
+}
+_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+
+
+class Reach:
+    """What code reaches, remembered: most tests share their rigs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, int]] = {}
+
+    def tier(self, functions: Iterable[object]) -> str:
+        return TIERS[max((self._of(each) for each in functions), default=0)]
+
+    def _of(self, start: object) -> int:
+        """The highest tier of anything that can be reached from `start`."""
+        known = self._known.get(id(start))
+        if known is None:
+            found, seen, left = 0, set[int](), [start]
+            while left and found < len(TIERS) - 1:
+                thing = left.pop()
+                if id(thing) in seen:
+                    continue
+                seen.add(id(thing))
+                own, others = _look(thing)
+                found = max(found, own)
+                left += others
+            known = self._known[id(start)] = (start, found)
+        return known[1]
+
+
+def _look(thing: object) -> tuple[int, list[object]]:
+    """The tier that this object is in by itself, and what it names."""
+    if isinstance(thing, type):
+        if not _of_tests(thing):
+            return 0, []
+        tier = vars(thing).get("tier")
+        return TIERS.index(tier) if tier in TIERS else 0, [*vars(thing).values(), *thing.__bases__]
+    if isinstance(thing, property):
+        return 0, [thing.fget, thing.fset]
+    if isinstance(thing, dict):
+        return 0, list(thing.values())
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return 0, list(thing)
+    if isinstance(thing, (staticmethod, classmethod, MethodType)):
+        return 0, [thing.__func__]
+    while hasattr(thing, "__wrapped__"):  # contextmanager, cache
+        thing = thing.__wrapped__
+    if hasattr(thing, "_get_wrapped_function"):  # a fixture
+        thing = thing._get_wrapped_function()
+    if isinstance(thing, FunctionType):
+        if not _of_tests(thing):
+            return 0, []
+        values = [*(thing.__defaults__ or ()), *(cell.cell_contents for cell in thing.__closure__ or () if _filled(cell))]
+        own, others = 0, list[object]()
+        for code in _codes(thing.__code__):
+            for name, named in _named(code, thing.__globals__):
+                if isinstance(named, ModuleType):
+                    own = max(own, int(not _STARTS.get(named, frozenset()).isdisjoint(code.co_names)))
+                    if named.__name__.startswith("tests."):
+                        others += [vars(named)[attribute] for attribute in code.co_names if attribute in vars(named)]
+                elif any(named is getattr(module, name, None) for module, names in _STARTS.items() if name in names):
+                    own = max(own, 1)
+                else:
+                    others.append(named)
+        return own, others + values
+    if _of_tests(type(thing)):
+        return 0, [type(thing)]
+    if isinstance(thing, Callable) and (function := getattr(thing, "func", None)):  # functools.partial
+        return 0, [function]
+    return 0, []
+
+
+def _of_tests(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("tests.")
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """The globals that a function's code names, and what it imports of this repository's tests or of modules that start
+    processes."""
+    for name in code.co_names:
+        if name in variables:
+            yield name, variables[name]
+    module: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            name = instruction.argval
+            module = importlib.import_module(name) if name.startswith("tests.") else sys.modules.get(name)
+            if isinstance(module, ModuleType):
+                yield name, module
+        elif instruction.opname == "IMPORT_FROM" and hasattr(module, instruction.argval):
+            yield instruction.argval, getattr(module, instruction.argval)
+
+
+class Guard:
+    """Notices what a pure test starts in the main thread; other threads may be left over from earlier tests."""
+
+    def __init__(self) -> None:
+        self.test, self.started = "", list[str]()
+        sys.addaudithook(self._hear)
+        self._watch(multiprocessing.process.BaseProcess, "start")
+
+    def watch_engines(self) -> None:
+        """To be called before each test: vLLM may have been imported since the last one."""
+        if core := sys.modules.get("vllm.v1.engine.core"):
+            self._watch(core.EngineCore, "__init__")
+
+    def _watch(self, kind: Any, method: str) -> None:
+        original = getattr(kind, method)
+        if hasattr(original, "watched"):
+            return
+
+        def watched(self_: Any, *args: Any, **options: Any) -> Any:
+            self._notice(kind.__name__)
+            return original(self_, *args, **options)
+
+        watched.watched = True  # type: ignore[attr-defined]
+        setattr(kind, method, watched)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.test and event in _EVENTS:
+            self._notice(f"{event} {arguments[1]}" if event == "subprocess.Popen" else event)
+
+    def _notice(self, what: str) -> None:
+        if self.test and threading.current_thread() is threading.main_thread():
+            self.started.append(what)
+            raise AssertionError(f"a pure test may start no process, and this one started {what}")
