@@ -13,8 +13,8 @@ from resharder.client.operator.answers import UpdateStrategy
 from resharder.client.operator.states import StrategyKind
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
-from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.state import Member
+from resharder.server.direct.direct import Direct
+from resharder.server.direct.plans import Member
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
@@ -311,11 +311,11 @@ def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_serve
     direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"}, observe=story.observed.transferred)
     workers = [Member("servers/a", rank, f"p{rank}") for rank in (0, 1)]
     for worker in workers:
-        direct.links.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
+        direct.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
     for number in (2, 3):
         for worker in workers:
             with pytest.raises(FailedPrecondition, match="goes to server a over the staged path"):
-                settled(direct.links.join, worker, "memory", "policy", number, f"install-{number}")
+                settled(direct.join, worker, "memory", "policy", number, f"install-{number}")
     assert story.value("fallbacks_total", reason="not_offered") == 2
     story.observed.transferred(0.5, None)
     assert story.value("direct_transfer_seconds_sum") == 0.5

@@ -24,7 +24,7 @@ from resharder.server.data.chunk_writes import ChunkWrites
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import StoredVersions
-from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.direct import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
 from resharder.server.fleets.commands import Operations
@@ -156,7 +156,7 @@ class Daemon:
             staging_bytes=config.direct_staging_bytes,
             seconds=config.direct_seconds,
         )
-        self.store.catalogue.subscribe(lambda record: self.direct.offers.version_changed(record.model))
+        self.store.catalogue.subscribe(lambda record: self.direct.version_changed(record.model))
         self._versions, self._checksums = StoredVersions(self.store.reader), PieceChecksums()
         self.data = self._data()
         self.server = self._server()
@@ -206,9 +206,7 @@ class Daemon:
         profiles = Profiles(self.fleets)
         verifications = Verifications(self.fleets.roster)
         return {
-            PublisherService(
-                self.intake, views, self.direct.offers.withhold
-            ): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
+            PublisherService(self.intake, views, self.direct.withhold): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
             ServerService(
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,

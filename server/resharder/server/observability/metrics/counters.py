@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from resharder.server.direct.exchange import Cause
+from resharder.server.direct.direct import Cause
 from resharder.server.fleets.ports import FleetObserver
 from resharder.server.infra.event_log import Event, Kind
 from resharder.server.ingest.shared import IngestObserver, Phase
