@@ -11,7 +11,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
-REFUSALS: Mapping[str, str] = {}
+REFUSALS: Mapping[str, str] = {
+    "config-mismatch": "a model that computes otherwise than its config.json says",
+    "megatron-release": "a release of megatron-core that Resharder was not tested with",
+    "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
+}
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 
 _log = logging.getLogger("resharder")
