@@ -39,6 +39,7 @@ from resharder.converters.errors import (
     UnknownTensor,
     UnsupportedModel,
 )
+from resharder.converters.printable import printable
 
 __all__ = [
     "AccessDenied",
@@ -222,7 +223,7 @@ _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\.
 
 def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
     """Return the typed form of a failed call to the daemon at `endpoint`."""
-    code, details = error.code(), error.details() or ""
+    code, details = error.code(), printable(error.details() or "")  # names and reasons of others: they end in logs and tracebacks
     reason = reason_of(error)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and (found := _TOO_LARGE.search(details)):
         size, limit = found.groups()
@@ -239,7 +240,7 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
 
 def refusal(name: str, said: str) -> ResharderError:
     """Return the typed form of a resource's `REASON: message`; `name` is the resource's."""
-    reason, _, message = said.partition(": ")
+    reason, _, message = printable(said).partition(": ")
     return _BY_REASON.get(reason, Refused)(f"{name}: {message} [{reason}]", reason)
 
 

@@ -17,6 +17,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines o
 import structlog
 import typer
 from resharder.converters.failpoints import failpoint
+from resharder.converters.printable import printable_output
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
 from resharder.server.data.checksums import PieceChecksums
@@ -389,7 +390,8 @@ def serve(config: Config) -> None:
 
 def main() -> None:
     """Run the command line. Entry point of `resharderd`."""
-    app()
+    with printable_output("resharderd"):
+        app()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import structlog
 import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from resharder.converters.printable import printable_output
 from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
@@ -363,7 +364,8 @@ def serve(config: NodeConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    app()
+    with printable_output("resharder-node"):
+        app()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ Exit codes:
   5    the move ended FAILED or STOPPED, or servers failed on the way
   6    what was waited for did not come within --timeout
   130  ended by Ctrl-C (`watch` and `events --follow`: 0)
+  141  the reader of the output has gone, as in `resharder events | head -1`
 
 A fleet's name may be omitted if the daemon has one fleet. `resharder COMMAND --help` has details;
 `resharder --install-completion` makes the shell complete commands, fleets, servers and versions.

@@ -1,12 +1,12 @@
 """End of a command on a fleet: at once, or with `--wait` after its effect."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import typer
 from resharder.client.cli import format
 from resharder.client.cli.app import WENT_WRONG
 from resharder.client.cli.output import plain, print_json
+from resharder.client.cli.terminal import say, tell
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import FleetStatus, ServerStatus
@@ -34,7 +34,7 @@ def show(fleet: FleetStatus, as_json: bool) -> None:
     """Print a fleet, as JSON or as a line about its target and version."""
     if as_json:
         return print_json(plain(fleet))
-    print(format.outcome(fleet))
+    say(format.outcome(fleet))
 
 
 def maintain(
@@ -54,7 +54,7 @@ def maintain(
     if as_json:
         return print_json({"servers": [*map(plain, found)]})
     for each in found:
-        print(f"{each.name} {format.state(each)}: {each.reason}")
+        say(f"{each.name} {format.state(each)}: {each.reason}")
 
 
 def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
@@ -75,7 +75,7 @@ def _on_change(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silen
         nonlocal before
         now = line(fleet, servers)
         if now != before and not silent:
-            print(now, file=sys.stderr, flush=True)
+            tell(now)
         before = now
 
     return listener
