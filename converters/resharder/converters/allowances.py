@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
-REFUSALS: Mapping[str, str] = {}
+REFUSALS: Mapping[str, str] = {
+    "server-config": "a version whose config.json differs from the one that the server computes with",
+}
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 
 _log = logging.getLogger("resharder")

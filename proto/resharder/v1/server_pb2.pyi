@@ -179,16 +179,18 @@ class ManifestTensor(_message.Message):
     def __init__(self, spec: _Optional[_Union[_resources_pb2.TensorSpec, _Mapping]] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("version", "tensors", "files", "data_address")
+    __slots__ = ("version", "tensors", "files", "data_address", "config")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
     version: _resources_pb2.Version
     tensors: _containers.RepeatedCompositeFieldContainer[ManifestTensor]
     files: _containers.RepeatedCompositeFieldContainer[ManifestFile]
     data_address: str
-    def __init__(self, version: _Optional[_Union[_resources_pb2.Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[ManifestTensor, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[ManifestFile, _Mapping]]] = ..., data_address: _Optional[str] = ...) -> None: ...
+    config: bytes
+    def __init__(self, version: _Optional[_Union[_resources_pb2.Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[ManifestTensor, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[ManifestFile, _Mapping]]] = ..., data_address: _Optional[str] = ..., config: _Optional[bytes] = ...) -> None: ...
 
 class ManifestFile(_message.Message):
     __slots__ = ("path", "header", "size_bytes")

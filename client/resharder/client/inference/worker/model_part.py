@@ -18,9 +18,11 @@ from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
 from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
+from resharder.converters.allowances import refuse
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
 MODEL, DRAFTER = "model", "drafter"
+_REFUSAL = "server-config"
 Models = Mapping[str, torch.nn.Module]
 """A worker's models by name, `MODEL` first."""
 
@@ -171,7 +173,9 @@ class ModelParts:
             part = self.part(name)
             changed |= part.share(shared_modules(models, name))
             if part.recording is None:
-                manifest = manifest or get_manifest()
+                if manifest is None:
+                    manifest = get_manifest()
+                    self.check_config(manifest.name, manifest.config)
                 with self._host.calling(), self._host.recordable(model):
                     recording = recorder.record(model, manifest.specs, self._host.original_loader)
                 part.record(recording, manifest)
@@ -195,8 +199,28 @@ class ModelParts:
         """HF tensors that go through `load_weights` in each install."""
         return frozenset(name for part in self.by_name.values() for name in part.loaded)
 
+    def check_config(self, version: str, config: bytes, booting: bool = False) -> None:
+        """Raise `InstallError` if the engine computes with another config.json than the version's.
+
+        Args:
+            version: Full name of the version.
+            config: Its config.json; empty if the daemon is older and does not send it.
+            booting: Whether the server starts, so that it is no use to start it again as it is.
+        """
+        if not config or not (found := self._host.config_differences(config)):
+            return
+        values = "; ".join(f"{name} is {_text(theirs)} in the version, {_text(ours)} here" for name, ours, theirs in found[:6])
+        more = f"; and {len(found) - 6} more" if len(found) > 6 else ""
+        todo = "start it on" if booting else "restart the server with"
+        error = InstallError(
+            f"{version} has another config.json than this server was started with: {values}{more}; "
+            f"{todo} the version's config (`resharder fetch-config`), or allow the difference with RESHARDER_ALLOW={_REFUSAL}"
+        )
+        refuse(_REFUSAL, error)
+
     def check(self, manifest: VersionManifest) -> None:
-        """Raise `InstallError` if the version has other tensors than the recorded ones."""
+        """Raise `InstallError` if the version has another config than the engine, or other tensors than the recorded ones."""
+        self.check_config(manifest.name, manifest.config)
         for part in self.by_name.values():
             known = part.known.layout.tensors
             if manifest.specs != known:
@@ -205,3 +229,8 @@ class ModelParts:
                     f"expected {manifest.name} to have the tensors of the versions before it, these differ: {wrong}; "
                     "restart the server"
                 )
+
+
+def _text(value: object) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
