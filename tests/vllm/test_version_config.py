@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from resharder.client.inference.vllm.endpoint import CONFIG_CHANGED
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.operator import Operator
@@ -18,6 +19,7 @@ from tests.support.observing import wait_until
 from tests.support.tiny_hf import FAMILIES, save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import make_pair, publish, save_random, without_weights
+from tests.support.vllm_server import VllmServer
 
 pytestmark = pytest.mark.compat
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -248,3 +250,35 @@ def test_a_server_on_a_folder_of_its_own_does_not_boot_a_version_of_another_conf
     environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "own", "RESHARDER_SERVER_ID": "own"}
     with pytest.raises(RuntimeError, match=r"rms_norm_eps is 1e-06 in the version, 0\.001 here; start it on the version's"):
         Engine(without_weights(own, tmp_path / "bare"), load_format="resharder", dtype="float32", environment=environment)
+
+
+def test_a_server_that_may_end_for_another_config_ends_with_its_status_and_starts_again_on_the_version(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    a, _ = make_pair(tmp_path, "qwen3")
+    publish(daemon, "ends", a)
+    operator = Operator(daemon.endpoint)
+    environment = {
+        "RESHARDER_ENDPOINT": daemon.endpoint,
+        "RESHARDER_MODEL": "ends",
+        "RESHARDER_SERVER_ID": "ends",
+        "RESHARDER_ON_CONFIG_CHANGE": "exit",
+        "VLLM_PLUGINS": "resharder",
+    }
+
+    def served(folder: Path) -> VllmServer:
+        operator.fetch_config(folder, model="ends")
+        return VllmServer(folder, args=["--load-format", "resharder"], env=environment)
+
+    with served(tmp_path / "one") as server:
+        assert server.generate(PROMPT, max_tokens=2).version == "1"
+        config = json.loads((a / "config.json").read_text())
+        two = save_random(tmp_path / "two", config | {"rms_norm_eps": 1e-2}, 2, torch.float32)
+        publish(daemon, "ends", two)
+        assert server.process is not None
+        assert server.process.wait(300) == CONFIG_CHANGED
+        away = operator.server("ends")
+        assert (away.state.name, "rms_norm_eps is 0.01 in the version, 1e-06 here" in away.reason) == ("BOOTING", True), away
+    with served(tmp_path / "again") as server, VllmServer(two) as fresh:
+        answer = server.generate(PROMPT, max_tokens=4)
+        assert (answer.version, answer.logprobs) == ("2", fresh.generate(PROMPT, max_tokens=4).logprobs)

@@ -4,7 +4,7 @@ Files of one model differ by what wrote them: transformers 4 or 5, a trainer, an
 order of keys, nor a null that stands for an absent key, nor the place of rotary parameters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 IGNORED = frozenset((
@@ -41,6 +41,17 @@ class Difference(NamedTuple):
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
     """Return the values that differ between two contents of config.json, in the order of their names."""
     return list(_differences(_plain(first), _plain(second), ""))
+
+
+def described(found: Sequence[Difference]) -> str:
+    """Return the first few differences as part of a sentence, for the second file's reader: a version and a server."""
+    values = [f"{name} is {_text(second)} in the version, {_text(first)} here" for name, first, second in found[:6]]
+    return "; ".join(values + ([f"and {len(found) - 6} more"] if len(found) > 6 else []))
+
+
+def _text(value: object) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any], at: str) -> Iterator[Difference]:

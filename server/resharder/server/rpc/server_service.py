@@ -186,4 +186,5 @@ class Attendance:
             profile=order.profile,
             ahead_of=order.ahead_of,
             term=order.term,
+            boots_another=order.boots_another,
         )

@@ -13,16 +13,14 @@ from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.inference.engine import Host, ModelConfig
 from resharder.client.inference.recording import recorder
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
 from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
-from resharder.converters.allowances import refuse
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
 MODEL, DRAFTER = "model", "drafter"
-_REFUSAL = "server-config"
 Models = Mapping[str, torch.nn.Module]
 """A worker's models by name, `MODEL` first."""
 
@@ -207,16 +205,8 @@ class ModelParts:
             config: Its config.json; empty if the daemon is older and does not send it.
             booting: Whether the server starts, so that it is no use to start it again as it is.
         """
-        if not config or not (found := self._host.config_differences(config)):
-            return
-        values = "; ".join(f"{name} is {_text(theirs)} in the version, {_text(ours)} here" for name, ours, theirs in found[:6])
-        more = f"; and {len(found) - 6} more" if len(found) > 6 else ""
-        todo = "start it on" if booting else "restart the server with"
-        error = InstallError(
-            f"{version} has another config.json than this server was started with: {values}{more}; "
-            f"{todo} the version's config (`resharder fetch-config`), or allow the difference with RESHARDER_ALLOW={_REFUSAL}"
-        )
-        refuse(_REFUSAL, error)
+        if config:
+            refuse_config(version, self._host.config_differences(config), booting)
 
     def check(self, manifest: VersionManifest) -> None:
         """Raise `InstallError` if the version has another config than the engine, or other tensors than the recorded ones."""
@@ -229,8 +219,3 @@ class ModelParts:
                     f"expected {manifest.name} to have the tensors of the versions before it, these differ: {wrong}; "
                     "restart the server"
                 )
-
-
-def _text(value: object) -> str:
-    text = "absent" if value is None else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
