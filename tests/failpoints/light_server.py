@@ -71,6 +71,9 @@ class Host:
     def refusal(self) -> str:
         return ""
 
+    def config_differences(self, version: bytes) -> list[Any]:
+        return []
+
     def model_config(self, *, drafter: bool) -> Any:
         return SimpleNamespace(quantization=None)
 

@@ -1,7 +1,7 @@
 """An order executor over a fake engine, with the orders that tests give it."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,13 @@ class Side:
     """A control side at time `now`, with a lease of 10 s from 0."""
 
     def __init__(
-        self, *, leads: bool = True, cannot_sleep: str = "", engine: FakeEngine | None = None, gate: Gate | None = None
+        self,
+        *,
+        leads: bool = True,
+        cannot_sleep: str = "",
+        engine: FakeEngine | None = None,
+        gate: Gate | None = None,
+        why_restart: Callable[[str], str] | None = None,
     ) -> None:
         self.now, self.journal = 0.0, Journal()
         self.lease = gate.lease if gate else ServerLease(lambda: self.now)
@@ -112,6 +118,7 @@ class Side:
             cannot_sleep,
             lambda: self.now,
             lambda: self.journal,
+            why_restart,
         )
         if leads:
             self.do(LEAD)

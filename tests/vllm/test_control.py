@@ -1,5 +1,7 @@
 """Orders about versions, carried out on a fake engine: what is done, what is not, and what the daemon is told."""
 
+from dataclasses import replace
+
 import pytest
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, order_from_proto
@@ -300,3 +302,21 @@ def test_an_engine_that_runs_is_waited_for() -> None:
     side = serving()
     side.do(apply(2, mode="wait"))
     assert ("pause", "wait", False) in side.engine.calls
+
+
+def test_a_side_that_may_end_for_another_config_says_so_instead_of_staging_and_no_more_than_that() -> None:
+    asked: list[str] = []
+
+    def why(version: str) -> str:
+        asked.append(version)
+        return "rope_theta differs" if version.endswith("/2") else ""
+
+    side = Side(why_restart=why)
+    ends = Outcome(Kind.STAGE, "i1", False, "rope_theta differs", restarting=True)
+    assert [side.do(stage(2)), side.do(stage(2))] == [ends, ends]
+    assert (side.engine.calls, asked) == ([], ["models/policy/versions/2"])
+    assert side.do(stage(3, "i2")) == Outcome(Kind.STAGE, "i2")
+    side.engine.calls.clear()
+    for order in (replace(stage(2, "i3"), boots_another=True), replace(stage(2, "i4"), profile=True)):
+        assert side.do(order) == Outcome(Kind.STAGE, order.install), "the workers refuse it"
+    assert len(asked) == 2

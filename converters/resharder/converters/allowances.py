@@ -15,6 +15,7 @@ REFUSALS: Mapping[str, str] = {
     "config-mismatch": "a model that computes otherwise than its config.json says",
     "megatron-release": "a release of megatron-core that Resharder was not tested with",
     "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
+    "server-config": "a version whose config.json differs from the one that the server computes with",
 }
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 

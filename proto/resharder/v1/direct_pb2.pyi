@@ -222,12 +222,14 @@ class GetDigestsRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ReportedDigests(_message.Message):
-    __slots__ = ("digests", "fingerprint")
+    __slots__ = ("digests", "fingerprint", "config")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     fingerprint: str
-    def __init__(self, digests: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    config: bytes
+    def __init__(self, digests: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., config: _Optional[bytes] = ...) -> None: ...
 
 class SetGroupKeyRequest(_message.Message):
     __slots__ = ("group", "key", "value")

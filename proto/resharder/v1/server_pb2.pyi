@@ -43,7 +43,7 @@ class Claim(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., boot_version: _Optional[int] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., attached: bool = ...) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv", "term", "leaving")
+    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv", "term", "leaving", "restarting")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class ControlReport(_message.Message):
     PASSES_KV_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    RESTARTING_FIELD_NUMBER: _ClassVar[int]
     server: str
     control: str
     world_size: int
@@ -76,10 +77,11 @@ class ControlReport(_message.Message):
     passes_kv: bool
     term: int
     leaving: bool
-    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ..., term: _Optional[int] = ..., leaving: bool = ...) -> None: ...
+    restarting: bool
+    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ..., term: _Optional[int] = ..., leaving: bool = ..., restarting: bool = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease", "term")
+    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease", "term", "boots_another")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Order.Kind]
@@ -113,6 +115,7 @@ class Order(_message.Message):
     AHEAD_OF_FIELD_NUMBER: _ClassVar[int]
     STRICT_LEASE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    BOOTS_ANOTHER_FIELD_NUMBER: _ClassVar[int]
     kind: Order.Kind
     install: str
     version: int
@@ -124,7 +127,8 @@ class Order(_message.Message):
     ahead_of: int
     strict_lease: bool
     term: int
-    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ..., term: _Optional[int] = ...) -> None: ...
+    boots_another: bool
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ..., term: _Optional[int] = ..., boots_another: bool = ...) -> None: ...
 
 class ReportWorkerRequest(_message.Message):
     __slots__ = ("server", "worker")
@@ -179,16 +183,18 @@ class ManifestTensor(_message.Message):
     def __init__(self, spec: _Optional[_Union[_resources_pb2.TensorSpec, _Mapping]] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("version", "tensors", "files", "data_address")
+    __slots__ = ("version", "tensors", "files", "data_address", "config")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
     version: _resources_pb2.Version
     tensors: _containers.RepeatedCompositeFieldContainer[ManifestTensor]
     files: _containers.RepeatedCompositeFieldContainer[ManifestFile]
     data_address: str
-    def __init__(self, version: _Optional[_Union[_resources_pb2.Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[ManifestTensor, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[ManifestFile, _Mapping]]] = ..., data_address: _Optional[str] = ...) -> None: ...
+    config: bytes
+    def __init__(self, version: _Optional[_Union[_resources_pb2.Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[ManifestTensor, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[ManifestFile, _Mapping]]] = ..., data_address: _Optional[str] = ..., config: _Optional[bytes] = ...) -> None: ...
 
 class ManifestFile(_message.Message):
     __slots__ = ("path", "header", "size_bytes")

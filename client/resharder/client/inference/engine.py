@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from resharder.converters.hf_config import Difference
+
 if TYPE_CHECKING:  # the control side does not import torch
     import torch
 
@@ -42,6 +44,13 @@ class Host(Protocol):
 
     def refusal(self) -> str:
         """Return the reason why versions cannot be installed into this engine; empty if they can."""
+
+    def config_differences(self, version: bytes) -> list[Difference]:
+        """Return the values that differ between the engine's config.json, first, and a version's.
+
+        Raises:
+            InstallError: The engine cannot read the version's config.
+        """
 
     def model_config(self, *, drafter: bool) -> ModelConfig:
         """Return the configuration of the model or of its drafter."""

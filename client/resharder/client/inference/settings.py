@@ -11,6 +11,7 @@ from resharder.client.errors import UsageError
 from resharder.client.rpc.tls import Tls
 
 GRPC, HTTP = "grpc", "http"
+CONFIG_CHANGE = "RESHARDER_ON_CONFIG_CHANGE"
 FAULTS = ("skip", "misplace", "swap", "half-way")
 _LONGEST_BOOT_WAIT = 3600.0  # seconds; the daemon has the same bound
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -31,6 +32,8 @@ class PluginSettings:
     """The fleet to join; empty selects the fleet that has the model's name."""
     prefer: bool = False
     """Start on vLLM's own weights if the daemon has no version, and serve them until the first one arrives."""
+    restarts: bool = False
+    """End the process for a version of another config.json, so that its supervisor starts it again, instead of refusing it."""
     hold_seconds: float = 30.0
     """Time for which requests wait at the gate for an install."""
     boot_wait_seconds: float = 600.0
@@ -64,6 +67,7 @@ class PluginSettings:
             model=_name(given, "RESHARDER_MODEL"),
             fleet=_name(given, "RESHARDER_FLEET"),
             prefer=_one_of(given, "RESHARDER_UNREACHABLE", ("require", "prefer")) == "prefer",
+            restarts=_one_of(given, CONFIG_CHANGE, ("refuse", "exit")) == "exit",
             hold_seconds=_seconds(given, "RESHARDER_HOLD_SECONDS", cls.hold_seconds),
             boot_wait_seconds=_seconds(given, "RESHARDER_BOOT_WAIT_SECONDS", cls.boot_wait_seconds, _LONGEST_BOOT_WAIT),
             transport=_one_of(given, "RESHARDER_TRANSPORT", ("", HTTP, GRPC)),

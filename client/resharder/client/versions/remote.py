@@ -42,6 +42,8 @@ class VersionManifest:
     files: tuple[FileLayout, ...]
     data_address: str = ""
     """`host:port` of the data port, without host if it is the endpoint's; empty for none."""
+    config: bytes = b""
+    """Content of its config.json; empty from an older daemon."""
 
 
 class Arrived(NamedTuple):
@@ -66,6 +68,7 @@ def get_manifest(channel: Channel, version: str) -> VersionManifest:
         {spec.name: tensor.digest for spec, tensor in zip(specs, answer.tensors, strict=True)},
         tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in answer.files),
         answer.data_address,
+        answer.config,
     )
 
 

@@ -55,6 +55,9 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         booting = "its claim was not renewed" if server.renews else "no control side attached"
         who = "its control side has been silent" if server.attached else booting
         return f"{who} for {now - server.seen:.0f} s"
+    if server.ending:
+        why = server.install.error if server.install is not None else ""
+        return f"{_serving(server)}it ends, to start again on the version's config: {why}"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)
         if server.left:

@@ -111,6 +111,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     present = present_servers(fleet, view)
     installing = {id for id, server in present.items() if server.install is not None and server.install.active}
     away = installing | {id for id, server in present.items() if not server.serving}
+    away |= {id for id, server in view.servers.items() if server.restarts}
     given_up = move.failed.keys() if move else set()
     room = (strategy.at_a_time or len(view.servers)) - len(away - given_up)
     behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]

@@ -221,6 +221,8 @@ def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
     if rolling and len(move.failed) >= max(1, move.strategy.max_failures):
         reason = "; ".join(f"{id}: {error}" for id, error in sorted(move.failed.items()))
         return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"it failed on {reason}"))
+    if any(server.restarts for server in view.servers.values()):
+        return fleet
     if all(server.serving == move.to or id in noted.failed for id, server in present.items()):
         return _end(fleet, noted, MoveState.DONE, view)
     return fleet

@@ -52,11 +52,14 @@ def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:
     return resources_pb2.StoreAccess(nonce_file=str(folder.nonce_file), nonce=folder.nonce) if folder.shared else None
 
 
-def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest, data_address: str = "") -> server_pb2.Manifest:
+def manifest_to_proto(
+    version: resources_pb2.Version, manifest: Manifest, data_address: str = "", config: bytes = b""
+) -> server_pb2.Manifest:
     """Convert a manifest. Offsets are those of tensors in their files, in bytes."""
     return server_pb2.Manifest(
         version=version,
         data_address=data_address,
+        config=config,
         tensors=[
             server_pb2.ManifestTensor(spec=spec_to_proto(spec), file=file.path, offset=offset, digest=manifest.digests[spec.name])
             for file in manifest.files
@@ -193,6 +196,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         message.in_flight,
         timings_from_proto(message.timings),
         message.leaving,
+        message.restarting,
     )
 
 

@@ -93,8 +93,11 @@ class DirectService:
         """Return the digests of a worker's boxes, and the fingerprint that it reports until the version is READY."""
         model, number = parse_name(request.version, "versions")
         digests = yield from self._direct.digests(_member(request.member), request.group, number)
+        store = self._intake.store
         return direct_pb2.ReportedDigests(
-            digests=digests, fingerprint=self._intake.store.catalogue.get(model, number).ahead_fingerprint
+            digests=digests,
+            fingerprint=store.catalogue.get(model, number).ahead_fingerprint,
+            config=store.reader.config(model, number),
         )
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:

@@ -92,7 +92,7 @@ class ServerService:
         verified = self._store.reader.verified.get(model, number) if request.replica else None
         manifest = verified.manifest if verified is not None else self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
-        return manifest_to_proto(version, manifest, self._data_address)
+        return manifest_to_proto(version, manifest, self._data_address, self._store.reader.config(model, number))
 
     def GetNextFiles(self, request: server_pb2.GetNextFilesRequest, call: Call) -> server_pb2.NextFiles:
         """Return the folder of the files for the version after a READY one."""
@@ -186,4 +186,5 @@ class Attendance:
             profile=order.profile,
             ahead_of=order.ahead_of,
             term=order.term,
+            boots_another=order.boots_another,
         )

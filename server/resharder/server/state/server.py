@@ -223,6 +223,8 @@ class Server:
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
     left: bool = False  # its last control side has announced its end
+    ending: bool = False  # its processes end, to start again on another config
+    restarts: bool = False  # from `ending` until it serves again or is LOST
     goal: Goal = Goal()
     power: Power = Power.AWAKE  # as last reported by the leader
     change: Change | None = None

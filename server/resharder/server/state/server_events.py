@@ -44,6 +44,7 @@ class Reported:
     in_flight: int = 0
     timings: tuple[Timing, ...] = ()
     leaving: bool = False  # the control side ends after this report
+    restarting: bool = False  # STAGE failed for the server's config, and its processes end to start again
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,4 @@ class Order:
     profile: bool = False
     ahead_of: int = 0
     term: int = 0  # set by the fleets when the order is sent
+    boots_another: bool = False  # for STAGE: processes that start now boot another version

@@ -20,6 +20,7 @@ from resharder.server.store.pins import VersionPins
 from resharder.server.store.verified import VerifiedVersions
 
 PATIENCE = 5.0
+CONFIG_FILE = "config.json"
 
 
 class VersionReader:
@@ -90,6 +91,19 @@ class VersionReader:
         """
         with self._pinned(name, number, "reader") as record:
             yield self.manifest(name, number), self._folder.path(record)
+
+    @medium_errors()
+    def config(self, name: str, number: int) -> bytes:
+        """Return the config.json of a version that is READY or UPLOADING; empty if the version has just ended.
+
+        Raises as `manifest` does.
+        """
+        file = self._folder.path(self._catalogue.get(name, number)) / CONFIG_FILE
+        with touching(file, "reading"):
+            try:
+                return file.read_bytes()
+            except FileNotFoundError:
+                return b""
 
     @medium_errors()
     def model_files(self, name: str) -> dict[str, bytes]:

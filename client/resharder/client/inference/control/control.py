@@ -45,6 +45,8 @@ class OrderExecutor:
         cannot_sleep: Reason why the engine cannot sleep; empty if it can.
         clock: A monotonic clock, in seconds.
         journal: Returns the versions that the workers on this host have installed; without it, RESUME does not compare them.
+        why_restart: Returns why the engine must start again for a version, given its name; empty if it need not. Without it, the
+            engine is not ended for a version. Called on a thread.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class OrderExecutor:
         cannot_sleep: str = "",
         clock: Callable[[], float] = time.monotonic,
         journal: Callable[[], Journal] = Journal,
+        why_restart: Callable[[str], str] | None = None,
     ) -> None:
         self._engine, self._gate, self._power_changed = engine, gate, power_changed
-        self._journal = journal
+        self._journal, self._why_restart = journal, why_restart
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state, self._released = State(cannot_sleep=cannot_sleep), False
         self._lock = asyncio.Lock()  # of the task that executes an order, or of another caller's sleep, wake or resume
@@ -143,6 +146,8 @@ class OrderExecutor:
             case Step.LEAD:
                 await self._lead(order)
                 return None
+            case Step.STAGE if why := await self._restart_for(order):
+                return self._record(Outcome(order.kind, order.install, False, why, restarting=True))
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []
                 await call_workers(self._engine, "resharder_stage", order.install, self._version_name(order.version), *base)
@@ -165,6 +170,12 @@ class OrderExecutor:
                 self._reattach(f"the lease expired before {order.kind.name}")
                 return None
         return self._record(Outcome(order.kind, order.install))
+
+    async def _restart_for(self, order: ControlOrder) -> str:
+        """Return why the server starts again for the version of a STAGE order; empty if it does not."""
+        if self._why_restart is None or order.boots_another or order.profile:
+            return ""
+        return await asyncio.to_thread(self._why_restart, self._version_name(order.version))
 
     async def _lead(self, order: ControlOrder) -> None:
         """Lead from now on. Hold an open gate if the workers have another version than the one that it is open on.

@@ -280,4 +280,5 @@ def _outcome_to_proto(outcome: Outcome) -> server_pb2.ControlReport:
         error=outcome.error,
         pause_seconds=outcome.pause_seconds,
         timings=outcome.timings,
+        restarting=outcome.restarting,
     )

@@ -68,6 +68,8 @@ class ControlOrder:
     """Whether APPLY is profiled in every worker."""
     ahead_of: int = 0
     """For STAGE of a version that is not READY: the READY version to fall back on."""
+    boots_another: bool = False
+    """For STAGE: whether processes of the server that start now boot another version."""
     term: int = 0
     """Term of the leadership under which the daemon gave the order."""
     span: int = 0
@@ -90,6 +92,8 @@ class Outcome:
     pause_seconds: float = 0.0
     """Time since the pause was requested or, after RESUME, the length of the whole pause."""
     timings: tuple[resources_pb2.Timing, ...] = field(default=(), compare=False)
+    restarting: bool = False
+    """Whether STAGE failed for the server's config, and its processes end to start again."""
 
 
 @dataclass(frozen=True)
@@ -221,4 +225,4 @@ def order_from_proto(message: server_pb2.Order) -> ControlOrder:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
     kind, power = Kind(message.kind), PowerState(message.power)
     order = ControlOrder(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)
-    return replace(order, term=message.term)
+    return replace(order, term=message.term, boots_another=message.boots_another)

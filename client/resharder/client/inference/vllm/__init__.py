@@ -30,11 +30,15 @@ def register() -> None:
     has_backend = register_backend()
     if not os.environ.get("RESHARDER_ENDPOINT"):
         return
+    from resharder.client.errors import UsageError
+    from resharder.client.inference.settings import CONFIG_CHANGE
+
+    if os.environ.get(CONFIG_CHANGE) == "exit" and not os.environ.get("RESHARDER_SERVER_ID"):
+        raise UsageError(f"{CONFIG_CHANGE}=exit needs RESHARDER_SERVER_ID: a server that starts again is known by it")
     os.environ.setdefault("RESHARDER_SERVER_ID", uuid.uuid4().hex)  # inherited by all processes of the server
     prefixes = [prefix for prefix in os.environ.get(_RAY_PREFIXES, "").split(",") if prefix]
     if "RESHARDER_" not in prefixes:
         os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "RESHARDER_"])
-    from resharder.client.errors import UsageError
     from resharder.client.inference import version_page
     from resharder.client.inference.settings import PluginSettings
     from vllm import __version__

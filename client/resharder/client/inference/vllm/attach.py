@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,16 +24,19 @@ from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
-from resharder.client.inference.control.orders import ControlOrder, Outcome
+from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
 from resharder.client.inference.power import PowerState
-from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.settings import CONFIG_CHANGE, PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import native_updates, outputs, refusals
 from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
+from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.sleep import cannot_sleep
+from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
+from resharder.client.versions.remote import get_manifest
 
 logger = logging.getLogger("vllm.resharder.attach")
 
@@ -101,7 +105,12 @@ class AttachedEngine:
 
 
 async def attach(
-    engine: Any, settings: PluginSettings | None = None, *, gate: Gate | None = None, address: str = ""
+    engine: Any,
+    settings: PluginSettings | None = None,
+    *,
+    gate: Gate | None = None,
+    address: str = "",
+    end: Callable[[], None] | None = None,
 ) -> AttachedEngine:
     """Attach an engine to the daemon. Returns at once, even if the daemon is away.
 
@@ -110,6 +119,8 @@ async def attach(
         settings: The plugin's settings, by default from the environment.
         gate: The gate in front of the engine, by default a new one.
         address: Address of the server, as the daemon's operators see it.
+        end: Ends the process, to be started again on another config.json (RESHARDER_ON_CONFIG_CHANGE=exit). Called when the
+            daemon no longer counts on the server.
 
     Returns:
         The handle of the attached engine.
@@ -120,6 +131,9 @@ async def attach(
     settings = settings or PluginSettings.from_environment()
     config = engine.vllm_config
     refuse_unsupported(config)
+    if settings.restarts and end is None:
+        raise UsageError(f"{CONFIG_CHANGE}=exit is for vLLM's API server: leave it out where a program embeds the engine")
+    engine_config, restarting = EngineConfig(config) if settings.restarts else None, False
     world_size = config.parallel_config.world_size_across_dp
     identity = ControlIdentity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))
     gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
@@ -132,17 +146,31 @@ async def attach(
     gate.watch(numbers)
     gate.lease.observe(numbers.renewed)
 
+    def why_restart(version: str) -> str:
+        content = get_manifest(channel, version).config
+        try:
+            refuse_config(version, engine_config.differences(content) if engine_config is not None and content else [])
+        except InstallError as error:
+            return str(error)
+        return ""
+
     async def carry_out(order: ControlOrder) -> Outcome | None:
+        nonlocal restarting
         outcome = await control.carry_out(order)
         if outcome is not None:
             numbers.carried_out(outcome)
+            restarting = restarting or outcome.restarting
+        if end is not None and restarting and order.kind is Kind.CLOSE:  # the daemon has noted it, and this side is closed
+            logger.warning("this process ends, to start again on the version's config: %s", order.reason)
+            threading.Thread(target=lambda: (thread.close(), end()), name="resharder-end", daemon=True).start()
         return outcome
 
     def status() -> tuple[PowerState, int, int]:
         return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
-    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, status, asyncio.get_running_loop())
+    channel = Channel(settings.endpoint)
+    thread = LeaseThread(channel, identity, gate.lease, carry_out, status, asyncio.get_running_loop())
     control = OrderExecutor(
         engine,
         gate,
@@ -151,6 +179,7 @@ async def attach(
         thread.report_now,
         cannot_sleep(config),
         journal=journal,
+        why_restart=why_restart if settings.restarts else None,
     )
     gate.observe_empty(thread.report_now)
     if native_updates.is_selected(config):

@@ -144,6 +144,7 @@ def _begin(vllm_config: Any) -> Agent | None:
             return None
         raise
     agent = Agent(host, settings, channel, boot, renewal)
+    agent.parts.check_config(boot.name, boot.config, booting=True)
     agent.staging.open(answer.store)
     return agent
 

@@ -5,7 +5,11 @@ leader among them. Without `RESHARDER_ENDPOINT` in the environment, the plugin i
 """
 
 import atexit
+import logging
+import multiprocessing.util
 import os
+import signal
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -17,6 +21,9 @@ from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import native_updates
 from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
+
+CONFIG_CHANGED = 75
+"""Exit status of a server that ends to start again on another config.json: EX_TEMPFAIL of sysexits.h."""
 
 
 class EndpointPlugin:
@@ -60,8 +67,27 @@ class EndpointPlugin:
             raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
         if native_updates.is_selected(engine_client.vllm_config):
             self._passing |= native_updates.ROUTES
-        self.handle = await attach(engine_client, settings, gate=self._gate, address=_address(args, settings))
+        address = _address(args, settings)
+        self.handle = await attach(engine_client, settings, gate=self._gate, address=address, end=end_process)
         atexit.register(self.handle.leave)  # vLLM has no shutdown hook
+
+
+def end_process() -> None:
+    """End this API server, and with it the server, as SIGTERM does, but with the exit status `CONFIG_CHANGED`.
+
+    vLLM ends with status 0 after SIGTERM, so that a supervisor that restarts only what has failed would not start it again.
+    This skips the exit functions of modules that were imported earlier; multiprocessing's is called here.
+    """
+    atexit.register(_exit)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exit() -> None:
+    multiprocessing.util._exit_function()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(CONFIG_CHANGED)
 
 
 def _address(args: Namespace, settings: PluginSettings) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from resharder.client.inference.engine import Loader, ModelConfig
 from resharder.client.inference.vllm import reload
+from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.refusals import refuse_unsupported
+from resharder.converters.hf_config import Difference
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,21 @@ class VLLMHost:
     device: torch.device
     rank: int
     """The rank over all data parallel replicas of the server."""
+    engine_config: EngineConfig | None = None
+    """The config.json that the engine was started with."""
 
     @classmethod
     def of_worker(cls, worker: Any) -> "VLLMHost":
         """Create the host of one of vLLM's workers (`WorkerBase`)."""
-        return cls(worker.vllm_config, device_here(worker.device), rank_in_server(worker.vllm_config, worker.rank))
+        config = worker.vllm_config
+        known = getattr(worker, "resharder_engine_config", None)
+        return cls(config, device_here(worker.device), rank_in_server(config, worker.rank), known)
 
     @classmethod
     def of_loader(cls, vllm_config: Any) -> "VLLMHost":
         """Create the host of a model that vLLM is about to load, from its configuration."""
         rank = rank_in_server(vllm_config, vllm_config.parallel_config.rank)
-        return cls(vllm_config, device_here(vllm_config.device_config.device), rank)
+        return cls(vllm_config, device_here(vllm_config.device_config.device), rank, EngineConfig(vllm_config))
 
     @property
     def neighbours(self) -> int:
@@ -39,6 +45,10 @@ class VLLMHost:
     def refusal(self) -> str:
         """Return why vLLM's configuration is not supported; empty if it is."""
         return refuse_unsupported(self.vllm_config)
+
+    def config_differences(self, version: bytes) -> list[Difference]:
+        """Return how the engine's config.json differs from a version's, with the engine's values first."""
+        return self.engine_config.differences(version) if self.engine_config is not None else []
 
     def model_config(self, *, drafter: bool) -> ModelConfig:
         """Return vLLM's `ModelConfig` of the model or of its drafter."""

@@ -14,6 +14,7 @@ import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.drafters import drafter_of
+from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
@@ -123,6 +124,7 @@ def watch_workers(made: Callable[[Any], None]) -> None:
     @functools.wraps(plain)
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
+        self.resharder_engine_config = EngineConfig(self.vllm_config)  # now: the folder may have another one later
         made(self)
 
     WorkerBase.__init__ = watched

@@ -62,6 +62,8 @@ class EarlyVersion:
     pieces: tuple[Piece, ...]
     digests: tuple[int, ...]
     """Digest of each piece, as the ranks sent it."""
+    config: bytes
+    """Content of its config.json; empty from an older daemon."""
 
     @property
     def number(self) -> int:
@@ -189,7 +191,7 @@ class Receiver:
         if len(answer.digests) != len(memory.layout.pieces):
             raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(answer.digests)}")
         self._expected, self._expected_source = tuple(answer.digests), "the ranks"
-        return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected)
+        return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected, answer.config)
 
     def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
         """Receive all pieces and verify their digests.

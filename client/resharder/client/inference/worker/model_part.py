@@ -13,7 +13,7 @@ from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.inference.engine import Host, ModelConfig
 from resharder.client.inference.recording import recorder
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
@@ -171,7 +171,9 @@ class ModelParts:
             part = self.part(name)
             changed |= part.share(shared_modules(models, name))
             if part.recording is None:
-                manifest = manifest or get_manifest()
+                if manifest is None:
+                    manifest = get_manifest()
+                    self.check_config(manifest.name, manifest.config)
                 with self._host.calling(), self._host.recordable(model):
                     recording = recorder.record(model, manifest.specs, self._host.original_loader)
                 part.record(recording, manifest)
@@ -195,8 +197,20 @@ class ModelParts:
         """HF tensors that go through `load_weights` in each install."""
         return frozenset(name for part in self.by_name.values() for name in part.loaded)
 
+    def check_config(self, version: str, config: bytes, booting: bool = False) -> None:
+        """Raise `InstallError` if the engine computes with another config.json than the version's.
+
+        Args:
+            version: Full name of the version.
+            config: Its config.json; empty if the daemon is older and does not send it.
+            booting: Whether the server starts, so that it is no use to start it again as it is.
+        """
+        if config:
+            refuse_config(version, self._host.config_differences(config), booting)
+
     def check(self, manifest: VersionManifest) -> None:
-        """Raise `InstallError` if the version has other tensors than the recorded ones."""
+        """Raise `InstallError` if the version has another config than the engine, or other tensors than the recorded ones."""
+        self.check_config(manifest.name, manifest.config)
         for part in self.by_name.values():
             known = part.known.layout.tensors
             if manifest.specs != known:

@@ -224,7 +224,9 @@ class Staging:
             raise InstallError(f"{version} is not READY, and this worker cannot receive all of it on the direct path")
         if not self._receiver.join(memory, models, version, staged.install):
             raise InstallError(f"{version} is not READY, and this worker has no link to its ranks: {self._receiver.problem}")
-        return self._receiver.expect_early(memory, version)
+        early = self._receiver.expect_early(memory, version)
+        self._parts.check_config(version, early.config)
+        return early
 
     def _fallback_of(self, version: str) -> VersionSource | None:
         """Return the fallback if it is `version`; close any other."""

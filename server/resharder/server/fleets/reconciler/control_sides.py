@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from resharder.server.fleets.reconciler.gate import close_gate, closed_because, hold_order, resume_order, went_half_way
-from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure
+from resharder.server.fleets.reconciler.gate import close, close_gate, closed_because, hold_order, resume_order, went_half_way
+from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure, stage_order
 from resharder.server.fleets.reconciler.power import power_changed, power_order
 from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings, processes
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
@@ -30,6 +30,7 @@ def claimed(server: Server, event: Claimed, now: float) -> Server:
         gone=server.gone | processes(server),
         installs=server.installs,
         goal=server.goal,
+        restarts=server.restarts,
         changes=server.changes,
         term=server.term,
     )
@@ -46,7 +47,8 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
         controls = (*server.controls, control)
     if event.world_size != server.world_size:
         server = _resized(server, event.world_size, now, orders)
-    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, left=False, passes_kv=event.passes_kv)
+    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, left=False, ending=False)
+    server = replace(server, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
     if event.term > server.term:  # assigned by a daemon on another store; the engine refuses lower terms
@@ -100,9 +102,10 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
         orders.append(Order(control.nonce, OrderKind.CLOSE, reason=closed_because(server)))
     if not leads or install is None or not install.active or control.busy == install.id:
         return server
-    kind = OrderKind.STAGE if install.state == InstallState.STAGING else OrderKind.APPLY
-    order = Order(control.nonce, kind, install.id, install.version, profile=install.profiled, ahead_of=install.ahead_of)
-    orders.append(order)
+    if install.state == InstallState.STAGING:
+        orders.append(stage_order(server, install))
+    else:
+        orders.append(Order(control.nonce, OrderKind.APPLY, install.id, install.version, profile=install.profiled))
     return replace(server, install=replace(install, control_done=False))
 
 
@@ -129,7 +132,7 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
     leads = control.nonce == server.controls[0].nonce
     if event.leaving:
         server = detach(server, {control.nonce}, orders)
-        return replace(server, left=not server.controls)
+        return replace(server, left=not server.controls and not server.ending)
     if was_busy and idle:
         return _greet(server, control, orders, leads=leads)
     return _order_done(server, event, now, settings, orders) if leads and event.done is not None else server
@@ -146,15 +149,23 @@ def _order_done(server: Server, event: Reported, now: float, settings: Settings,
             error = f"could not resume on version {server.opened}: {event.error}"
             server = note_failure(server, server.opened, error, now, settings)
             return close_gate(replace(server, torn=all_ranks(server)), orders)
-        return replace(_went_on(server, event), resumed=True)
+        return replace(_went_on(server, event), resumed=True, restarts=False)
     if install is None or not install.active or event.install != install.id:
         return server
     install = replace(install, timings=event.timings)
+    if event.restarting and event.done == OrderKind.STAGE:
+        return _restarting(end_install(server, install, event.error, now), orders)
     if not event.ok and event.done in (OrderKind.STAGE, OrderKind.APPLY):
         return fail(server, install, f"the control side could not {event.done.name.lower()} it: {event.error}", now, settings)
     if event.done == OrderKind.APPLY and install.state == InstallState.APPLYING:
         return replace(server, install=replace(install, control_done=True))
     return server
+
+
+def _restarting(server: Server, orders: list[Order]) -> Server:
+    """Close the gate of a server whose processes end, and wait for them as for a server that boots."""
+    server = close(server, "it starts again on another config", orders)
+    return replace(server, ending=True, restarts=True, attached=False, renews=False)
 
 
 def _went_on(server: Server, event: Reported) -> Server:

@@ -23,7 +23,7 @@ def close_gate(server: Server, orders: list[Order]) -> Server:
     kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
     if not server.opened or (kept and server.goal.in_service):
         return server
-    return _close(server, closed_because(server) if kept else f"not every worker holds version {server.opened}", orders)
+    return close(server, closed_because(server) if kept else f"not every worker holds version {server.opened}", orders)
 
 
 def leave_aborted(server: Server, settings: Settings, orders: list[Order]) -> Server:
@@ -31,10 +31,11 @@ def leave_aborted(server: Server, settings: Settings, orders: list[Order]) -> Se
     lost = server.opened and not server.serves(server.opened) and server.wanted in server.ready
     if not lost or server.attempts(server.wanted) < settings.attempts:
         return server
-    return _close(server, f"version {server.opened} will not be READY, and no other can be installed", orders)
+    return close(server, f"version {server.opened} will not be READY, and no other can be installed", orders)
 
 
-def _close(server: Server, reason: str, orders: list[Order]) -> Server:
+def close(server: Server, reason: str, orders: list[Order]) -> Server:
+    """Order all control sides to close the gate."""
     orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]
     return replace(server, **closing(server))
 

@@ -127,8 +127,22 @@ def stage(server: Server, version: int, now: float, orders: list[Order], *, prof
     ahead_of = server.opened if server.is_ahead(version) else 0
     id = f"{server.life}-{number}"
     install = Install(id, version, InstallState.STAGING, now, now, profiled=profiled, ahead_of=ahead_of)
-    orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, id, version, profile=profiled, ahead_of=ahead_of))
-    return replace(server, install=install, installs=number)
+    server = replace(server, install=install, installs=number)
+    orders.append(stage_order(server, install))
+    return server
+
+
+def stage_order(server: Server, install: Install) -> Order:
+    """Return the order to the leader to stage an install."""
+    return Order(
+        server.controls[0].nonce,
+        OrderKind.STAGE,
+        install.id,
+        install.version,
+        profile=install.profiled,
+        ahead_of=install.ahead_of,
+        boots_another=server.boots != install.version,
+    )
 
 
 def is_at_rest(server: Server) -> bool:

@@ -53,7 +53,8 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
             server = replace(server, goal=event.goal, failures={} if again else server.failures)
         case Reinstalled() if is_at_rest(server):
             server = stage(server, server.serving, now, orders, profiled=True)
-    if server.lost_at is None and server.controls and server.complete and not server.busy_elsewhere(server.controls[0]):
+    acts = server.lost_at is None and bool(server.controls) and server.complete and not server.ending
+    if acts and not server.busy_elsewhere(server.controls[0]):
         server = advance_install(drop_unwanted(replace(server, booting=False), now, orders), now, settings, orders)
         server = change_power(close_gate(server, orders), now, settings, orders)
         server = open_gate(server, orders)
@@ -75,4 +76,4 @@ def _ticked(server: Server, now: float, settings: Settings, orders: list[Order])
         return server
     if server.install is not None and server.install.active:
         server = end_install(server, server.install, "the server's lease ended", now)
-    return replace(server, lost_at=now, opened=0, resumed=False, lingers=0, change=None)
+    return replace(server, lost_at=now, opened=0, resumed=False, lingers=0, change=None, ending=False, restarts=False)
