@@ -192,6 +192,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         message.in_flight,
         timings_from_proto(message.timings),
         message.leaving,
+        message.failure[:1000],
     )
 
 
