@@ -29,7 +29,7 @@ from resharder.client.inference.power import PowerState
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import native_updates, outputs, refusals
-from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
+from resharder.client.inference.vllm.engine_core import EngineEnd, engines_are_here, guard, passes_kv
 from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
@@ -85,7 +85,7 @@ class AttachedEngine:
         return answering()
 
     def leave(self) -> None:
-        """Announce the end of this process to the daemon, which then removes the server instead of listing it as LOST."""
+        """Announce the end of this process to the daemon, which then removes the server. If the engine has failed, it is LOST."""
         self._closed = True
         self._thread.leave()
         self._control.release()
@@ -142,7 +142,9 @@ async def attach(
         return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
-    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, status, asyncio.get_running_loop())
+    end = EngineEnd(engine, lambda: thread.report_now())
+    loop = asyncio.get_running_loop()
+    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, status, loop, lambda: end.failure)
     control = OrderExecutor(
         engine,
         gate,
@@ -159,6 +161,7 @@ async def attach(
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again
         logger.warning("cannot determine yet whether the engine sleeps: %s", error)
+    await end.find_processes()
     thread.start()
     return AttachedEngine(gate, thread, control)
 
