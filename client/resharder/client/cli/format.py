@@ -159,10 +159,9 @@ def state(server: ServerStatus) -> str:
 
 def progress(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> str:
     """Return a line about a fleet's progress: its move, and the servers that lag, with reasons."""
-    live = [s for s in servers if s.state != ServerState.LOST]
-    there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in live)
-    others = (f"{s.name} {state(s)}" for s in live if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
-    line = f"{fleet.name}: {move(fleet.move)}, {there}/{len(live)} serve {number(fleet.wanted_version)}"
+    there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in servers)
+    others = (f"{s.name} {state(s)}" for s in servers if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
+    line = f"{fleet.name}: {move(fleet.move)}, {there}/{len(servers)} serve {number(fleet.wanted_version)}"
     return "; ".join(filter(None, (line, *others, fleet.reason)))
 
 

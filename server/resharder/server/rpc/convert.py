@@ -197,6 +197,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         timings_from_proto(message.timings),
         message.leaving,
         message.restarting,
+        message.failure[:1000],
     )
 
 
