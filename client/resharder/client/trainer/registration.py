@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
-from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
+from resharder.client.errors import WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rank_layout import RankLayout
@@ -161,9 +161,5 @@ def _shared(blocks: Mapping[str, list[int]], numbers: Mapping[str, int]) -> list
 
 def raise_refusal(publisher: resources_pb2.Publisher) -> None:
     """Raise StaleEpoch for a FENCED publisher, and the error of its reason for a REJECTED one."""
-    if publisher.state == State.FENCED:
-        raise StaleEpoch(
-            f"{publisher.name} of job {publisher.job}: a later job has claimed the model {publisher.reason}".rstrip()
-        )
-    if publisher.state == State.REJECTED:
+    if publisher.state in (State.FENCED, State.REJECTED):
         raise refusal(publisher.name, publisher.reason)

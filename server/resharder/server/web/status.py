@@ -5,7 +5,7 @@ from typing import Any
 
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.infra.event_log import Event
-from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.ingest.publisher import PublisherRecord, current
 from resharder.server.node.reports import NodeState, NodeView
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move, MoveState
@@ -19,7 +19,8 @@ _PROBLEMS = (resources_pb2.Server.LOST, resources_pb2.Server.FAILED)
 
 def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str, Any]:
     """Return the data. Times are in seconds since 1970, 0 for none."""
-    publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers}
+    shown = current(publisher for publisher, _ in now.publishers)
+    publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers if publisher is shown[publisher.model]}
     return {
         "time": now.time,
         "daemon": daemon,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from resharder.server.ingest.publisher import current
 from resharder.server.node.reports import NodeState
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import MoveState
@@ -71,9 +72,11 @@ def _publishers(now: Snapshot) -> Iterator[Metric]:
     live = GaugeMetricFamily(
         "resharder_publisher_live_ranks", "Ranks of the model's publisher within their lease", labels=["model"]
     )
+    shown = current(publisher for publisher, _ in now.publishers)
     for publisher, alive in now.publishers:
-        ranks.add_metric([publisher.model], publisher.world_size)
-        live.add_metric([publisher.model], alive)
+        if publisher is shown[publisher.model]:
+            ranks.add_metric([publisher.model], publisher.world_size)
+            live.add_metric([publisher.model], alive)
     yield from (ranks, live)
 
 
