@@ -64,8 +64,10 @@ class Capacity:
             for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
                 by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
                 lines.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
+                lines[-1] += f" ({record.reason})" if record.reason else ""
             if model.reservation:
                 lines.append(f"models/{model.name} reserves {model.reservation.sets} times {model.reservation.size} bytes")
+            lines += [f"{path}, which cannot be removed, {size} bytes" for path, size in model.stuck.items()]
         return "held: " + ("; ".join(lines[:16]) or "nothing")
 
     def _left_for(self, model: StoredModel, coming: Mapping[str, int] = MappingProxyType({})) -> int:

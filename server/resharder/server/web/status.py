@@ -43,12 +43,16 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
 
 
 def _problems(now: Snapshot) -> Iterator[str]:
-    """Yield a sentence for each problem: of fleets, then of publishers."""
+    """Yield a sentence for each problem: of fleets, publishers, the store, and nodes."""
     for view in now.fleets:
         yield from _fleet_problems(now, view)
     for publisher, live in now.publishers:
         if publisher.shown_state(live) == "REJECTED":
             yield f"model {publisher.model}: job {publisher.job} was rejected: {publisher.error}"
+    for model in now.versions:
+        yield from (f"{record.name} is {record.reason}" for record in now.not_retired(model))
+    for path, size in now.stuck.items():
+        yield f"{path} cannot be removed, and takes {size} bytes of the store: remove what protects it"
     for node in now.nodes:
         if node.state is NodeState.LOST:
             yield f"node {node.report.node} is LOST: it has not called within its lease"

@@ -52,7 +52,11 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         "Time at which it became READY, in seconds since 1970",
         labels=["model"],
     )
+    stuck = GaugeMetricFamily(
+        "resharder_versions_not_retired", "READY versions beyond retention whose files cannot be moved", labels=["model"]
+    )
     for model, records in now.versions.items():
+        stuck.add_metric([model], len(now.not_retired(model)))
         counts = Counter(record.state for record in records)
         for state in (UPLOADING, READY, RETIRED, ABORTED):
             states.add_metric([model, state], counts[state])
@@ -60,7 +64,7 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         newest.add_metric([model], last.number if last else 0)
         if last:
             ready.add_metric([model], last.ready_time)
-    yield from (states, newest, ready)
+    yield from (states, newest, ready, stuck)
 
 
 def _number(record: VersionRecord) -> int:
