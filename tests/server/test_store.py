@@ -339,7 +339,7 @@ def test_folders_and_files_are_the_owners_alone(store: Store) -> None:
 
 
 def test_a_second_daemon_on_the_same_store_is_refused(store: Store) -> None:
-    with pytest.raises(FailedPrecondition, match="another daemon uses the store"):
+    with pytest.raises(FailedPrecondition, match="another process uses"):
         Store(store.folder.root)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 from resharder.server.infra.event_log import Event
 
-_GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped"}
+_GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped", "store_lost"}
 _log = structlog.get_logger("resharder.events")
 
 

@@ -353,7 +353,9 @@ def serve(config: NodeConfig) -> None:
         sys.exit(f"resharder-node: --folder: {medium_error(error)}")
     node.start()
     while not ended.is_set() and not node.agent.wait(0.5):
-        pass
+        if problem := node.folder.problem():
+            node.stop()
+            sys.exit(f"resharder-node: --folder: {problem}")
     if node.agent.failure is None:
         node.agent.drain(config.drain_seconds, forced)
     node.stop()

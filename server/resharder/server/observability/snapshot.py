@@ -49,6 +49,7 @@ class Snapshot:
     nodes: Sequence[NodeView] = ()
     missing_pieces: int = 0  # of READY versions in the store
     shortages: Sequence[ReplicaShortage] = ()
+    store_problem: str = ""  # why the daemon can no longer use its store
     stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path
 
     def not_retired(self, model: str) -> list[VersionRecord]:
@@ -90,6 +91,7 @@ def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[],
         nodes.views(),
         nodes.own.missing(),
         nodes.replication.shortages(),
+        store.folder.problem(),
         {str(path): size for model in store.catalogue.stored() for path, size in list(model.stuck.items())},
     )
 

@@ -76,8 +76,13 @@ class RpcServer:
     def start(self) -> None:
         """Accept calls, and report SERVING to health checks."""
         self.run(self._server.start())
+        self.report(serving=True)
+
+    def report(self, *, serving: bool) -> None:
+        """Report SERVING or NOT_SERVING to health checks. Calls continue."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *OUR_SERVICES):
-            self.run(self._health.set(name, health_pb2.HealthCheckResponse.SERVING))
+            self.run(self._health.set(name, state))
 
     def drain(self) -> None:
         """Report NOT_SERVING to health checks. Calls continue."""

@@ -16,6 +16,7 @@ from resharder.server.store import model_files
 from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.file_pool import FilePool
+from resharder.server.store.folder import StoreFolder
 from resharder.server.store.model_state import Claim, Reservation, StoredModel, check_model_name
 from resharder.server.store.retention import Retention
 
@@ -37,7 +38,10 @@ class NewEpoch(NamedTuple):
 class Epochs:
     """Claims and reservations of all models. Thread-safe; `claim` takes no lock."""
 
-    def __init__(self, catalogue: Catalogue, capacity: Capacity, pool: FilePool, retention: Retention) -> None:
+    def __init__(
+        self, folder: StoreFolder, catalogue: Catalogue, capacity: Capacity, pool: FilePool, retention: Retention
+    ) -> None:
+        self._folder = folder
         self._catalogue, self._capacity, self._pool, self._retention = catalogue, capacity, pool, retention
 
     def claim(self, name: str) -> Claim | None:
@@ -55,6 +59,7 @@ class Epochs:
         (STORE_FAILED), ResourceExhausted (STORE_FULL, NO_DESCRIPTORS).
         """
         check_model_name(name)
+        self._folder.check()
         with self._catalogue.changed:
             model = self._catalogue.add_model(name)
             if model.claim is not None and model.claim.job == job:
@@ -89,6 +94,7 @@ class Epochs:
         effect), and the errors of a medium. Nothing has changed then, except that of several claims the first may be in effect if
         the medium fails at a later one.
         """
+        self._folder.check()
         wanted = (NewEpoch(name, epoch, layouts, files), *others)
         with self._catalogue.changed:
             models = [self._catalogue.model(each.model) for each in wanted]

@@ -9,7 +9,7 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import is_gone, make_folder, move
 from resharder.server.infra.medium import medium_errors
-from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.errors import DaemonError, InvalidArgument
 from resharder.server.state.version import LOST, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.file_pool import FilePool
@@ -73,7 +73,7 @@ class Retirer:
 
     def _retire(self, model: StoredModel, records: Collection[VersionRecord]) -> Iterator[VersionRecord]:
         """Retire the versions one by one, and raise the first error after all: one that cannot be moved does not keep others."""
-        failed: OSError | None = None
+        failed: OSError | DaemonError | None = None
         for record in records:
             with self._catalogue.changed:
                 if model.records[record.number].state != READY or _used(model, record.number):
@@ -81,7 +81,7 @@ class Retirer:
                 done = self._retired(record, "retired by an operator")
                 try:
                     self.end(model, record, done)
-                except OSError as error:
+                except (OSError, DaemonError) as error:
                     failed = failed or error
                     continue
                 self._catalogue.changed.notify_all()
@@ -136,14 +136,16 @@ class Retirer:
             done = self._retired(record, "newer versions took its place")
             try:
                 self.end(model, record, done)
-            except OSError as error:
+            except (OSError, DaemonError) as error:
                 self._keep(model, record, error)
                 continue
             retired.append(done)
 
-    def _keep(self, model: StoredModel, record: VersionRecord, error: OSError) -> None:
+    def _keep(self, model: StoredModel, record: VersionRecord, error: OSError | DaemonError) -> None:
         """Record why a version beyond retention is still READY, and log it once."""
-        why = f"{errno.errorcode.get(error.errno or 0, type(error).__name__)}, {error.strerror or error}"
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{errno.errorcode.get(error.errno or 0, type(error).__name__)}, {error.strerror or error}"
         path = self._folder.path(record)
         reason = f"beyond retention, but {path} cannot be moved ({why}): remove what protects it; the next version tries again"
         if record.reason != reason:
@@ -158,9 +160,11 @@ class Retirer:
 
         Raises OSError for a READY version that cannot be moved; it is still READY. Files of an UPLOADING version that cannot be
         moved are freed in place, since a starting daemon does not restore them, and so are those of a READY one whose folder
-        somebody has removed.
+        somebody has removed. Raises Unavailable (STORE_FAILED) for a READY version of a store that was removed.
         """
         path = self._folder.path(done)
+        if record.state == READY:
+            self._folder.check()
         try:
             make_folder(path.parent)
             failpoint("leave.before-rename")

@@ -43,7 +43,9 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
 
 
 def _problems(now: Snapshot) -> Iterator[str]:
-    """Yield a sentence for each problem: of fleets, publishers, the store, and nodes."""
+    """Yield a sentence for each problem: of the store, fleets, publishers, versions, and nodes."""
+    if now.store_problem:
+        yield f"the store is lost: {now.store_problem}"
     for view in now.fleets:
         yield from _fleet_problems(now, view)
     for publisher, live in now.publishers:
