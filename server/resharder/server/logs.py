@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import structlog
+from resharder.server.infra.descriptors import FewWords
 from resharder.server.infra.event_log import Event
 
 _GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped", "store_lost"}
@@ -17,6 +18,7 @@ def configure_logs(form: str, level: str) -> None:
         structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
     processors = [
+        FewWords(),
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         *([structlog.processors.format_exc_info] if form == "json" else []),

@@ -34,7 +34,7 @@ from resharder.server.fleets.ports import FleetObserver
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
-from resharder.server.infra.descriptors import Descriptors
+from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
@@ -376,6 +376,7 @@ def serve(config: Config) -> None:
     raise_malloc_thresholds()
     configure_collections()
     configure_logs(config.log_format, config.log_level)
+    raise_descriptor_limit()
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:

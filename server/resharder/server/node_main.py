@@ -30,6 +30,7 @@ from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
+from resharder.server.infra.descriptors import raise_descriptor_limit
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import raise_malloc_thresholds
 from resharder.server.logs import configure_logs
@@ -336,6 +337,7 @@ def serve(config: NodeConfig) -> None:
     """
     raise_malloc_thresholds()
     configure_logs(config.log_format, config.log_level)
+    raise_descriptor_limit()
     ended, forced = threading.Event(), threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from resharder.server.infra.descriptors import log_loop_error
 from resharder.server.rpc.dispatch import Dispatcher
 from resharder.server.rpc.methods import OURS, SERVICES
 
@@ -53,6 +54,7 @@ class RpcServer:
             for path, handler in _handlers(service, add).items():
                 self.handlers[path] = dispatcher.native(path, handler)
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(log_loop_error)
         self._thread = threading.Thread(target=self.loop.run_forever, name="rpc-loop", daemon=True)
         self._thread.start()
         try:

@@ -67,7 +67,7 @@ class StoreFolder:
                     )
             with suppress(FileNotFoundError):  # the lock of the folder itself stays
                 if _identity(self.root / _LOCK) != self._lock_file:
-                    return f"{self.root / _LOCK} was replaced, so another process may use {self.root}: stop that one, and restart this one"
+                    return f"{self.root / _LOCK} was replaced: stop the other process that uses {self.root}, and restart this one"
         except OSError:
             return ""
         return ""
