@@ -6,16 +6,22 @@ from pathlib import Path
 
 import pytest
 from resharder.converters.failpoints import arm
-from resharder.converters.geometry.layout import Range, TensorSpec, full_box
+from resharder.converters.geometry.layout import Layout, Range, TensorSpec, full_box
+from resharder.converters.geometry.piece_arrays import pack as pack_pieces
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.converters.wire.direct import layout_to_proto
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Member
 from resharder.server.ingest import publishers as module
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
 from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.rpc.direct_service import DirectService
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.store import Store
+from resharder.v1 import direct_pb2
 
 from tests.support.store_versions import FILES, SIZE, SPECS, claim, numbers, publish
 from tests.support.waits import settled
@@ -254,6 +260,27 @@ def test_room_for_one_of_two_models_that_are_published_together_takes_over_neith
     assert running.state == "ACTIVE"
     assert site.store.catalogue.model("serve").reservation is None
     site.store.close()
+
+
+def test_a_job_that_registers_leaves_the_running_one_its_place_on_the_direct_path(site: Site) -> None:
+    direct = Direct(lambda *_: frozenset(), lambda server: {})
+    service = DirectService(direct, site.intake)
+
+    def declare(publisher: PublisherRecord) -> Member:
+        member = Member(publisher.name, 0, publisher.job)
+        layout = layout_to_proto(pack_pieces({0: Layout({}, ())}))
+        sent = direct_pb2.Member(owner=member.owner, rank=0, process=member.process)
+        service.DeclareMemory(direct_pb2.DeclareMemoryRequest(member=sent, fingerprint="m", layout=layout), None)  # type: ignore[arg-type]
+        return member
+
+    running = declare(site.connect("running"))
+    coming = declare(site.create("coming"))
+    assert direct.offers.offer(running, "m", "policy", 1, 1, 1.0).complete
+    site.connect("coming")
+    newest = declare(site.connect("newest"))
+    for fenced in (running, coming):
+        assert reason(lambda member=fenced: direct.offers.offer(member, "m", "policy", 2, 1, 1.0))[0] == "MEMORY_UNKNOWN"
+    assert direct.offers.offer(newest, "m", "policy", 2, 1, 1.0).complete
 
 
 def test_ranks_that_wait_while_the_daemon_checks_the_layout_are_told_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

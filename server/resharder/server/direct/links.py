@@ -2,7 +2,7 @@
 
 import itertools
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 import structlog
 from resharder.converters.errors import LayoutError
@@ -37,15 +37,18 @@ class Links:
         self._numbers: dict[str, tuple[str, int]] = {}  # server -> model, number among the servers that follow it
         self._planning: set[str] = set()
 
-    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Replace the declared layout of a member's memory, and remove all state of servers that are gone."""
+    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = ()) -> None:
+        """Replace the declared layout of a member's memory, and remove all state of servers and publishers that are gone.
+
+        `publishers`: publishers of a rank's model that are not gone.
+        """
         gone = {
             owner: server
             for owner in self._memories.owners()
             if (server := owner.removeprefix("servers/")) != owner and not self._is_known(server)
         }
         self._memories.forget(gone.keys())
-        self._memories.declare(member, fingerprint, pieces)
+        self._memories.declare(member, fingerprint, pieces, publishers)
         with self._exchange.lock:
             for server in gone.values():
                 self._joined.pop(server, None)
