@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, Self
@@ -195,7 +195,8 @@ class Node:
         self.port.close()
         self.daemon.close()
         for version in self.copies.all():
-            self.copies.drop(version.name)
+            with suppress(OSError):  # the folder may be gone
+                self.copies.drop(version.name)
         self.folder.close()
 
     def _count_sent(self, size: int) -> None:
