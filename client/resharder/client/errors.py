@@ -6,7 +6,7 @@ ResharderError
 ├── WaitTimeout           the daemon answers, but the wait (for a version, for other ranks) has ended without a result
 ├── Refused               the daemon refuses; `reason` is the cause
 │   ├── LayoutRejected    the slots do not tile the model, or one of them is invalid
-│   ├── StaleEpoch        a newer job has claimed the model: this one can no longer write
+│   ├── StaleEpoch        a newer job has taken over the model: this one can no longer write
 │   ├── Conflict          it exists with other content: other bytes of (epoch, step), another registration of this rank
 │   ├── OutOfRoom         the store has no capacity for the model, its medium is full, or too many versions are UPLOADING
 │   ├── StoreFailed       a file operation of the daemon failed; it may succeed when the medium works again
@@ -104,7 +104,7 @@ class LayoutRejected(Refused):
 
 
 class StaleEpoch(Refused):
-    """A newer job has claimed the model; this job can no longer write."""
+    """A newer job has taken over the model; this job can no longer write."""
 
     reason = "STALE_EPOCH"
 

@@ -14,9 +14,10 @@ from typing import Any, TextIO
 
 import structlog
 from resharder.converters.printable import printable, unescaped
+from resharder.server.infra.descriptors import FewWords
 from resharder.server.infra.event_log import Event
 
-_GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped"}
+_GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped", "store_lost"}
 _LONG = ("exception", "stack")  # texts of several lines
 _log = structlog.get_logger("resharder.events")
 
@@ -29,6 +30,7 @@ def configure_logs(form: str, level: str) -> None:
     lines = _Lines(unescaped(sys.stderr))
     structlog.configure(
         processors=[
+            FewWords(),
             structlog.stdlib.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,

@@ -35,7 +35,7 @@ from resharder.server.fleets.ports import FleetObserver
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
-from resharder.server.infra.descriptors import Descriptors
+from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
@@ -274,14 +274,22 @@ class Daemon:
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
 
     def _tick(self) -> None:
-        descriptors = Descriptors()
+        descriptors, lost = Descriptors(), ""
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
             descriptors.look()
             try:
+                if (problem := self.store.folder.problem()) != lost:
+                    lost = problem
+                    self._report_store(problem)
                 self.intake.publishers.expire()
                 self.nodes.expire()
             except Exception as error:
                 _log.error("leases_failed", exc_info=error)
+
+    def _report_store(self, problem: str) -> None:
+        """Report that the store was removed or replaced, or is back where it was."""
+        self.server.report(serving=not problem)
+        self.events.add("daemon", "daemon", "store_lost" if problem else "store_back", problem)
 
     def stop(self) -> None:
         """Wait up to `drain_seconds` for UPLOADING versions to finish, then end all calls and threads and unlock the store."""
@@ -367,6 +375,7 @@ def serve(config: Config) -> None:
     raise_malloc_thresholds()
     configure_collections()
     configure_logs(config.log_format, config.log_level)
+    raise_descriptor_limit()
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -117,7 +117,7 @@ class Publisher:
             ConversionError: The model is not supported (most FP8 parameters, an unknown or uncast family), or replicas differ.
             LayoutRejected: The ranks' layouts do not tile the model.
             OutOfRoom: The store lacks capacity for the model.
-            StaleEpoch: A later job has claimed the model.
+            StaleEpoch: A newer job has taken over the model.
             UsageError: An argument is wrong.
         """
         from resharder.converters.models import local_layout, megatron_chunks
@@ -166,7 +166,7 @@ class Publisher:
         Raises:
             LayoutRejected: The ranks' tensors do not tile the model.
             OutOfRoom: The store lacks capacity for the model.
-            StaleEpoch: A later job has claimed the model.
+            StaleEpoch: A newer job has taken over the model.
             UsageError: A declaration is invalid, or there is no config.
         """
         with self._alone():

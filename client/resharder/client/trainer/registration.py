@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
-from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
+from resharder.client.errors import WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rank_layout import RankLayout
@@ -65,7 +65,7 @@ class Registration:
         while True:
             wait = max(0.0, min(_POLL_SECONDS, end - time.monotonic()))
             request = publisher_pb2.GetAssignmentRequest(publisher=self.name, rank=self._identity.rank, wait_seconds=wait)
-            waiting = f"{self.name}: not all of {self._identity.world_size} ranks have registered in {timeout:g} s"
+            waiting = f"{self.name} has no assignment after {timeout:g} s"
             try:
                 answer: publisher_pb2.Assignment = self._channel.call(self._stub.GetAssignment, request, timeout=wait + 30)
             except WaitTimeout as error:
@@ -74,7 +74,7 @@ class Registration:
                 raise_refusal(answer.publisher)
                 if answer.publisher.state == State.ACTIVE:
                     return answer
-                waiting = f"{waiting}, {answer.publisher.registered_slots} have"
+                waiting = f"{waiting}: {answer.publisher.registered_slots} of {self._identity.world_size} ranks have registered"
             if time.monotonic() >= end:
                 raise WaitTimeout(waiting)
 
@@ -163,9 +163,5 @@ def _shared(blocks: Mapping[str, list[int]], numbers: Mapping[str, int]) -> list
 
 def raise_refusal(publisher: resources_pb2.Publisher) -> None:
     """Raise StaleEpoch for a FENCED publisher, and the error of its reason for a REJECTED one."""
-    if publisher.state == State.FENCED:
-        raise StaleEpoch(
-            f"{publisher.name} of job {publisher.job}: a later job has claimed the model {publisher.reason}".rstrip()
-        )
-    if publisher.state == State.REJECTED:
+    if publisher.state in (State.FENCED, State.REJECTED):
         raise refusal(publisher.name, publisher.reason)

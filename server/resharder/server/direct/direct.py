@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Literal, NoReturn, Protocol
 
 import numpy as np
@@ -104,15 +104,18 @@ class Direct:
 
     # Layouts
 
-    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Replace the declared layout of a member's memory, and remove all state of servers that are gone."""
+    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = ()) -> None:
+        """Replace the declared layout of a member's memory, and remove all state of servers and publishers that are gone.
+
+        `publishers`: publishers of a rank's model that are not gone.
+        """
         gone = {
             owner: server
             for owner in self._plans.owners()
             if (server := owner.removeprefix("servers/")) != owner and not self._is_known(server)
         }
         self._plans.forget(gone.keys())
-        self._plans.declare(member, fingerprint, pieces)
+        self._plans.declare(member, fingerprint, pieces, publishers)
         with self._lock:
             for server in gone.values():
                 self._joined.pop(server, None)

@@ -92,12 +92,17 @@ class Plans:
         self._known: dict[tuple[str, int], _Memory] = {}
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
-    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Replace a member's declared layout. A rank's declaration removes the layouts of its model's other publishers."""
+    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = ()) -> None:
+        """Replace a member's declared layout.
+
+        A rank's declaration removes the layouts of its model's other publishers, except those of `publishers`.
+        """
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
             if is_rank:
-                for key in [key for key in self._known if key[0] != member.owner and key[0].startswith(f"{model}/publishers/")]:
+                kept = {member.owner, *publishers}
+                gone = [key for key in self._known if key[0].startswith(f"{model}/publishers/") and key[0] not in kept]
+                for key in gone:
                     del self._known[key]
             self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
 

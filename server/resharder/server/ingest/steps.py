@@ -118,7 +118,7 @@ class Steps:
         homes = self._take_homes(publisher, record)
         with shared.lock:
             if publisher.state != ACTIVE:
-                store.lifecycle.abort(record.model, record.number, "a newer job has claimed the model")
+                store.lifecycle.abort(record.model, record.number, "a newer job has taken over the model")
                 publisher.check_usable()
             folder, layouts = store.folder.path(record), store.lifecycle.layouts(record)
             upload = Upload(

@@ -33,11 +33,13 @@ class DirectService:
     def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, call: Call) -> Message:
         """Replace a member's declared layout. Raises InvalidArgument (WORKER) and errors of unknown owners."""
         member = _member(request.member)
+        publishers: list[str] = []
         if "/publishers/" in member.owner:
-            self._intake.publishers.get(member.owner, member.rank)
+            model = self._intake.publishers.get(member.owner, member.rank).model
+            publishers = [each.name for each in self._intake.publishers.all() if each.model == model]
         else:
             self._direct.check_worker(member)
-        self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
+        self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank), publishers)
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:

@@ -63,6 +63,7 @@ class VersionLifecycle:
         Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
         (STORE_FAILED, DRAINING).
         """
+        self._folder.check()
         retired: list[VersionRecord] = []
         try:
             with self._changed:
@@ -156,6 +157,7 @@ class VersionLifecycle:
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
         NO_DESCRIPTORS).
         """
+        self._folder.check()
         proven = (ProvenVersion(record, digests, slots, missing), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
         partial = [self._partial(each, done) for each, done in zip(proven, ready, strict=True)]

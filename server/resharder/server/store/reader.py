@@ -112,7 +112,8 @@ class VersionReader:
         Raises ResourceNotFound (MODEL_UNKNOWN), Unavailable (STORE_FAILED), ResourceExhausted (NO_DESCRIPTORS).
         """
         with self._catalogue.changed:
-            folders = model_files.folders(self._catalogue.model(name).folder)
+            model = self._catalogue.model(name)
+            folders = model_files.folders(model.folder, model.files_epoch)
             if not folders:
                 raise ResourceNotFound(
                     "MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self._catalogue.models()}"

@@ -20,7 +20,7 @@ CONTROL_PHASES = ("pause", "reset", "resume")
 InstallOutcome = Literal["committed", "failed", "given_up"]
 TRANSPORTS = ("grpc", "http", "node", "shared-memory", "direct")
 EVENTS: dict[Kind, tuple[str, ...]] = {
-    "daemon": ("started",),
+    "daemon": ("started", "store_lost", "store_back"),
     "version": tuple(state.lower() for state in (UPLOADING, READY, RETIRED, ABORTED)),
     "server": (*(name.lower() for name, state in resources_pb2.Server.State.items() if state), "left", "differs", "altered"),
     "move": tuple(state.name.lower() for state in MoveState),
