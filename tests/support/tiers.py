@@ -2,8 +2,8 @@
 
 Nothing is listed by hand. A test is in the tier of the costliest thing in its reach: a rig says its own by a class attribute
 `tier` (`Engine`, `VllmServer`, `Cycle`), and whatever starts a process is in `process`. Reach is what names say: globals,
-imports inside functions, tables of functions, methods of classes and their bases. Only code of the tests is followed. Where
-no name shows it, as with what the product starts by itself, the guard fails the test, and `@pytest.mark.process` says it.
+imports inside functions, tables of functions, methods of classes and their bases. Only code of tests and tools is followed.
+Where no name shows it, as with what the product starts by itself, the guard fails the test, and `@pytest.mark.process` says it.
 """
 
 import dis
@@ -25,6 +25,7 @@ _STARTS: dict[ModuleType, frozenset[str]] = {
     os: frozenset({"fork", "forkpty", "posix_spawn", "posix_spawnp", "system"}),
     multiprocessing: frozenset({"Process", "Pool", "get_context"}),
 }
+_FOLLOWED = ("tests.", "tools.")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 
@@ -82,7 +83,7 @@ def _look(thing: object) -> tuple[int, list[object]]:
             for name, named in _named(code, thing.__globals__):
                 if isinstance(named, ModuleType):
                     own = max(own, int(not _STARTS.get(named, frozenset()).isdisjoint(code.co_names)))
-                    if named.__name__.startswith("tests."):
+                    if named.__name__.startswith(_FOLLOWED):
                         others += [vars(named)[attribute] for attribute in code.co_names if attribute in vars(named)]
                 elif any(named is getattr(module, name, None) for module, names in _STARTS.items() if name in names):
                     own = max(own, 1)
@@ -97,7 +98,7 @@ def _look(thing: object) -> tuple[int, list[object]]:
 
 
 def _of_tests(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith("tests.")
+    return str(getattr(thing, "__module__", "")).startswith(_FOLLOWED)
 
 
 def _filled(cell: Any) -> bool:
@@ -124,7 +125,7 @@ def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[str, obj
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
             name = instruction.argval
-            module = importlib.import_module(name) if name.startswith("tests.") else sys.modules.get(name)
+            module = importlib.import_module(name) if name.startswith(_FOLLOWED) else sys.modules.get(name)
             if isinstance(module, ModuleType):
                 yield name, module
         elif instruction.opname == "IMPORT_FROM" and hasattr(module, instruction.argval):
@@ -132,17 +133,21 @@ def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[str, obj
 
 
 class Guard:
-    """Notices what a pure test starts in the main thread; other threads may be left over from earlier tests."""
+    """Notices what a pure test starts, in threads of its own too; others may be left over from earlier tests."""
 
     def __init__(self) -> None:
-        self.test, self.started = "", list[str]()
+        self._pure, self._others = False, set[threading.Thread]()
         sys.addaudithook(self._hear)
         self._watch(multiprocessing.process.BaseProcess, "start")
 
-    def watch_engines(self) -> None:
-        """To be called before each test: vLLM may have been imported since the last one."""
+    def begin(self, *, pure: bool) -> None:
+        """Begin a test. vLLM may have been imported since the last one."""
+        self._pure, self._others = pure, set(threading.enumerate()) - {threading.main_thread()}
         if core := sys.modules.get("vllm.v1.engine.core"):
             self._watch(core.EngineCore, "__init__")
+
+    def end(self) -> None:
+        self._pure = False
 
     def _watch(self, kind: Any, method: str) -> None:
         original = getattr(kind, method)
@@ -157,10 +162,9 @@ class Guard:
         setattr(kind, method, watched)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.test and event in _EVENTS:
+        if self._pure and event in _EVENTS:
             self._notice(f"{event} {arguments[1]}" if event == "subprocess.Popen" else event)
 
     def _notice(self, what: str) -> None:
-        if self.test and threading.current_thread() is threading.main_thread():
-            self.started.append(what)
+        if self._pure and threading.current_thread() not in self._others:
             raise AssertionError(f"a pure test may start no process, and this one started {what}")
