@@ -17,6 +17,8 @@ from resharder.converters.architectures.table import Rows, Table, Weight
 
 from tests.support.megatron_logits import difference
 
+pytestmark = pytest.mark.slow
+
 Checkpoint = dict[str, torch.Tensor]
 Model = tuple[dict[str, Any], Checkpoint]
 SPECS = [

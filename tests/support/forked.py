@@ -1,14 +1,16 @@
 """Processes of a module's `main`, forked from one that has imported the module and done nothing else: the imports of a daemon
 take more of a processor than most tests need for all the rest.
 
-`start("resharder.server.main", environment, log)` is like a `subprocess.Popen` of `python -m resharder.server.main`, which it is
-where Python itself is to be started with other variables.
+`start("resharder.server.main", environment, log)` is like a `subprocess.Popen` of `python -m resharder.server.main`. A
+`sitecustomize` in a folder that is new in PYTHONPATH runs at its start.
 `python -m tests.support.forked` is what they are forked from; it ends with the process that started it.
 """
 
 import atexit
+import ctypes
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -18,24 +20,25 @@ import threading
 import time
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import IO
 
 from resharder.converters import failpoints
 
 MODULES = ("resharder.server.main", "resharder.server.node_main")
 _BYTES = 1 << 20
+_PR_SET_PDEATHSIG = 1
 
 
-def start(module: str, environment: Mapping[str, str], log: IO[bytes], umask: int = -1) -> "Process":
+def start(module: str, environment: Mapping[str, str], log: IO[bytes], umask: int = -1) -> "ForkedProcess":
     """Start `main` of a module of `MODULES`, with its standard output and error in `log`."""
-    source = _Source.of_this_process()
-    if _of_python(environment) == source.of_python:
-        return ForkedProcess(source, module, environment, log, umask)
-    return subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=log, stderr=log, umask=umask)
+    return ForkedProcess(_Source.of_this_process(), module, environment, log, umask)
 
 
-def _of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
+def end_source() -> None:
+    """End the process that others are forked from, and with it those that are left."""
+    if _Source.running is not None:
+        _Source.running.end()
 
 
 class ForkedProcess:
@@ -87,30 +90,27 @@ class ForkedProcess:
         os.close(self._ended)
 
 
-Process = subprocess.Popen[bytes] | ForkedProcess
-
-
 class _Source:
     """The process that the others are forked from."""
 
-    _running: "_Source | None" = None
+    running: "_Source | None" = None
     _starting = threading.Lock()
 
     def __init__(self) -> None:
         self._own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock, self._process, self.of_python = threading.Lock(), os.getpid(), _of_python(os.environ)
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BYTES)
         with theirs:
             command = [sys.executable, "-m", "tests.support.forked", str(theirs.fileno())]
-            self._started = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            self._started = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2])
         atexit.register(self.end)
 
     @classmethod
     def of_this_process(cls) -> "_Source":
         with cls._starting:
-            if cls._running is None or cls._running._process != os.getpid() or cls._running._started.poll() is not None:
-                cls._running = cls()
-            return cls._running
+            if cls.running is None or cls.running._process != os.getpid() or cls.running._started.poll() is not None:
+                cls.running = cls()
+            return cls.running
 
     def fork(self, request: dict[str, object], *descriptors: int) -> int:
         with self._lock:
@@ -158,8 +158,14 @@ def _serve(requests: socket.socket) -> str:
         os.dup2(log, 2)
         for descriptor in (log, status, woken, wake, requests.detach(), *children.values()):
             os.close(descriptor)
+        _end_with_parent()
+        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ.clear()
         os.environ.update(request["environment"])
+        for path in reversed([path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in before]):
+            sys.path.insert(0, path)
+            if (customization := Path(path, "sitecustomize.py")).exists():
+                runpy.run_path(str(customization))
         os.chdir(request["folder"])
         if request["umask"] >= 0:
             os.umask(request["umask"])
@@ -169,6 +175,11 @@ def _serve(requests: socket.socket) -> str:
 def _received(requests: socket.socket) -> tuple[bytes, tuple[int, int], int, object]:
     message, descriptors, flags, address = socket.recv_fds(requests, _BYTES, 2)
     return message, (descriptors[0], descriptors[1]) if descriptors else (-1, -1), flags, address
+
+
+def _end_with_parent() -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def main(descriptor: str) -> None:

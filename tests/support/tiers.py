@@ -14,8 +14,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import pytest
 
 TIERS = ("pure", "process", "engine", "storm")
 """From the cheapest."""
@@ -25,6 +28,7 @@ _STARTS: dict[ModuleType, frozenset[str]] = {
     os: frozenset({"fork", "forkpty", "posix_spawn", "posix_spawnp", "system"}),
     multiprocessing: frozenset({"Process", "Pool", "get_context"}),
 }
+_STARTERS = [getattr(module, name) for module, names in _STARTS.items() for name in names]
 _FOLLOWED = ("tests.", "tools.")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
@@ -42,12 +46,12 @@ class Reach:
         """The highest tier of anything that can be reached from `start`."""
         known = self._known.get(id(start))
         if known is None:
-            found, seen, left = 0, set[int](), [start]
+            found, seen, left = 0, dict[int, object](), [start]  # held, so that no other object gets its id
             while left and found < len(TIERS) - 1:
                 thing = left.pop()
                 if id(thing) in seen:
                     continue
-                seen.add(id(thing))
+                seen[id(thing)] = thing
                 own, others = _look(thing)
                 found = max(found, own)
                 left += others
@@ -75,26 +79,28 @@ def _look(thing: object) -> tuple[int, list[object]]:
     if hasattr(thing, "_get_wrapped_function"):  # a fixture
         thing = thing._get_wrapped_function()
     if isinstance(thing, FunctionType):
-        if not _of_tests(thing):
-            return 0, []
-        values = [*(thing.__defaults__ or ()), *(cell.cell_contents for cell in thing.__closure__ or () if _filled(cell))]
-        own, others = 0, list[object]()
-        for code in _codes(thing.__code__):
-            for name, named in _named(code, thing.__globals__):
-                if isinstance(named, ModuleType):
-                    own = max(own, int(not _STARTS.get(named, frozenset()).isdisjoint(code.co_names)))
-                    if named.__name__.startswith(_FOLLOWED):
-                        others += [vars(named)[attribute] for attribute in code.co_names if attribute in vars(named)]
-                elif any(named is getattr(module, name, None) for module, names in _STARTS.items() if name in names):
-                    own = max(own, 1)
-                else:
-                    others.append(named)
-        return own, others + values
+        return _look_into(thing) if _of_tests(thing) else (0, [])
     if _of_tests(type(thing)):
         return 0, [type(thing)]
     if isinstance(thing, Callable) and (function := getattr(thing, "func", None)):  # functools.partial
         return 0, [function]
     return 0, []
+
+
+def _look_into(function: FunctionType) -> tuple[int, list[object]]:
+    """What the code of a function starts by itself, and what it names."""
+    starts, others = False, [*(function.__defaults__ or ())]
+    others += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    for code in _codes(function.__code__):
+        for named in _named(code, function.__globals__):
+            if isinstance(named, ModuleType):
+                starts |= not _STARTS.get(named, frozenset()).isdisjoint(code.co_names)
+                if named.__name__.startswith(_FOLLOWED):
+                    others += [vars(named)[attribute] for attribute in code.co_names if attribute in vars(named)]
+            else:
+                starts |= any(named is starter for starter in _STARTERS)
+                others.append(named)
+    return int(starts), others
 
 
 def _of_tests(thing: Any) -> bool:
@@ -115,21 +121,27 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[object]:
     """The globals that a function's code names, and what it imports of this repository's tests or of modules that start
     processes."""
     for name in code.co_names:
         if name in variables:
-            yield name, variables[name]
+            yield variables[name]
     module: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
-            name = instruction.argval
-            module = importlib.import_module(name) if name.startswith(_FOLLOWED) else sys.modules.get(name)
+            module = _imported(instruction.argval)
             if isinstance(module, ModuleType):
-                yield name, module
+                yield module
         elif instruction.opname == "IMPORT_FROM" and hasattr(module, instruction.argval):
-            yield instruction.argval, getattr(module, instruction.argval)
+            yield getattr(module, instruction.argval)
+
+
+def _imported(name: str) -> ModuleType | None:
+    if name.startswith(_FOLLOWED):
+        with suppress(ImportError, pytest.skip.Exception):  # of what this environment has not
+            return importlib.import_module(name)
+    return sys.modules.get(name)
 
 
 class Guard:
