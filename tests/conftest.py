@@ -44,12 +44,11 @@ def tier_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    GUARD.watch_engines()
-    GUARD.test = item.nodeid if item.get_closest_marker("pure") else ""
+    GUARD.begin(pure=item.get_closest_marker("pure") is not None)
     try:
         return (yield)
     finally:
-        GUARD.test = ""
+        GUARD.end()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,11 +2,13 @@
 
 import os
 
+import pytest
 from resharder.converters.failpoints import FILE_POINTS, POINTS
 
+from tests.support.variants import alone
 from tests.support.whole_system import Run
 
-SAMPLE, JOBS = 18, 2
+SAMPLES, JOBS = (3, 18), 2
 
 
 def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
@@ -20,6 +22,7 @@ def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
     assert set(TOGETHER) >= DECISION | DECIDED
 
 
-def test_a_sample_of_the_faults_comes_to_peace() -> None:
+@pytest.mark.parametrize("sample", alone(SAMPLES, SAMPLES[:1]))
+def test_a_sample_of_the_faults_comes_to_peace(sample: int) -> None:
     seed = os.environ.get("RESHARDER_FAILPOINT_SEED", "1")
-    Run("failpoints", "--sample", SAMPLE, "--seed", seed, "--jobs", JOBS, timeout=900)
+    Run("failpoints", "--sample", sample, "--seed", seed, "--jobs", JOBS, timeout=900)

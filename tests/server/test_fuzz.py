@@ -33,6 +33,8 @@ from tests.support.fuzzing import METHODS, UPLOAD, Bytes, chunk, requests
 from tests.support.publishing import Job, random_weights, read_folder, reason_of, whole
 from tests.support.waits import settled
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 GROWTH = 128 << 20  # bytes
 

@@ -2,8 +2,8 @@
 
 Nothing is listed by hand. A test is in the tier of the costliest thing in its reach: a rig says its own by a class attribute
 `tier` (`Engine`, `VllmServer`, `Cycle`), and whatever starts a process is in `process`. Reach is what names say: globals,
-imports inside functions, tables of functions, methods of classes and their bases. Only code of the tests is followed. Where
-no name shows it, as with what the product starts by itself, the guard fails the test, and `@pytest.mark.process` says it.
+imports inside functions, tables of functions, methods of classes and their bases. Only code of tests and tools is followed.
+Where no name shows it, as with what the product starts by itself, the guard fails the test, and `@pytest.mark.process` says it.
 """
 
 import dis
@@ -14,8 +14,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import pytest
 
 TIERS = ("pure", "process", "engine", "storm")
 """From the cheapest."""
@@ -25,6 +28,8 @@ _STARTS: dict[ModuleType, frozenset[str]] = {
     os: frozenset({"fork", "forkpty", "posix_spawn", "posix_spawnp", "system"}),
     multiprocessing: frozenset({"Process", "Pool", "get_context"}),
 }
+_STARTERS = [getattr(module, name) for module, names in _STARTS.items() for name in names]
+_FOLLOWED = ("tests.", "tools.")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 
@@ -41,12 +46,12 @@ class Reach:
         """The highest tier of anything that can be reached from `start`."""
         known = self._known.get(id(start))
         if known is None:
-            found, seen, left = 0, set[int](), [start]
+            found, seen, left = 0, dict[int, object](), [start]  # held, so that no other object gets its id
             while left and found < len(TIERS) - 1:
                 thing = left.pop()
                 if id(thing) in seen:
                     continue
-                seen.add(id(thing))
+                seen[id(thing)] = thing
                 own, others = _look(thing)
                 found = max(found, own)
                 left += others
@@ -74,21 +79,7 @@ def _look(thing: object) -> tuple[int, list[object]]:
     if hasattr(thing, "_get_wrapped_function"):  # a fixture
         thing = thing._get_wrapped_function()
     if isinstance(thing, FunctionType):
-        if not _of_tests(thing):
-            return 0, []
-        values = [*(thing.__defaults__ or ()), *(cell.cell_contents for cell in thing.__closure__ or () if _filled(cell))]
-        own, others = 0, list[object]()
-        for code in _codes(thing.__code__):
-            for name, named in _named(code, thing.__globals__):
-                if isinstance(named, ModuleType):
-                    own = max(own, int(not _STARTS.get(named, frozenset()).isdisjoint(code.co_names)))
-                    if named.__name__.startswith("tests."):
-                        others += [vars(named)[attribute] for attribute in code.co_names if attribute in vars(named)]
-                elif any(named is getattr(module, name, None) for module, names in _STARTS.items() if name in names):
-                    own = max(own, 1)
-                else:
-                    others.append(named)
-        return own, others + values
+        return _look_into(thing) if _of_tests(thing) else (0, [])
     if _of_tests(type(thing)):
         return 0, [type(thing)]
     if isinstance(thing, Callable) and (function := getattr(thing, "func", None)):  # functools.partial
@@ -96,8 +87,24 @@ def _look(thing: object) -> tuple[int, list[object]]:
     return 0, []
 
 
+def _look_into(function: FunctionType) -> tuple[int, list[object]]:
+    """What the code of a function starts by itself, and what it names."""
+    starts, others = False, [*(function.__defaults__ or ())]
+    others += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    for code in _codes(function.__code__):
+        for named in _named(code, function.__globals__):
+            if isinstance(named, ModuleType):
+                starts |= not _STARTS.get(named, frozenset()).isdisjoint(code.co_names)
+                if named.__name__.startswith(_FOLLOWED):
+                    others += [vars(named)[attribute] for attribute in code.co_names if attribute in vars(named)]
+            else:
+                starts |= any(named is starter for starter in _STARTERS)
+                others.append(named)
+    return int(starts), others
+
+
 def _of_tests(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith("tests.")
+    return str(getattr(thing, "__module__", "")).startswith(_FOLLOWED)
 
 
 def _filled(cell: Any) -> bool:
@@ -114,35 +121,45 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[object]:
     """The globals that a function's code names, and what it imports of this repository's tests or of modules that start
     processes."""
     for name in code.co_names:
         if name in variables:
-            yield name, variables[name]
+            yield variables[name]
     module: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
-            name = instruction.argval
-            module = importlib.import_module(name) if name.startswith("tests.") else sys.modules.get(name)
+            module = _imported(instruction.argval)
             if isinstance(module, ModuleType):
-                yield name, module
+                yield module
         elif instruction.opname == "IMPORT_FROM" and hasattr(module, instruction.argval):
-            yield instruction.argval, getattr(module, instruction.argval)
+            yield getattr(module, instruction.argval)
+
+
+def _imported(name: str) -> ModuleType | None:
+    if name.startswith(_FOLLOWED):
+        with suppress(ImportError, pytest.skip.Exception):  # of what this environment has not
+            return importlib.import_module(name)
+    return sys.modules.get(name)
 
 
 class Guard:
-    """Notices what a pure test starts in the main thread; other threads may be left over from earlier tests."""
+    """Notices what a pure test starts, in threads of its own too; others may be left over from earlier tests."""
 
     def __init__(self) -> None:
-        self.test, self.started = "", list[str]()
+        self._pure, self._others = False, set[threading.Thread]()
         sys.addaudithook(self._hear)
         self._watch(multiprocessing.process.BaseProcess, "start")
 
-    def watch_engines(self) -> None:
-        """To be called before each test: vLLM may have been imported since the last one."""
+    def begin(self, *, pure: bool) -> None:
+        """Begin a test. vLLM may have been imported since the last one."""
+        self._pure, self._others = pure, set(threading.enumerate()) - {threading.main_thread()}
         if core := sys.modules.get("vllm.v1.engine.core"):
             self._watch(core.EngineCore, "__init__")
+
+    def end(self) -> None:
+        self._pure = False
 
     def _watch(self, kind: Any, method: str) -> None:
         original = getattr(kind, method)
@@ -157,10 +174,9 @@ class Guard:
         setattr(kind, method, watched)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.test and event in _EVENTS:
+        if self._pure and event in _EVENTS:
             self._notice(f"{event} {arguments[1]}" if event == "subprocess.Popen" else event)
 
     def _notice(self, what: str) -> None:
-        if self.test and threading.current_thread() is threading.main_thread():
-            self.started.append(what)
+        if self._pure and threading.current_thread() not in self._others:
             raise AssertionError(f"a pure test may start no process, and this one started {what}")

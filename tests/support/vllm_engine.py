@@ -153,6 +153,10 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     sys.path.insert(0, str(_RAW_MODE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_RAW_MODE), os.environ.get("PYTHONPATH", "")])
     _hide_amx()
+    if environment.get("TORCH_COMPILE_DISABLE"):
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True  # the preload has read the environment before
     try:
         from vllm import LLM
 

@@ -170,9 +170,9 @@ async def attach(
 
     guard(getattr(engine, "engine_core", None))
     channel = Channel(settings.endpoint)
-    end = EngineEnd(engine, lambda: thread.report_now())
+    engine_end = EngineEnd(engine, lambda: thread.report_now())
     loop = asyncio.get_running_loop()
-    thread = LeaseThread(channel, identity, gate.lease, carry_out, status, loop, lambda: end.failure)
+    thread = LeaseThread(channel, identity, gate.lease, carry_out, status, loop, lambda: engine_end.failure)
     control = OrderExecutor(
         engine,
         gate,
@@ -190,7 +190,7 @@ async def attach(
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again
         logger.warning("cannot determine yet whether the engine sleeps: %s", error)
-    await end.find_processes()
+    await engine_end.find_processes()
     thread.start()
     return AttachedEngine(gate, thread, control)
 
