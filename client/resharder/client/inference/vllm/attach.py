@@ -154,6 +154,11 @@ async def attach(
             return str(error)
         return ""
 
+    def close_and_end() -> None:
+        thread.close()
+        if end is not None:
+            end()
+
     async def carry_out(order: ControlOrder) -> Outcome | None:
         nonlocal restarting
         outcome = await control.carry_out(order)
@@ -162,7 +167,7 @@ async def attach(
             restarting = restarting or outcome.restarting
         if end is not None and restarting and order.kind is Kind.CLOSE:  # the daemon has noted it, and this side is closed
             logger.warning("this process ends, to start again on the version's config: %s", order.reason)
-            threading.Thread(target=lambda: (thread.close(), end()), name="resharder-end", daemon=True).start()
+            threading.Thread(target=close_and_end, name="resharder-end", daemon=True).start()
         return outcome
 
     def status() -> tuple[PowerState, int, int]:
