@@ -90,7 +90,9 @@ def test_an_abort_ends_the_wait(ranks: Ranks) -> None:
 
 
 def test_a_later_job_ends_the_wait(ranks: Ranks) -> None:
-    ranks.intake.publishers.create("policy", "later", 1, {})
+    later = ranks.intake.publishers.create("policy", "later", 1, {"config.json": b"{}"})
+    boxes = pack((tensor, (Range(0, 3), Range(0, 2)), False) for tensor in range(2))
+    ranks.intake.publishers.register(later.name, 0, "0", SPECS, boxes)
     assert ranks.refused(0, 1.0, 5.0).reason == "STALE_EPOCH"
 
 

@@ -326,7 +326,11 @@ def test_a_claim_that_fails_fences_nobody(root: Path) -> None:
             life.intake.publishers.create("policy", "other", 1, FILES)
     assert caught.value.reason == "STORE_FAILED"
     life.publish(mapped=True)
-    assert life.intake.publishers.create("policy", "other", 1, FILES).epoch == 2
+    other = life.intake.publishers.create("policy", "other", 1, FILES)
+    assert other.epoch == 2
+    life.intake.publishers.register(
+        other.name, 0, "same", SPECS, pack((i, full_box(s.shape), False) for i, s in enumerate(SPECS))
+    )
     with pytest.raises(FailedPrecondition, match="epoch 1 is over"):
         settled(life.intake.steps.create, life.name, 0, 9, 0)
     life.end()

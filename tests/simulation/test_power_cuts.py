@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_looked_up_is_not_taken_for_removed(host: Host) 
     host.start()
     host.claim("job")
     host.medium.plan = Refusals(("unlink", ".safetensors", 1), ("stat", "/pool/1-1", 3))
-    host.act(lambda: host.store.epochs.begin("policy", "later", 1))
+    host.claim("later")
     model = host.store.catalogue.model("policy")
     assert [path.name for path in model.stuck] == ["1-1"]
 

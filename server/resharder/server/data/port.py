@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import structlog
 from resharder.server.data.connection import DataConnection, DataReads
+from resharder.server.infra.descriptors import is_exhausted
 
 MAX_CONNECTIONS = 256
 _log = structlog.get_logger("resharder.data")
@@ -45,7 +46,8 @@ class DataPort:
             except OSError as error:
                 if self._closed:
                     return
-                _log.error("accept_failed", port=self.port, exc_info=error)
+                if is_exhausted(error):
+                    _log.error("accept_failed", port=self.port, exc_info=error)
                 threading.Event().wait(0.1)  # out of descriptors, for now
                 continue
             with suppress(OSError):  # the peer is gone already

@@ -57,7 +57,7 @@ class FewWords:
 
     def __call__(self, logger: Any, method: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Return the entry to log. Raises structlog.DropEvent."""
-        if not _is_exhausted(entry.get("exc_info")):
+        if not is_exhausted(entry.get("exc_info")):
             return entry
         now = self._clock()
         if now < self._last + _QUIET_SECONDS:
@@ -70,7 +70,8 @@ class FewWords:
         return entry
 
 
-def _is_exhausted(error: object) -> bool:
+def is_exhausted(error: object) -> bool:
+    """Return whether an exception, or one that caused it, says that no descriptor is left."""
     while isinstance(error, BaseException):
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True
@@ -80,5 +81,5 @@ def _is_exhausted(error: object) -> bool:
 
 def log_loop_error(loop: Any, context: dict[str, Any]) -> None:
     """Log an error that asyncio reports. An exception handler of an event loop, in place of asyncio's own log."""
-    error = context.get("exception")
-    _log.error("loop_failed", message=context.get("message", ""), exc_info=error)
+    details = {key: repr(value) for key, value in context.items() if key not in ("message", "exception")}
+    _log.error("loop_failed", message=context.get("message", ""), exc_info=context.get("exception"), **details)

@@ -333,6 +333,7 @@ class Publishers:
                     for each in known
                     if each.state == ACTIVE
                     or each.silent_for(now) < _FORGOTTEN_SECONDS
+                    or (each.activating and each.checked is None)
                     or (each.state == REJECTED and each is shown[model])
                 )
                 self._by_model = self._by_model | {model: kept}

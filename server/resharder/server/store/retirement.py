@@ -132,7 +132,9 @@ class Retirer:
     def _retain(self, model: StoredModel, retired: list[VersionRecord], *, despite_yielding: bool = False) -> None:
         pins = {(number, holder) for number, holders in model.holders.items() for holder in holders}
         pinned = {number for number, _ in (pins - model.yielding if despite_yielding else pins)}
-        for record in self._retention.surplus(model.of(READY), pinned, model.partial):
+        surplus = self._retention.surplus(model.of(READY), pinned, model.partial)
+        model.put(*(replace(record, reason="") for record in model.of(READY) if record.reason and record not in surplus))
+        for record in surplus:
             done = self._retired(record, "newer versions took its place")
             try:
                 self.end(model, record, done)
