@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
-REFUSALS: Mapping[str, str] = {}
+REFUSALS: Mapping[str, str] = {
+    "no-gate": "an API server that boots from the daemon without the gate and the control side: its program attaches the engine",
+}
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 
 _log = logging.getLogger("resharder")
