@@ -50,7 +50,7 @@ def install(
         print_json({"profiles": found})
     else:
         for one in found:
-            say(one["error"] or one["trace"])
+            say(str(one["error"] or one["trace"]))
     if any(one["error"] for one in found):
         raise typer.Exit(4)
 
