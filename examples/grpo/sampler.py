@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from examples.grpo.samples import Sample, read_answer
 
@@ -20,13 +20,14 @@ class Sampler:
         self._url, self._group = url, group
         sampling = {"n": group, "temperature": 1.0, "max_tokens": length, "ignore_eos": True, "logprobs": 1}
         self._body = {"model": model, "sampling_params": sampling}
+        self._opener = build_opener(ProxyHandler({}))  # the server is near: no proxy of the environment
         self._batches, self._requests = ThreadPoolExecutor(1), ThreadPoolExecutor(16)
 
     def wait_ready(self) -> None:
         """Wait until the server serves a version. Raises TimeoutError."""
         end = time.monotonic() + TIMEOUT
         while time.monotonic() < end:
-            with contextlib.suppress(OSError), urlopen(f"{self._url}/health", timeout=5):
+            with contextlib.suppress(OSError), self._opener.open(f"{self._url}/health", timeout=5):
                 return
             time.sleep(0.2)
         raise TimeoutError(f"expected {self._url} to be healthy within {TIMEOUT:.0f} s")
@@ -46,5 +47,5 @@ class Sampler:
     def _ask(self, prompt: Sequence[int]) -> list[Sample]:
         body = json.dumps({**self._body, "token_ids": list(prompt)}).encode()
         request = Request(f"{self._url}/inference/v1/generate", body, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=TIMEOUT) as answer:
+        with self._opener.open(request, timeout=TIMEOUT) as answer:
             return read_answer(prompt, json.load(answer))

@@ -35,8 +35,8 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"RESHARDER_ENDPOINT": ""}, "expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got none"),
-        ({"RESHARDER_ENDPOINT": "daemon"}, "as host:port in RESHARDER_ENDPOINT, got daemon"),
-        ({"RESHARDER_ENDPOINT": "daemon:77777"}, "as host:port in RESHARDER_ENDPOINT, got daemon:77777"),
+        ({"RESHARDER_ENDPOINT": "daemon"}, "RESHARDER_ENDPOINT: expected host:port, got 'daemon'"),
+        ({"RESHARDER_ENDPOINT": "daemon:77777"}, "RESHARDER_ENDPOINT: expected host:port, got 'daemon:77777'"),
         ({"RESHARDER_SERVER_ID": ""}, "expected the server's id in RESHARDER_SERVER_ID .*, got none"),
         ({"RESHARDER_SERVER_ID": "a/b"}, "expected the server's id in RESHARDER_SERVER_ID .*, got a/b"),
         ({"RESHARDER_MODEL": "models/m"}, "expected at most 64 letters, .* in RESHARDER_MODEL, got 'models/m'"),

@@ -40,6 +40,7 @@ from resharder.converters.errors import (
     UnsupportedModel,
 )
 from resharder.converters.printable import printable
+from resharder.converters.wire.endpoint import PROXY, proxy_address
 
 __all__ = [
     "AccessDenied",
@@ -233,8 +234,10 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
         )
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, Refused)
     if kind is DaemonUnreachable and not reason:
-        what, hint = cause_of(details)
-        return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}, got {code.name}: {what}; {hint}")
+        proxy = proxy_address()
+        what, hint = cause_of(details, proxy)
+        through = f" through the proxy {proxy} ({PROXY})" if proxy else ""
+        return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}{through}, got {code.name}: {what}; {hint}")
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 
 

@@ -16,6 +16,7 @@ REFUSALS: Mapping[str, str] = {
     "megatron-release": "a release of megatron-core that Resharder was not tested with",
     "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
     "server-config": "a version whose config.json differs from the one that the server computes with",
+    "no-gate": "an API server that boots from the daemon without the gate and the control side: its program attaches the engine",
 }
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 

@@ -26,6 +26,7 @@ import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from resharder.converters.printable import printable_output
+from resharder.converters.wire.endpoint import check_endpoint, route_options
 from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
@@ -91,7 +92,12 @@ class NodeConfig(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("endpoint", "listen", "address")
+    @field_validator("endpoint")
+    @classmethod
+    def _checked(cls, endpoint: str) -> str:
+        return check_endpoint(endpoint)
+
+    @field_validator("listen", "address")
     @classmethod
     def _parsed(cls, address: str) -> str:
         if address:
@@ -100,6 +106,7 @@ class NodeConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        route_options()
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
             raise ValueError("expected tls_ca, tls_cert and tls_key together")

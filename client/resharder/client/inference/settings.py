@@ -9,6 +9,7 @@ from typing import Self
 
 from resharder.client.errors import UsageError
 from resharder.client.rpc.tls import Tls
+from resharder.converters.wire.endpoint import check_endpoint, route_options
 
 GRPC, HTTP = "grpc", "http"
 CONFIG_CHANGE = "RESHARDER_ON_CONFIG_CHANGE"
@@ -99,11 +100,16 @@ def fault(environment: Mapping[str, str] = os.environ) -> tuple[str, tuple[str, 
 
 
 def _endpoint(given: Mapping[str, str]) -> str:
-    endpoint = given.get("RESHARDER_ENDPOINT", "")
-    host, _, port = endpoint.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise UsageError(f"expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got {endpoint or 'none'}")
-    return endpoint
+    try:
+        route_options(given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not given.get("RESHARDER_ENDPOINT"):
+        raise UsageError("expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got none")
+    try:
+        return check_endpoint(given["RESHARDER_ENDPOINT"])
+    except ValueError as error:
+        raise UsageError(f"RESHARDER_ENDPOINT: {error}") from error
 
 
 def _address(given: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ import grpc.experimental
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
 from resharder.client.rpc.secure_channel import SecureChannel
 from resharder.client.rpc.tls import Tls
+from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, check_endpoint, route_options
 from resharder.v1.revision import user_agent
 
 Answer = TypeVar("Answer")
@@ -34,10 +35,6 @@ _INTERRUPTIBLE = (
     # channel is closed afterwards (grpcio 1.85): the call then awaits an operation that was never begun, and the thread polls on.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
-
-
-DEFAULT_ENDPOINT = "127.0.0.1:7677"
-"""Address on which a daemon listens by default."""
 
 
 def endpoint_or_default(endpoint: str | None) -> str:
@@ -110,7 +107,7 @@ class Channel:
         interruptible: Whether Ctrl-C may interrupt threads that read its streams. Large streams are slower then.
 
     Raises:
-        UsageError: The endpoint or the TLS settings are invalid.
+        UsageError: The endpoint, the TLS settings or RESHARDER_PROXY are invalid.
     """
 
     _closed = False
@@ -118,13 +115,14 @@ class Channel:
     def __init__(
         self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None, *, interruptible: bool = False
     ) -> None:
-        _, colon, port = endpoint.rpartition(":")
-        if not colon or not port.isdigit():
-            raise UsageError(f"expected an endpoint as host:port, got {endpoint!r}")
-        self.endpoint, self.patience = endpoint, bound(patience)
+        try:
+            self.endpoint, route = check_endpoint(endpoint), route_options()
+        except ValueError as error:
+            raise UsageError(f"the daemon's endpoint: {error}") from error
+        self.patience = bound(patience)
         self.tls = tls or Tls.from_environment()
         agent = ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder")))
-        options = (*_OPTIONS, *(_INTERRUPTIBLE if interruptible else ()), agent)
+        options = (*_OPTIONS, *route, *(_INTERRUPTIBLE if interruptible else ()), agent)
         self.grpc: grpc.Channel = (
             SecureChannel(endpoint, self.tls, options) if self.tls else grpc.insecure_channel(endpoint, options=options)
         )

@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+from resharder.converters.wire.endpoint import PROXY
+
 
 class Cause(NamedTuple):
     """Cause of a failed connection, and what to change."""
@@ -43,8 +45,12 @@ _CAUSES = (
 )
 
 
-def cause_of(details: str) -> Cause:
-    """Return the cause of a failed call."""
+def cause_of(details: str, proxy: str = "") -> Cause:
+    """Return the cause of a failed call, which goes through `proxy` if there is one."""
+    if proxy and (answered := re.search(r"HTTP proxy returned response code (\d+)", details)):
+        return Cause(f"the proxy answered {answered[1]}", f"correct {PROXY}, or unset it to connect straight")
+    if proxy and re.search(rf"{re.escape(proxy)}.*Connection refused|DNS resolution failed", details):
+        return Cause("the proxy is out of reach", f"correct {PROXY}, or unset it to connect straight")
     for pattern, what, hint in _CAUSES:
         if re.search(pattern, details):
             return Cause(what, hint)

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import structlog
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.endpoint import PROXY, proxy_address
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import HeldVersion, NodeCopies
@@ -359,7 +360,8 @@ def _refused(error: Exception, failures: int, endpoint: str) -> None:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise Replaced(error.details()) from error
     if failures == 1:
-        _log.warning("daemon_away", endpoint=endpoint, reason=reason)
+        through = {"proxy": f"{proxy} ({PROXY})"} if (proxy := proxy_address()) else {}
+        _log.warning("daemon_away", endpoint=endpoint, reason=reason, **through)
 
 
 def _wanted(order: node_pb2.NodeOrder, version: HeldVersion) -> Bitmap:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
+from resharder.converters.wire.endpoint import route_options
 from resharder.server.ingest.homes import FileProof
 from resharder.server.node.part_files import FilesOnNode, files_from_proto
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
@@ -208,6 +209,7 @@ class DaemonClient:
     def _open(self) -> grpc.Channel:
         options: list[tuple[str, Any]] = [
             *_OPTIONS,
+            *route_options(),
             ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))),
         ]
         if self._tls is None:

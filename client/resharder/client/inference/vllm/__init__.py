@@ -1,4 +1,4 @@
-"""The vLLM plugin. Without `RESHARDER_ENDPOINT` in the environment it changes nothing in vLLM.
+"""The vLLM plugin. Without `RESHARDER_ENDPOINT` in the environment and `--load-format resharder` it changes nothing in vLLM.
 
 Importing this module imports neither vLLM nor gRPC and opens no channel, because vLLM forks workers from
 processes that imported it.
@@ -19,15 +19,18 @@ TESTED = (OLDEST, (0, 28), (0, 32))
 def register() -> None:
     """Register the plugin: the entry point `vllm.general_plugins`, which vLLM calls at least once in every process of a server.
 
-    Without RESHARDER_ENDPOINT, only the weight transfer backend is registered, which refuses a server without the variable.
+    Without RESHARDER_ENDPOINT, only the weight transfer backend is registered, which refuses a server without the variable, until
+    vLLM is given the load format `resharder`: the variable then has its default.
 
     Raises:
         UsageError: vLLM is too old, a variable is invalid, or requests would bypass the gate. The
             exception ends the server's start.
     """
+    from resharder.client.inference.vllm.engine_args import watch_engine_args
     from resharder.client.inference.vllm.weight_transfer import register_backend
 
     has_backend = register_backend()
+    watch_engine_args(register)
     if not os.environ.get("RESHARDER_ENDPOINT"):
         return
     from resharder.client.errors import UsageError

@@ -1,7 +1,8 @@
 """vLLM's endpoint plugin: the gate in front of the API server's routes, and the control side behind it. It adds no route.
 
 Every API server of a server runs one plugin, under the same `RESHARDER_SERVER_ID`; the daemon elects the
-leader among them. Without `RESHARDER_ENDPOINT` in the environment, the plugin is a no-op.
+leader among them. Without `RESHARDER_ENDPOINT` in the environment, which `engine_args` sets for our load format, the plugin is
+a no-op.
 """
 
 import atexit
