@@ -142,8 +142,8 @@ async def attach(
         return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
-    end = EngineEnd(engine, lambda: thread.report_now())
-    loop = asyncio.get_running_loop()
+    loop, end = asyncio.get_running_loop(), EngineEnd(engine, lambda: thread.report_now())
+    end.watch_signals(loop)
     thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, status, loop, lambda: end.failure)
     control = OrderExecutor(
         engine,
