@@ -185,7 +185,7 @@ def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_a
             move = site.ends(MovePhase.STOPPED)
             code, said = ended()
         assert code == 5
-        assert "1 of 3 servers are missing: a: " in move.reason
+        assert "1 of 3 servers is missing: a: " in move.reason
         assert "2/3 serve" in said
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
     with site.server():
