@@ -223,9 +223,11 @@ class VllmServer:
 
     def child(self, title: str) -> psutil.Process:
         """The last of the server's processes whose title, which vLLM gives it, begins so: `EngineCore`, `Worker`."""
-        children = psutil.Process(self._process().pid).children(recursive=True)
-        titles = {one.pid: " ".join(one.cmdline()) for one in children}
-        found = [one for one in children if titles[one.pid].startswith(f"VLLM::{title}")]
+        titles: dict[psutil.Process, str] = {}
+        for one in psutil.Process(self._process().pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                titles[one] = " ".join(one.cmdline())
+        found = [one for one, name in titles.items() if name.startswith(f"VLLM::{title}")]
         if not found:
             raise ServerFailed(f"expected a process VLLM::{title}, there are {titles}")
         return found[-1]
