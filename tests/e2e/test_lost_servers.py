@@ -10,10 +10,9 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from resharder.client import Publisher
 from resharder.client.operator import Operator
@@ -43,7 +42,6 @@ class Site:
     publisher: Publisher
     operator: Operator
     version: int = 0
-    killed: list[psutil.Process] = field(default_factory=list)
 
     def publish(self) -> int:
         self.version += 1
@@ -89,14 +87,6 @@ class Site:
         return move
 
 
-def process(server: VllmServer, title: str) -> psutil.Process:
-    """A process of a server, by the beginning of the title that vLLM gives it."""
-    assert server.process is not None
-    found = [one for one in psutil.Process(server.process.pid).children(recursive=True) if title in " ".join(one.cmdline())]
-    assert found, [one.cmdline() for one in psutil.Process(server.process.pid).children(recursive=True)]
-    return found[-1]
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("config")
@@ -130,7 +120,7 @@ def waits_for_move() -> Iterator[Callable[[], tuple[int, str]]]:
 def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--rolling", 1, "--max-failures", 1).code == 0
     with site.server("--tensor-parallel-size", "2") as server:
-        worker = process(server, "VLLM::Worker")
+        worker = server.child("Worker")
         worker.send_signal(signal.SIGSTOP)
         site.publish()
         site.wait(ServerState.STAGING)
@@ -152,7 +142,7 @@ def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site
 def test_an_atomic_move_goes_back_when_an_engine_core_dies(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--atomic").code == 0
     with site.server() as server:
-        core = process(server, "VLLM::EngineCore")
+        core = server.child("EngineCore")
         before = site.version
         core.send_signal(signal.SIGSTOP)
         site.publish()
@@ -173,7 +163,7 @@ def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
         site.publish()
         assert site.ends(MovePhase.HOLDING).servers == ("a",)
         assert server.process is not None
-        core = process(server, "VLLM::EngineCore")
+        core = server.child("EngineCore")
         os.kill(server.process.pid, signal.SIGKILL)
         core.kill()  # vLLM leaves it behind
         assert "a: its lease ended" in site.ends(MovePhase.FAILED).reason
@@ -186,7 +176,7 @@ def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
 def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_and_say_so(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--all-at-once").code == 0
     with site.server() as server:
-        core = process(server, "VLLM::EngineCore")
+        core = server.child("EngineCore")
         core.send_signal(signal.SIGSTOP)
         site.publish()
         site.wait(ServerState.STAGING)
@@ -195,7 +185,7 @@ def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_a
             move = site.ends(MovePhase.STOPPED)
             code, said = ended()
         assert code == 5
-        assert "1 of 3 servers are missing: a: " in move.reason
+        assert "1 of 3 servers is missing: a: " in move.reason
         assert "2/3 serve" in said
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
     with site.server():

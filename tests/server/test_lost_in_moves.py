@@ -208,7 +208,7 @@ def test_a_rolling_move_that_may_fail_twice_is_not_done_without_the_one_that_it_
     site.die(victim, "engine core")
     site.go_on()
     assert site.move.state == MoveState.STOPPED
-    assert site.move.reason == f"1 of 3 servers are missing: {victim}: its engine core ended with code -9"
+    assert site.move.reason == f"1 of 3 servers is missing: {victim}: its engine core ended with code -9"
     assert {name: v for name, v in site.serving().items() if name != victim} == {n: 2 for n in NAMES if n != victim}
 
 
@@ -285,6 +285,16 @@ def test_a_move_that_stopped_without_a_server_is_done_when_it_is_back(make: Call
     site.go_on()
     assert (site.move.state, site.move.reason, dict(site.move.failed)) == (MoveState.DONE, "", {})
     assert site.serving() == dict.fromkeys(NAMES, 2)
+
+
+def test_a_move_that_stopped_without_a_server_goes_back_when_told_to(make: Callable[..., Site]) -> None:
+    site = stopped_short(make)
+    site.fleets.decide(go_on=False)
+    site.fleets.start_server("a")
+    assert site.fleets.plants["a"].holds == 1, "it boots from where the others go"
+    site.go_on()
+    assert site.move.state == MoveState.FAILED
+    assert site.serving() == dict.fromkeys(NAMES, 1)
 
 
 @pytest.mark.parametrize("act", ["forget", "approve"])

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from tests.support.ports import free_port
 
 VERSION_HEADER = "X-Resharder-Version"
@@ -220,6 +222,17 @@ class VllmServer:
                     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
                     for token_id, logprob in zip(choice.get("token_ids") or [], logprobs, strict=True):
                         yield Token(token_id, logprob, at)
+
+    def child(self, title: str) -> psutil.Process:
+        """The last of the server's processes whose title, which vLLM gives it, begins so: `EngineCore`, `Worker`."""
+        titles: dict[psutil.Process, str] = {}
+        for one in psutil.Process(self._process().pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                titles[one] = " ".join(one.cmdline())
+        found = [one for one, name in titles.items() if name.startswith(f"VLLM::{title}")]
+        if not found:
+            raise ServerFailed(f"expected a process VLLM::{title}, there are {titles}")
+        return found[-1]
 
     # Inside
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.states import RequestHandling
+from resharder.v1 import resources_pb2
 
 from tests.support.command import answer
 from tests.support.observing import leaving, servers, wait_serving, wait_until
@@ -178,3 +179,10 @@ def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_work
     assert phases == [["stage", "apply"]] * 2
     after = double.server.generate(PROMPT, 8)
     assert (after.version, after.token_ids) == (before.version, before.token_ids)
+
+
+def test_a_server_of_two_engines_is_lost_when_one_of_its_engine_cores_dies(double: Deployment) -> None:
+    """The last of its tests. vLLM then ends both API servers by SIGTERM, as an order would."""
+    double.server.child("EngineCore").kill()
+    wait_until(lambda: servers(double.daemon)[0].state == resources_pb2.Server.LOST, "it is lost")
+    assert "its engine" in servers(double.daemon)[0].reason

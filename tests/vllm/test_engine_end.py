@@ -1,6 +1,7 @@
 """An engine that dies is told from one that was shut down by an order. With vLLM's own: `test_control_server.py`."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -101,3 +102,35 @@ def test_an_engine_core_on_another_host_is_not_looked_for() -> None:
     engine.engine_core.answers = ["elsewhere", ended.pid]
     asyncio.run(engine.end.find_processes())
     assert engine.end.failure == ""
+
+
+def test_a_sigterm_to_a_healthy_server_is_an_order_although_its_workers_end_first() -> None:
+    engine = Engine(Process())
+    said: list[int] = []
+
+    async def serve() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        engine.end.watch_signals(loop)
+        loop.add_signal_handler(signal.SIGUSR1, lambda number: (said.append(number), ended.set()), 3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await ended.wait()
+
+    asyncio.run(serve())
+    engine.errored = True
+    engine.engine_core.resources.engine_manager.processes[0].exitcode = 1  # type: ignore[union-attr]
+    engine.engine_core.shutdown()
+    assert (engine.end.failure, engine.failures, said) == ("", 0, [3])
+
+
+def test_a_sigterm_to_a_server_whose_engine_has_died_is_no_order() -> None:
+    engine = Engine(Process(-signal.SIGKILL))
+
+    async def serve() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        engine.end.watch_signals(loop)
+        loop.add_signal_handler(signal.SIGUSR1, ended.set)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await ended.wait()
+
+    asyncio.run(serve())
+    assert engine.end.failure == "its engine core ended with code -9"

@@ -227,7 +227,8 @@ class FleetCommands(OperatorQueries):
     ) -> FleetStatus:
         """Wait until the move of a command has ended and the servers have reached the target.
 
-        Servers that are lost, asleep or drained are not awaited. `went_well` judges the result.
+        Servers that are lost, asleep or drained are not awaited. A move that loses servers ends STOPPED or FAILED, with their
+        names. `went_well` judges the result.
 
         Args:
             asked: The command's answer.

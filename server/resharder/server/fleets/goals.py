@@ -53,7 +53,8 @@ def boots(fleet: Fleet, view: View) -> int:
     """Return the version from which a server of the fleet should boot now; 0: none is READY."""
     move = fleet.moving
     version = fleet.settled
-    if move is not None and (move.state in (MoveState.MOVING, MoveState.APPLYING) or move.short):
+    short = move is not None and move.state == MoveState.STOPPED and move.short
+    if move is not None and (short or move.state in (MoveState.MOVING, MoveState.APPLYING)):
         version = move.to
     elif move is not None:
         version = move.back_to

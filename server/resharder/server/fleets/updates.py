@@ -281,7 +281,8 @@ def _at_its_end(fleet: Fleet, noted: Move, view: View) -> Fleet:
     lost = lost_servers(fleet, noted, view)
     if not lost:
         return _end(fleet, replace(noted, short=False), MoveState.DONE, view)
-    reason = f"{len(lost)} of {len(noted.counted)} servers are missing: {_listed(lost)}"
+    are = "is" if len(lost) == 1 else "are"
+    reason = f"{len(lost)} of {len(noted.counted)} servers {are} missing: {_listed(lost)}"
     return replace(fleet, move=replace(noted, state=MoveState.STOPPED, short=True, reason=reason))
 
 

@@ -175,8 +175,8 @@ async def attach(
 
     guard(getattr(engine, "engine_core", None))
     channel = Channel(settings.endpoint)
-    engine_end = EngineEnd(engine, lambda: thread.report_now())
-    loop = asyncio.get_running_loop()
+    loop, engine_end = asyncio.get_running_loop(), EngineEnd(engine, lambda: thread.report_now())
+    engine_end.watch_signals(loop)
     thread = LeaseThread(channel, identity, gate.lease, carry_out, status, loop, lambda: engine_end.failure)
     control = OrderExecutor(
         engine,

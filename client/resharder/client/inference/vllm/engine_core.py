@@ -1,5 +1,6 @@
 """The fence in vLLM's engine core (`control/fence.py`), and queries about engine cores; read against 0.26, 0.28 and 0.32."""
 
+import asyncio
 import functools
 import logging
 import os
@@ -137,12 +138,31 @@ class EngineEnd:
 
         @functools.wraps(shut_down)
         def watched(*args: Any, **kwargs: Any) -> None:
-            self._ordered = self._ordered or not self._found()
+            self._order()
             if not self._ordered:
                 self._failed()
             shut_down(*args, **kwargs)
 
         self._client.shutdown = watched  # type: ignore[union-attr]
+
+    def watch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take signals for which the program adds a handler from now on as orders, at the moment at which they arrive.
+
+        If all processes of a server get a SIGTERM, its workers may have ended before the client is shut down.
+        """
+        add = loop.add_signal_handler
+
+        def watched(number: int, handler: Callable[..., object], *args: Any) -> None:
+            def order() -> None:
+                self._order()
+                handler(*args)
+
+            add(number, order)
+
+        loop.add_signal_handler = watched  # type: ignore[assignment, method-assign]
+
+    def _order(self) -> None:
+        self._ordered = self._ordered or not self._found()
 
     async def find_processes(self) -> None:
         """Ask engine cores on this host for their processes, if another process watches them."""

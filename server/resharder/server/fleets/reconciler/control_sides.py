@@ -15,7 +15,7 @@ def claimed(server: Server, event: Claimed, now: float, settings: Settings) -> S
     If they ended in an install, it has failed, although the server is back before its lease ends.
     """
     if not server.attached:
-        server = replace(server, seen=now, lost_at=None, renews=server.renews or event.renews)
+        server = replace(server, seen=now, lost_at=None, failure="", renews=server.renews or event.renews)
     if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
         return server
     if server.controls or (server.booting and not server.boot_version):

@@ -11,7 +11,7 @@ def worker_reported(server: Server, report: Worker, now: float, settings: Settin
     if _is_replaced(server, report, now, settings) or (server.world_size and report.rank >= server.world_size):
         return server
     if not server.attached:
-        server = replace(server, seen=now, lost_at=None)
+        server = replace(server, seen=now, lost_at=None, failure="")
     server = _worker_taken(replace(server, reported_at={**server.reported_at, report.rank: now}), report, now, settings)
     kept = server.workers.get(report.rank)
     if kept is None or kept.process != report.process:

@@ -94,7 +94,7 @@ class Observed(IngestObserver, FleetObserver):
             "them), offer_over, layout, late, member_gone, member_failed",
             "reason",
         )
-        self._leases = counter("leases_lost", "Expired leases of ranks with an open slot and of servers", "model", "holder")
+        self._leases = counter("leases_lost", "Expired leases of ranks with an open slot, and LOST servers", "model", "holder")
         self._refusals = counter("rpc_refusals", "Refused calls, by the reasons of docs/errors.md", "reason")
         self._events = counter("events", "Events of the journal (`resharder events`)", "kind", "what")
         self._begun = set[tuple[str, str]]()  # fleets and models whose series exist
