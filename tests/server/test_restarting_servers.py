@@ -11,9 +11,8 @@ from resharder.server.state.server import Goal, InstallState, OrderKind, Server,
 from resharder.server.state.server_events import Attached, Claimed, Detached, Order, Reported, Ticked, VersionsChanged, Wanted
 from resharder.v1 import resources_pb2
 
-from tests.server.test_fleet_reconciler import hear, serving
 from tests.support.fleet_states import moving, server, view
-from tests.support.reconciler_versions import SETTINGS, versions
+from tests.support.reconciler_versions import SETTINGS, hear, serving, versions
 
 WHY = "rope_theta is 500000.0 in the version, 10000.0 here"
 

@@ -59,13 +59,14 @@ class EngineConfig:
             InstallError: This vLLM cannot read the version's config.
         """
         if version != self._compared[0]:
-            self._compared = version, self._compare(json.loads(version))
+            self._compared = version, self._compare(version)
         return self._compared[1]
 
-    def _compare(self, version: dict[str, Any]) -> list[Difference]:
-        if not differences(self._content, version):
-            return []
+    def _compare(self, content: bytes) -> list[Difference]:
         try:
+            version = json.loads(content)
+            if not differences(self._content, version):
+                return []
             theirs = self._parsed(version)
         except Exception as error:
             raise InstallError(f"vLLM {vllm.__version__} cannot read the version's config.json: {error}") from error
