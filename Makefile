@@ -1,4 +1,5 @@
-# make demo: the main job from end to end. make example: an RL job. make test: every check. make check: the fast ones. All set everything up first, in .venv.
+# make demo: the main job from end to end. make example: an RL job. make test: each promise once. make test-all: every test.
+# make check: the fast ones. All set everything up first, in .venv.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test check lint docs types proto proto-check unit test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo example test test-all check lint docs types proto proto-check test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -30,16 +31,17 @@ demo: setup
 example: setup
 	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(JSON),--json $(JSON))
 
-test: setup lint types proto-check docs unit
+# Each promise once, lint, types and docs beside it. What fails keeps nothing else from running.
+test: setup .venv-proto/.ready
+	$(BIN)/python tools/parts.py test
 
-# Tests without processes, engines or models, for every few edits: about a minute on two cores.
-PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation grpo_example operator_verbs operator_waiting pages pinned_pages read_plan receiver to_host)) \
-        $(addprefix tests/converters/test_,$(addsuffix .py,architectures chunks digest direct_messages files layout megatron_tables plan runs tables)) \
-        $(addprefix tests/deploy/test_,$(addsuffix .py,architecture containers grafana kubernetes docstrings prometheus systemd)) \
-        $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct direct_offers explain fleet_clocks fleet_moves fleet_reconciler install_timings maxima newer_files older_files operations pause_admission pieces reconciler_schedules security_rules serve_ahead server_service sources terms)) \
-        $(addprefix tests/vllm/test_,$(addsuffix .py,gate gc_pauses labels pieces places prepared quantised settings verify))
+# Every test that there is: variants too, the oldest vLLM, training frameworks and the transfer engine.
+test-all: setup .venv-proto/.ready
+	$(BIN)/python tools/parts.py all
+
+# For every few edits: what starts no process and takes little.
 check: setup lint types
-	$(BIN)/pytest -q -n 2 --dist loadfile $(PURE) $(PYTEST)
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "pure and not slow and not full" $(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check
@@ -52,12 +54,6 @@ docs: setup
 
 types: setup
 	$(BIN)/mypy converters server client
-
-# Three files at a time, for two processors: much of it is waiting. Where servers take the processors by themselves, two, and one in storms.
-unit: setup
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/soak tests/vllm $(PYTEST)
-	$(BIN)/pytest -n 2 --dist loadfile tests/e2e $(PYTEST)
-	$(BIN)/pytest tests/gpu tests/failpoints tests/chaos $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
 .venv-proto/.ready: pyproject.toml

@@ -1,11 +1,14 @@
 """Settings and fixtures of every test."""
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.tiers import TIERS, Guard, Reach
 
 if TYPE_CHECKING:
     from resharder.client.trainer.publisher import Publisher
@@ -16,30 +19,46 @@ if TYPE_CHECKING:
 settings.register_profile("resharder", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("resharder")
 
-FIRST = (
-    "tests/vllm/test_control_server.py",
-    "tests/vllm/test_install.py",
-    "tests/client/test_publisher.py",
-    "tests/vllm/test_other_hands.py",
-    "tests/server/test_daemon.py",
-    "tests/vllm/test_native_updates_server.py",
-    "tests/converters/test_megatron_ranks.py",
-    "tests/vllm/test_fp8.py",
-    "tests/client/test_megatron.py",
-    "tests/vllm/test_mx.py",
-    "tests/client/test_importing.py",
-    "tests/converters/test_real_sizes.py",
-    "tests/client/test_fill.py",
-    "tests/converters/test_layout_matrix.py",
-)
-"""The files that take longest: where several run at a time, none of these is begun when the others are done."""
+REACH, GUARD = Reach(), Guard()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of all others stays."""
-    places = {file: place for place, file in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
+    """Mark each test with its tier; the costliest first, so that none of them is begun when all others are done."""
+    wrong = []
+    for item in items:
+        given = [tier for tier in TIERS if item.get_closest_marker(tier)]
+        tier = max([tier_of(item), *given], key=TIERS.index)
+        if given and given[0] != tier:
+            wrong.append(f"{item.nodeid} is marked {given[0]}, and it uses a rig of tier {tier}")
+        item.add_marker(tier)
+    if wrong:
+        raise pytest.UsageError("\n".join(wrong))
+    items.sort(key=lambda item: -max(TIERS.index(tier) for tier in TIERS if item.get_closest_marker(tier)))
+
+
+def tier_of(item: pytest.Item) -> str:
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return REACH.tier([item.function, *(each.func for found in fixtures for each in found)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    GUARD.begin(pure=item.get_closest_marker("pure") is not None)
+    try:
+        return (yield)
+    finally:
+        GUARD.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A module that imports vLLM or Megatron is skipped where there is none."""
+    report = yield
+    if report.failed and (missing := re.search(r"No module named '(vllm|megatron)", str(report.longrepr))):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[1]}")
+    return report
 
 
 @pytest.fixture(scope="module")

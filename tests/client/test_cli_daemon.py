@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import StrategyKind, TargetKind
+from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
 
 from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder, running
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.secure import Authority
-from tests.support.simulated_server import SimulatedServer
+from tests.support.simulated_server import Order, SimulatedServer
 
 WAIT = ("--wait", "--timeout", 120)
 
@@ -38,6 +38,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 @pytest.fixture(autouse=True)
 def _endpoint(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARDER_ENDPOINT", daemon.endpoint)
+
+
+@pytest.fixture
+def operator(daemon: Daemon) -> Iterator[Operator]:
+    with Operator(daemon.endpoint) as operator:
+        yield operator
 
 
 def said(*arguments: object) -> str:
@@ -88,6 +94,23 @@ def test_a_canary_is_approved_or_sent_back(daemon: Daemon) -> None:
         assert (back["move"]["state"], back["refused"]) == ("FAILED", [{"version": 3, "reason": "rude"}])
     done = resharder("back", "--fleet", "tried")
     assert (done.code, "[NOTHING_TO_DECIDE]" in done.err) == (4, True)
+
+
+@pytest.mark.parametrize(("verb", "dies_at"), [("sleep", Order.SLEEP), ("wake", Order.WAKE), ("drain", Order.CLOSE)])
+def test_a_command_that_waits_for_servers_says_when_one_was_lost(
+    daemon: Daemon, operator: Operator, verb: str, dies_at: int
+) -> None:
+    fleet = f"losing-{verb}"
+    said("fleet", "set", fleet, "--model", "policy")
+    with SimulatedServer(daemon, f"{fleet}-a", fleet=fleet) as dies, SimulatedServer(daemon, f"{fleet}-b", fleet=fleet):
+        wait_until(lambda: [s.state for s in operator.servers(fleet)] == [ServerState.SERVING] * 2, "both serve")
+        if verb == "wake":
+            said("sleep", "--fleet", fleet, *WAIT)
+        dies.dies_at = {dies_at}
+        done = resharder(verb, "--fleet", fleet, *WAIT)
+        assert done.code == 5
+        assert f"servers/{fleet}-a LOST: its engine died, " in done.out
+        assert operator.server(f"{fleet}-b").state != ServerState.LOST
 
 
 def test_servers_are_drained_resumed_put_to_sleep_and_woken(daemon: Daemon) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import (
+    LayoutRejected,
     NotFound,
     OutOfRoom,
     StaleEpoch,
@@ -30,7 +31,7 @@ from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
-from tests.client.models import CONFIG, connected, equal, exported, parts, publish_all, spread, together, weights
+from tests.client.models import CONFIG, SHAPES, connected, equal, exported, parts, publish_all, spread, together, weights
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_until
@@ -110,12 +111,24 @@ def test_a_later_job_ends_an_earlier_one(daemon: Daemon, transport: str) -> None
     (old,) = connected(daemon.endpoint, 1, "old", transport=transport)
     publish_all([old], 1, weights(1))[0].wait_ready(60)
     (new,) = connected(daemon.endpoint, 1, "new", transport=transport)
-    with pytest.raises(StaleEpoch, match=r"newer job|epoch"):
+    with pytest.raises(StaleEpoch, match="job 'new' has taken over model 'policy'; to take it back"):
         publish_all([old], 2, weights(2))
     handle = publish_all([new], 1, weights(3))[0]
     handle.wait_ready(60)
     with Operator(daemon.endpoint) as operator:
         assert [v.step for v in operator.versions("policy") if v.number == handle.version] == [1]
+
+
+def test_a_job_that_is_refused_does_not_end_the_one_that_publishes(daemon: Daemon) -> None:
+    (running,) = connected(daemon.endpoint, 1, "running")
+    publish_all([running], 1, weights(1))[0].wait_ready(60)
+    wrong = connect(daemon.endpoint, model="policy", job="wrong", rank=0, world_size=1, config=CONFIG)
+    with pytest.raises(LayoutRejected, match="is held by no rank"):
+        wrong.attach_tensors([DeclaredTensor(name, *SHAPES[name], index) for name, index in spread(2)[0]])
+    publish_all([running], 2, weights(2))[0].wait_ready(60)
+    with Operator(daemon.endpoint) as operator:
+        shown = {publisher.job: publisher.state.name for publisher in operator.daemon().publishers}
+    assert shown == {"running": "ACTIVE", "wrong": "REJECTED"}
 
 
 def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:

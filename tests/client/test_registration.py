@@ -6,8 +6,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from resharder.client.errors import WaitTimeout
 from resharder.client.trainer import registration
+from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.publisher import Publisher
+from resharder.client.trainer.rank_layout import RankLayout
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import CONFIG, connect, declared, parts, spread, together, weights
@@ -95,3 +98,23 @@ def test_a_rank_waits_for_the_node_of_its_host_after_a_restart_of_the_daemon_unt
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
         yield running
+
+
+class Waiting:
+    """A channel whose daemon still waits, and says for what."""
+
+    def __init__(self, said: str) -> None:
+        self.grpc, self.said = grpc.insecure_channel("127.0.0.1:1"), said
+
+    def call(self, *_: object, **__: object) -> None:
+        raise WaitTimeout(self.said)
+
+
+def test_a_rank_that_waits_in_vain_reads_what_the_daemon_waits_for_and_nothing_else() -> None:
+    said = "all ranks have registered; the daemon still checks their tensors and reserves room: wait for it"
+    publisher = resources_pb2.Publisher(name="models/m/publishers/1")
+    identity, layout = RankIdentity("job", 0, 2), RankLayout({}, ())
+    registered = registration.Registration(Waiting(said), publisher, identity, layout)  # type: ignore[arg-type]
+    with pytest.raises(WaitTimeout) as caught:
+        registered.assignment(0.0)
+    assert str(caught.value).startswith(f"models/m/publishers/1 has no assignment after 0 s: {said}")

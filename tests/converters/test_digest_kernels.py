@@ -20,6 +20,8 @@ from resharder.converters.storage.digest_1 import digest_1
 from tests.support.digest_reference import DTYPES, fold, of_rows, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
 
+pytestmark = pytest.mark.slow
+
 KERNELS: dict[str, Callable[[int], digests.Kernels]] = {
     "interpreted": lambda width: (digests._sum_loop, digests._copy_loop),
     "compiled": lambda width: digests._kernels(width),

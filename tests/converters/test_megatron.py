@@ -17,8 +17,16 @@ from resharder.converters.architectures.table import Rows, Table, Weight
 
 from tests.support.megatron_logits import difference
 
+pytestmark = pytest.mark.slow
+
 Checkpoint = dict[str, torch.Tensor]
 Model = tuple[dict[str, Any], Checkpoint]
+SPECS = [
+    pytest.param(family, spec, marks=[pytest.mark.full] * ((number + second) % 2))
+    for number, family in enumerate(tiny_hf.FAMILIES)
+    for second, spec in enumerate(("local", "te"))
+]
+"""Each family with each of Megatron's layer specs, in turns with one of them in `make test`."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +50,7 @@ def model_of(folder_of: Callable[..., Path]) -> Callable[..., Model]:
     )
 
 
-@pytest.mark.parametrize("spec", ["local", "te"])
-@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+@pytest.mark.parametrize(("family", "spec"), SPECS)
 def test_megatron_computes_the_logits_of_the_checkpoint(
     model_of: Callable[..., Model], folder_of: Callable[..., Path], family: str, spec: Spec
 ) -> None:

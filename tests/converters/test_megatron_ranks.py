@@ -7,16 +7,20 @@ import pytest
 
 from tests.support import fakepg, tiny_hf
 from tests.support.forked_ranks import forked
-from tests.support.megatron_ranks import FORWARD
+from tests.support.megatron_ranks import FAMILY, FORWARD
+from tests.support.variants import selected, variants
+
+FEW = 6
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     fakepg.leave()
     folder = tmp_path_factory.mktemp("ranks")
-    for family in {family for family, _ in FORWARD.values()}:
+    cases = selected(request, "case")
+    for family in {FAMILY, *(FORWARD[case][0] for case in cases)}:
         tiny_hf.save_checkpoint(folder / family, tiny_hf.tiny_config(family))
-    forked("tests.support.megatron_ranks", folder)
+    forked("tests.support.megatron_ranks", folder, *cases)
     findings: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return findings
 
@@ -25,7 +29,7 @@ def test_every_family_is_computed_by_several_ranks() -> None:
     assert {family for family, _ in FORWARD.values()} == set(tiny_hf.FAMILIES)
 
 
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", variants({name: layout for name, (_, layout) in FORWARD.items()}, FEW))
 def test_ranks_together_compute_the_logits_of_the_checkpoint(found: dict[str, Any], case: str) -> None:
     assert found[case] < tiny_hf.tolerance(FORWARD[case][0])
 

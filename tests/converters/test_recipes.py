@@ -76,18 +76,18 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ("minimax_m2", NO_ROTATION | {"rotary_dim": None, "head_dim": 256}, {"rotary_percent": 0.25}),
     ("minimax_m2", NO_ROTATION | {"rotary_dim": 32, "head_dim": None}, {"rotary_percent": 0.25}),
     ("minimax_m2", {}, {"qk_layernorm": True, "whole_norms": True}),
-    ("olmoe", {"clip_qkv": 8.0}, {"qk_layernorm": True, "whole_norms": True, "clip_qkv": 8.0}),
+    ("olmoe", {"clip_qkv": 8.0}, {"qk_layernorm": True, "whole_norms": True, "beyond": ("clip_qkv=8.0",)}),
     (
         "gpt_oss",
-        {"rope_parameters": None, "rope_scaling": YARN | {"truncate": True}},
+        {"rope_parameters": None, "rope_scaling": YARN | {"type": "yarn", "truncate": True}},
         {
             "yarn_rotary_scaling_factor": 40.0,
             "yarn_original_max_position_embeddings": 1024,
             "yarn_beta_fast": 16.0,
             "yarn_beta_slow": 2.0,
             "yarn_correction_range_round_to_int": True,
-            "yarn_mscale": None,
-            "yarn_mscale_all_dim": None,
+            "yarn_mscale": 0.9,
+            "yarn_mscale_all_dim": 0.6,
         },
     ),
     (
@@ -158,7 +158,7 @@ def recipe_of(config: Settings) -> Settings:
     """All settings of a recipe, by name; latent attention reads its rotation from the transformer's alone."""
     recipe = architecture_of(config).recipe(config)
     model = {key: value for key, value in recipe.model.items() if "q_lora_rank" not in recipe.transformer or key != "rotary_base"}
-    return model | recipe.transformer | recipe.attributes | asdict(recipe.extras)
+    return model | recipe.transformer | recipe.attributes | asdict(recipe.extras) | {"beyond": recipe.beyond}
 
 
 def changed(family: str, changes: Settings) -> Settings:

@@ -38,12 +38,14 @@ def test_a_version_goes_from_the_ranks_memory_to_the_workers(system: System) -> 
     )
 
 
+@pytest.mark.full
 def test_the_next_version_goes_over_the_same_group(system: System) -> None:
     version = system.publish(3)
     assert system.sent(version), system.transfers()
     assert len([line for line in system.transfers() if line["event"] == "direct_group"]) == 1
 
 
+@pytest.mark.full
 def test_a_version_that_its_ranks_do_not_offer_is_not_waited_for(system: System) -> None:
     system.trainer.ask(do="withhold")
     version = system.publish(4)
@@ -51,6 +53,7 @@ def test_a_version_that_its_ranks_do_not_offer_is_not_waited_for(system: System)
     assert f"versions/{version} is installed from the store" in system.server.log_text()
 
 
+@pytest.mark.full
 def test_weights_that_change_before_they_are_sent_are_noticed_and_come_from_the_store(system: System) -> None:
     system.trainer.ask(do="fault", rank=1, what="change")
     version = system.publish(5)
@@ -59,6 +62,7 @@ def test_weights_that_change_before_they_are_sent_are_noticed_and_come_from_the_
     assert system.sent(system.publish(6)), system.transfers()
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_costs_its_servers_no_more_than_the_bound(system: System) -> None:
     system.trainer.ask(do="fault", rank=0, what="sleep")
     failed = len(system.failures())
@@ -68,6 +72,7 @@ def test_a_rank_that_hangs_costs_its_servers_no_more_than_the_bound(system: Syst
     assert system.sent(system.publish(8)), system.transfers()
 
 
+@pytest.mark.full
 def test_a_version_is_served_before_it_is_ready_where_the_fleet_says_so(system: System) -> None:
     with system.ahead():
         version, asked, go = system.publish_held(20)
@@ -85,6 +90,7 @@ def test_a_version_is_served_before_it_is_ready_where_the_fleet_says_so(system: 
         assert (again.token_ids, again.logprobs, again.version) == (answer.token_ids, answer.logprobs, answer.version)
 
 
+@pytest.mark.full
 def test_weights_that_change_before_they_are_delivered_are_noticed_and_the_stores_are_served(system: System) -> None:
     with system.ahead():
         version, asked, go = system.publish_held(21, change=True)
@@ -97,6 +103,7 @@ def test_weights_that_change_before_they_are_delivered_are_noticed_and_the_store
         assert "expected the digests of the store" in system.happened("differs")[-1]
 
 
+@pytest.mark.full
 def test_a_transfer_ahead_that_fails_leaves_what_was_served_before(system: System) -> None:
     with system.ahead():
         before, held = max(system.steps), system.fingerprints()
@@ -114,6 +121,7 @@ def test_a_transfer_ahead_that_fails_leaves_what_was_served_before(system: Syste
         assert not system.sent(version)
 
 
+@pytest.mark.full
 def test_a_publisher_killed_before_its_version_is_complete_brings_the_one_before_back(system: System) -> None:
     before = system.publish(23)
     held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
@@ -131,6 +139,7 @@ def test_a_publisher_killed_before_its_version_is_complete_brings_the_one_before
     assert system.sent(system.publish(25)), system.transfers()
 
 
+@pytest.mark.full
 def test_a_rank_killed_in_mid_transfer_leaves_the_server_serving_what_the_store_has(system: System) -> None:
     system.trainer.ask(do="fault", rank=1, what="die")
     system.trainer.tell(do="publish", step=29)
@@ -145,6 +154,7 @@ def test_a_rank_killed_in_mid_transfer_leaves_the_server_serving_what_the_store_
     assert system.fingerprints() != held
 
 
+@pytest.mark.full
 def test_a_worker_killed_in_mid_transfer_leaves_the_trainer_as_it_was(system: System) -> None:
     system.trainer.ask(do="fault", rank=0, what="sleep")
     version = max(system.steps) + 1
@@ -158,6 +168,7 @@ def test_a_worker_killed_in_mid_transfer_leaves_the_trainer_as_it_was(system: Sy
     system.serves(version)
 
 
+@pytest.mark.full
 def test_workers_hold_what_a_fresh_server_holds_and_answer_the_same(system: System) -> None:
     """The server before has just booted with the weights of step 31."""
     held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
@@ -170,6 +181,7 @@ def test_workers_hold_what_a_fresh_server_holds_and_answer_the_same(system: Syst
     assert (again.token_ids, again.logprobs) == (answer.token_ids, answer.logprobs)
 
 
+@pytest.mark.full
 def test_ranks_of_the_same_host_share_their_memory_where_it_is_asked_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [worker.path for worker in servers(system.daemon)[0].workers] != ["peer-memory", "peer-memory"]
     system.share_memory(monkeypatch)
@@ -185,6 +197,7 @@ def test_ranks_of_the_same_host_share_their_memory_where_it_is_asked_for(system:
     assert system.fingerprints() == held
 
 
+@pytest.mark.full
 def test_a_generation_installs_from_the_ranks_memory_while_the_kv_cache_sleeps(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +223,7 @@ def test_a_generation_installs_from_the_ranks_memory_while_the_kv_cache_sleeps(
     assert system.sent(system.publish(42)), system.transfers()
 
 
+@pytest.mark.full
 def test_a_rank_killed_while_its_memory_is_read_leaves_what_the_store_has(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import Token, VllmServer
 from tests.support.weights import Reference, random_weights
 
+pytestmark = pytest.mark.full
+
 CONFIG = tiny_config("qwen3_tied")
 LEASE = 20.0  # long enough for a busy machine: whoever is lost is not waited for
 LONG = 120.0  # seconds that nothing here takes

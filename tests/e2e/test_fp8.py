@@ -17,7 +17,10 @@ from tests.support.direct_server import PROMPT, System, running
 from tests.support.fp8_checkpoint import fp8_config
 from tests.support.observing import servers, wait_until
 
-pytestmark = pytest.mark.skipif(Version(vllm.__version__) < Version("0.32"), reason="older CPU builds have no FP8 blocks")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(Version(vllm.__version__) < Version("0.32"), reason="older CPU builds have no FP8 blocks"),
+]
 
 CONFIG = fp8_config("qwen3_moe")
 PLAIN = {key: value for key, value in CONFIG.items() if key != "quantization_config"}

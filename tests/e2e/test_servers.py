@@ -21,6 +21,8 @@ from tests.support.vllm_engine import Engine
 from tests.support.vllm_server import Answer, VllmServer
 from tests.support.weights import random_weights
 
+pytestmark = pytest.mark.full
+
 PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
 
 

@@ -15,6 +15,8 @@ from tests.support.ports import free_port
 from tests.support.shell_session import Session
 from tests.support.typed_page import save_programs, type_page
 
+pytestmark = pytest.mark.full
+
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
 

@@ -21,7 +21,7 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.failpoints.cases import AT_HOME, LEASE, REMOTE, RESTARTED, Case
 from tests.failpoints.light_server import LightServer
-from tests.failpoints.roles import Actor, Console, ForkedDaemon, Gone, Refusal, Trainer
+from tests.failpoints.roles import Actor, Console, Gone, Refusal, Trainer
 from tests.support.daemon import Daemon
 from tests.support.node import Node
 
@@ -50,13 +50,7 @@ class Report:
 
 
 class KeptDaemon(Daemon):
-    """A daemon that a thread starts again whenever it has ended; forked from a process that has imported everything."""
-
-    def launch(self, *, failpoint: str = "") -> Any:
-        options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
-        environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
-        self.process = ForkedDaemon(environment | self.environment, self.log)  # type: ignore[assignment]
-        return self.process
+    """A daemon that a thread starts again whenever it has ended."""
 
     starts = 0
 

@@ -19,7 +19,6 @@ from resharder.client import Publisher, ResharderError, connect
 from resharder.client.operator import Operator
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.converters import failpoints
-from resharder.server import main as daemon_main
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 32}
 SHAPES = {"embed": (torch.bfloat16, (64, 32)), "norm": (torch.float32, (32,)), "head": (torch.bfloat16, (64, 32))}
@@ -156,46 +155,6 @@ class Actor:
         self._process.kill()
         self._process.join(30)
         self._pipe.close()
-
-
-class ForkedDaemon:
-    """`resharderd`, with the methods of `subprocess.Popen` that its tests use."""
-
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_serve_daemon, args=(dict(environment), str(log)))
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def send_signal(self, sign: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sign)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout: float) -> int:
-        self._process.join(timeout)
-        status = self.poll()
-        if status is None:
-            raise TimeoutError(f"the daemon did not end in {timeout:g} s")
-        return status
-
-
-def _serve_daemon(environment: dict[str, str], log: str) -> None:
-    os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    failpoints.arm(environment.get("RESHARDER_FAILPOINT", ""), environment.get("RESHARDER_FAILPOINT_MARK", ""))
-    _end_with_parent()
-    daemon_main.app([])
 
 
 def warm() -> None:

@@ -1,13 +1,14 @@
 """A sample of the matrix: some faults, another choice for each seed (RESHARDER_FAILPOINT_SEED, by default 1)."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
+import pytest
 from resharder.converters.failpoints import FILE_POINTS, POINTS
 
-SAMPLE, JOBS = 18, 2
+from tests.support.variants import alone
+from tests.support.whole_system import Run
+
+SAMPLES, JOBS = (3, 18), 2
 
 
 def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
@@ -21,15 +22,7 @@ def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
     assert set(TOGETHER) >= DECISION | DECIDED
 
 
-def test_a_sample_of_the_faults_comes_to_peace() -> None:
+@pytest.mark.parametrize("sample", alone(SAMPLES, SAMPLES[:1]))
+def test_a_sample_of_the_faults_comes_to_peace(sample: int) -> None:
     seed = os.environ.get("RESHARDER_FAILPOINT_SEED", "1")
-    command = [sys.executable, "-m", "tests.failpoints", "--sample", str(SAMPLE), "--seed", seed, "--jobs", str(JOBS)]
-    run = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, f"seed {seed}:\n{run.stdout}\n{run.stderr[-3000:]}"
+    Run("failpoints", "--sample", sample, "--seed", seed, "--jobs", JOBS, timeout=900)

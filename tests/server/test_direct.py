@@ -7,7 +7,8 @@ import pytest
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.storage.digest import digest
-from resharder.server.direct.state import Act, Member, Task
+from resharder.server.direct.plans import Member
+from resharder.server.direct.state import Act, Task
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 from tests.support.direct_site import LONG, Rank, Site, after_drops, half, linked
@@ -41,7 +42,7 @@ def test_a_group_is_kept_for_the_next_version_and_made_anew_for_other_processes(
     again = [future.result(LONG).group for future in site.join("left", 2, "i-2")]  # type: ignore[attr-defined]
     assert again == [first, first]
     for rank in range(2):
-        site.direct.links.declare(Member("servers/left", rank, f"other-{rank}"), "memory", half(rank))
+        site.direct.declare(Member("servers/left", rank, f"other-{rank}"), "memory", half(rank))
     site.known["left"] = {0: "other-0", 1: "other-1"}
     site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     links = [future.result(LONG) for future in site.join("left", 2, "i-3")]
@@ -55,11 +56,11 @@ def test_workers_that_have_let_go_of_their_links_meet_the_ranks_anew(site: Site)
     first = linked(site, "left", site.offer(1))
     ranks = site.offer(2)
     workers = [site.worker("left", rank) for rank in range(2)]
-    joined = [site.begin(site.direct.links.join, worker, "memory", "policy", 2, "i-2", "") for worker in workers]
+    joined = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-2", "") for worker in workers]
     links = [future.result(LONG) for future in joined]
     (second,) = {task.group for task in after_drops(ranks, first)} | {link.group for link in links}  # type: ignore[attr-defined]
     assert second != first
-    kept = [site.begin(site.direct.links.join, worker, "memory", "policy", 2, "i-3", second) for worker in workers]
+    kept = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-3", second) for worker in workers]
     assert {future.result(LONG).group for future in kept} == {second}  # type: ignore[attr-defined]
 
 
@@ -74,8 +75,8 @@ def test_workers_that_have_let_go_in_mid_transfer_have_the_next_turn_themselves(
         site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     workers = [site.worker("left", rank) for rank in range(2)]
     for worker in workers:
-        site.direct.links.declare(worker, "memory", half(worker.rank))
-    joined = [site.begin(site.direct.links.join, worker, "memory", "policy", 1, "i-2", "") for worker in workers]
+        site.direct.declare(worker, "memory", half(worker.rank))
+    joined = [site.begin(site.direct.join, worker, "memory", "policy", 1, "i-2", "") for worker in workers]
     (second,) = {future.result(LONG).group for future in joined}  # type: ignore[attr-defined]
     assert second != first
     [future.result(LONG) for future in site.start("left", second, "i-2")]
@@ -107,7 +108,7 @@ def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> No
     first, second = ranks[:2], ranks[2:]
     groups = {server: linked(site, server, mine) for server, mine in (("left", first), ("right", second), ("third", first))}
     assert site.offered.at_once("policy") == 2
-    assert len(site.direct.memories._plans) == 2  # one for each replica
+    assert len(site.direct._plans._plans) == 2  # one for each replica
     for server, mine in (("left", first), ("right", second)):
         [future.result(LONG) for future in site.start(server, groups[server])]
         assert [rank.task() for rank in mine] == [Task(Act.RUN, groups[server])] * 2
@@ -132,7 +133,7 @@ def test_what_an_earlier_publisher_left_does_not_count_as_ranks_that_send(site: 
     later = "models/policy/publishers/2"
     site.rank = lambda rank: Member(later, rank, f"later-{rank}")  # type: ignore[method-assign]
     for rank in range(2):
-        site.direct.links.declare(site.rank(rank), "memory", half(rank))
+        site.direct.declare(site.rank(rank), "memory", half(rank))
     linked(site, "left", site.offer(2), 2, "i-2")  # the other server still has its group of before
     assert site.offered.at_once("policy") == 1
 
@@ -143,10 +144,10 @@ def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> Non
     ranks = site.offer()
     left, right = linked(site, "left", ranks[:2]), linked(site, "right", ranks[2:])
     [future.result(LONG) for server, group in (("left", left), ("right", right)) for future in site.start(server, group)]
-    site.direct.offers.leave(ranks[3].offer, 3)
+    site.direct.leave(ranks[3].offer, 3)
     with pytest.raises(FailedPrecondition, match=r"rank 3 of .* is gone"):
-        settled(site.direct.keys.get, right, "never", 0.0)
-    assert settled(site.direct.keys.get, left, "never", 0.0) is None
+        settled(site.direct.get_key, right, "never", 0.0)
+    assert settled(site.direct.get_key, left, "never", 0.0) is None
     for member in (site.rank(0), site.rank(1), site.worker("left", 0), site.worker("left", 1)):
         site.finish(member, left)
     assert ranks[0].offer.served == {"left"}
@@ -156,15 +157,15 @@ def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:
     site.declare("left")
     ranks = site.offer()
     group = linked(site, "left", ranks)
-    waiting = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
-    asking = site.begin(site.direct.keys.get, group, "never", LONG)
-    site.direct.offers.leave(ranks[1].offer, 1)
+    waiting = site.begin(site.direct.start, site.worker("left", 0), group, "i-1")
+    asking = site.begin(site.direct.get_key, group, "never", LONG)
+    site.direct.leave(ranks[1].offer, 1)
     for future in (waiting, asking):
         with pytest.raises(FailedPrecondition) as ended:  # whether it was there before the rank went or after
             future.result(LONG)
         assert ended.value.reason == "NOT_OFFERED"
     with pytest.raises(FailedPrecondition, match=r"rank 1 of .* is gone"):
-        settled(site.direct.keys.get, group, "never", 0.0)
+        settled(site.direct.get_key, group, "never", 0.0)
 
 
 def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> None:
@@ -175,7 +176,7 @@ def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> 
     assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
     assert [rank.task() for rank in ranks] == [None, None]  # nobody else wants it
     with pytest.raises(FailedPrecondition, match="failed before"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
     assert linked(site, "left", site.offer(2), 2, "i-2") != group
 
 
@@ -186,18 +187,18 @@ def test_a_server_whose_groups_fail_again_and_again_is_left_in_peace_for_a_while
         site.finish(site.rank(0), group, "no GPU")
     site.offer(3)
     with pytest.raises(FailedPrecondition, match="2 transfers in a row failed; the next is due in 30 s"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
     site.now += 31.0
     assert linked(site, "left", site.offer(4), 4, "i-4")
 
 
 def test_a_server_that_never_succeeds_is_tried_every_ten_minutes(site: Site) -> None:
     site.declare("left")
-    site.direct.exchange._failures["left"] = (5000, 0.0)
+    site.direct._failures["left"] = (5000, 0.0)
     site.finish(site.rank(0), linked(site, "left", site.offer()), "no GPU")
     site.offer(2)
     with pytest.raises(FailedPrecondition, match="5001 transfers in a row failed; the next is due in 600 s"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
@@ -217,7 +218,7 @@ def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound
     groups = [linked(site, server, ranks) for server in ("left", "right")]
     [future.result(LONG) for future in site.start("left", groups[0])]
     waiting = site.start("right", groups[1])
-    wait_until(lambda: len(site.direct.exchange.offers["policy"].turns) > 0, "both workers wait for their turn")
+    wait_until(lambda: len(site.direct._offers["policy"].turns) > 0, "both workers wait for their turn")
     site.now += 16.0
     [future.result(LONG) for future in waiting]
 
@@ -225,7 +226,7 @@ def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound
 def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:
     site.declare("left")
     for rank in range(2):
-        site.direct.links.declare(site.worker("left", rank), "memory", half(rank, rows=16))
+        site.direct.declare(site.worker("left", rank), "memory", half(rank, rows=16))
     site.offer()
     answers = [future.exception(LONG) for future in site.join("left")]
     assert any("the targets expect BF16 [16, 4], the sources have BF16 [8, 4]" in str(answer) for answer in answers)
@@ -234,25 +235,25 @@ def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:
 
 def test_nobody_joins_or_offers_with_memory_that_is_not_declared(site: Site) -> None:
     with pytest.raises(FailedPrecondition) as unknown:
-        site.direct.offers.offer(site.rank(0), "memory", "policy", 1, 2, 1.0)
+        site.direct.offer(site.rank(0), "memory", "policy", 1, 2, 1.0)
     assert unknown.value.reason == "MEMORY_UNKNOWN"
     site.declare("left")
     with pytest.raises(FailedPrecondition) as unknown:
-        settled(site.direct.links.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
     assert unknown.value.reason == "MEMORY_UNKNOWN"
 
 
 def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> None:
     site.known["left"] = {0: "left-0"}
-    site.direct.links.declare(site.worker("left", 0), "memory", half(0))
+    site.direct.declare(site.worker("left", 0), "memory", half(0))
     with pytest.raises(FailedPrecondition, match="no publisher offers it"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
 def test_a_version_that_its_publisher_withholds_is_not_waited_for_and_the_next_one_is(site: Site) -> None:
     site.declare("left")
     waiting = site.join("left")
-    site.direct.offers.withhold("policy", 1)
+    site.direct.withhold("policy", 1)
     for future in (*waiting, *site.join("left", install="i-2")):
         with pytest.raises(FailedPrecondition, match="over the staged path"):
             future.result(LONG)
@@ -263,7 +264,7 @@ def test_a_version_that_its_publisher_withholds_is_not_waited_for_and_the_next_o
 def test_a_version_that_is_offered_is_not_withheld_by_a_later_one(site: Site) -> None:
     site.declare("left")
     ranks = site.offer(1)
-    site.direct.offers.withhold("policy", 2)
+    site.direct.withhold("policy", 2)
     assert linked(site, "left", ranks)
 
 
@@ -273,14 +274,14 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
     with pytest.raises(InvalidArgument, match="not a member"):
         site.finish(site.worker("right", 0), group)
     with pytest.raises(InvalidArgument, match="not a worker"):
-        settled(site.direct.transfers.start, site.rank(0), group, "i-1")
-    site.direct.keys.set(group, "k", b"value")
-    assert settled(site.direct.keys.get, group, "k", 0.0) == b"value"
-    assert settled(site.direct.keys.get, group, "other", 0.0) is None
+        settled(site.direct.start, site.rank(0), group, "i-1")
+    site.direct.set_key(group, "k", b"value")
+    assert settled(site.direct.get_key, group, "k", 0.0) == b"value"
+    assert settled(site.direct.get_key, group, "other", 0.0) is None
     with pytest.raises(ResourceExhausted):
-        site.direct.keys.set(group, "large", bytes(1 << 17))
+        site.direct.set_key(group, "large", bytes(1 << 17))
     with pytest.raises(FailedPrecondition, match="is over"):
-        site.direct.keys.set("no group", "k", b"value")
+        site.direct.set_key("no group", "k", b"value")
 
 
 # What is served ahead of READY
@@ -294,7 +295,7 @@ def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) 
     assert not site.offered.offered("policy")
     Rank(site, 1, 1, 100.0)
     assert (site.offered.offered("policy"), changes) == ((1,), [1])
-    site.direct.offers.leave(first.offer, 0)
+    site.direct.leave(first.offer, 0)
     assert site.offered.offered("policy") == (1,)  # what servers hold by then they are to be believed
     for number in range(2, 7):
         site.offer(number)
@@ -317,16 +318,16 @@ def said(task: Task, sent: Pieces[int]) -> list[int]:
 
 
 def ask(site: Site, group: str, number: int) -> list["Future[object]"]:
-    return [site.begin(site.direct.transfers.digests, site.worker("left", rank), group, number) for rank in range(2)]
+    return [site.begin(site.direct.digests, site.worker("left", rank), group, number) for rank in range(2)]
 
 
 def in_columns(site: Site) -> tuple[str, list[Rank]]:
     """Ranks that hold rows and workers that hold columns, and what they are both linked by."""
     site.declare("left")
     for rank in range(2):
-        site.direct.links.declare(site.worker("left", rank), "columns", columns(rank))
+        site.direct.declare(site.worker("left", rank), "columns", columns(rank))
     ranks = site.offer()
-    joins = [site.begin(site.direct.links.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
+    joins = [site.begin(site.direct.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
     assert [task.act for task in (rank.task() for rank in ranks) if task] == [Act.LINK] * 2
     return joins[0].result(LONG).group, ranks  # type: ignore[attr-defined]
 
@@ -341,7 +342,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
         assert task.sent
         assert task.sent.offset.tolist() == [0, 2]  # each rank has rows for both workers
         sent.append(task.sent)
-        site.direct.transfers.report(rank.member, group, 1, said(task, task.sent))
+        site.direct.report(rank.member, group, 1, said(task, task.sent))
     boxes = [(Range(0, 8), Range(worker * 2, 2)) for worker in range(2)]
     wanted = [[digest(VALUES[box_index(box)], box, VALUES.shape)] for box in boxes]
     assert [future.result(LONG) for future in asked] == wanted
@@ -351,7 +352,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
         task = rank.task("UPLOADING")
         assert task
         assert task.sent is None
-        site.direct.transfers.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
+        site.direct.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
     assert [future.result(LONG) for future in asked] == [[one + 2] for (one,) in wanted]
 
 
@@ -363,7 +364,7 @@ def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_th
         assert task
         assert task.sent
         sent.append(task.sent)
-        site.direct.transfers.report(rank.member, group, 1, said(task, task.sent))
+        site.direct.report(rank.member, group, 1, said(task, task.sent))
     wanted = [future.result(LONG) for future in asked]
     first = Rank(site, 0, 2, 100.0)
     assert not first.offer.ranks[0][2]  # not before every rank offers it
@@ -371,7 +372,7 @@ def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_th
     for rank, known in zip(ranks, sent, strict=True):
         task = rank.task("UPLOADING")
         assert task == Task(Act.DIGEST, group)
-        site.direct.transfers.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
+        site.direct.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
     assert [future.result(LONG) for future in ask(site, group, 2)] == [[one + 2] for (one,) in wanted]
     assert not any(tasks for _, _, tasks in ranks[0].offer.ranks.values())  # requested once
     again = site.offer(3)[0].offer
@@ -396,14 +397,14 @@ def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
     asked = ask(site, group, 1)
     assert ranks[0].task("UPLOADING")
     with pytest.raises(InvalidArgument, match="rank 0 sends 2 boxes, got 3 digests"):
-        site.direct.transfers.report(ranks[0].member, group, 1, [1, 2, 3])
+        site.direct.report(ranks[0].member, group, 1, [1, 2, 3])
     with pytest.raises(InvalidArgument, match="not a sender"):
-        site.direct.transfers.report(site.worker("left", 0), group, 1, [1, 2])
+        site.direct.report(site.worker("left", 0), group, 1, [1, 2])
     with pytest.raises(InvalidArgument, match="not a worker"):
-        settled(site.direct.transfers.digests, ranks[0].member, group, 1)
+        settled(site.direct.digests, ranks[0].member, group, 1)
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.transfers.digests, site.worker("left", 0), group, 7)
-    site.direct.offers.leave(ranks[1].offer, 1)  # without a word
+        settled(site.direct.digests, site.worker("left", 0), group, 7)
+    site.direct.leave(ranks[1].offer, 1)  # without a word
     for future in asked:
         with pytest.raises(FailedPrecondition) as ended:
             future.result(LONG)

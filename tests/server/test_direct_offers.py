@@ -32,7 +32,7 @@ def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site
     site.now += 31.0
     assert [rank.task() for rank in ranks] == [None, None]
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_an_offer_to_servers_that_sleep_lasts_until_one_is_awaited_or_its_time_is_over(site: Site) -> None:
@@ -80,11 +80,11 @@ def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> No
     ranks = offered(site)
     group = linked(site, "left", ranks)
     site.now += 29.0
-    first = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
-    wait_until(lambda: site.direct.exchange.groups["left"].starting, "a worker is ready")
+    first = site.begin(site.direct.start, site.worker("left", 0), group, "i-1")
+    wait_until(lambda: site.direct._groups["left"].starting, "a worker is ready")
     site.now += 2.0
     ranks[0].look("READY")
-    settled(site.direct.transfers.start, site.worker("left", 1), group, "i-1")
+    settled(site.direct.start, site.worker("left", 1), group, "i-1")
     first.result(LONG)
     assert [rank.task() for rank in ranks] == [Task(Act.RUN, group)] * 2
 
@@ -92,7 +92,7 @@ def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> No
 def test_an_offer_does_not_wait_for_workers_that_have_given_up(site: Site) -> None:
     ranks = offered(site)
     group = linked(site, "left", ranks)
-    call = site.direct.transfers.start(site.worker("left", 0), group, "i-1")
+    call = site.direct.start(site.worker("left", 0), group, "i-1")
     next(call)
     call.close()
     site.now += 31.0
@@ -118,11 +118,11 @@ def test_a_worker_that_comes_too_late_is_told_what_ended_the_offer(site: Site, e
     if end == "later":
         site.offer(2)
     elif end == "gone":
-        site.direct.offers.leave(ranks[1].offer, 1)
+        site.direct.leave(ranks[1].offer, 1)
     else:
         assert ranks[0].task("ABORTED" if end == "aborted" else "READY") is None
     with pytest.raises(FailedPrecondition, match=f"its offer is over: {why}"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
 def test_an_offer_that_ends_before_a_transfer_begins_leaves_the_group_alone(site: Site) -> None:
@@ -140,9 +140,9 @@ def test_an_offer_that_ends_before_a_transfer_begins_leaves_the_group_alone(site
 def test_workers_do_not_wait_for_one_that_takes_the_staged_path(site: Site) -> None:
     site.declare("left")
     group = linked(site, "left", site.offer(1))
-    first = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
-    wait_until(lambda: site.direct.exchange.groups["left"].starting, "a worker is ready")
-    with site.direct.exchange.lock, pytest.raises(FailedPrecondition):
-        site.direct.exchange.refuse("left", 1, "late", "not all ranks and workers joined in time")
+    first = site.begin(site.direct.start, site.worker("left", 0), group, "i-1")
+    wait_until(lambda: site.direct._groups["left"].starting, "a worker is ready")
+    with site.direct._lock, pytest.raises(FailedPrecondition):
+        site.direct._refuse("left", 1, "late", "not all ranks and workers joined in time")
     with pytest.raises(FailedPrecondition, match="another worker takes that path"):
         first.result(LONG)

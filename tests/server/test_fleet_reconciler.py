@@ -328,3 +328,11 @@ def test_an_operators_retry_forgets_failures_and_another_goal_keeps_them() -> No
     assert again.failures == {}
     same, _ = step(replace(again, failures=failures), Wanted(again.goal), 3, SETTINGS)
     assert same.failures == failures, "the same retry does not count twice"
+
+
+def test_a_process_that_another_replaces_in_an_install_counts_as_a_failure_of_the_version() -> None:
+    server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
+    server = hear(server, 1, WorkerState.BOOTED, 1, "", process="new")
+    assert server.ended is not None
+    assert server.ended.error == "worker 1 ended, and another process has taken its place"
+    assert server.failures[2].count == 1

@@ -21,8 +21,8 @@ from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, Rang
 from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.chunk_frame import frame, unframe
-from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.state import Member
+from resharder.server.direct.direct import Direct
+from resharder.server.direct.plans import Member
 from resharder.server.infra.filesystem import anonymous_bytes
 from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.state.timing import timings_from_proto
@@ -32,6 +32,8 @@ from tests.support.fuzz_daemon import MODELS, SPECS, World, fuzzed, started
 from tests.support.fuzzing import METHODS, UPLOAD, Bytes, chunk, requests
 from tests.support.publishing import Job, random_weights, read_folder, reason_of, whole
 from tests.support.waits import settled
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 GROWTH = 128 << 20  # bytes
@@ -208,12 +210,12 @@ def test_boxes_of_more_than_the_version_are_refused_at_the_first_that_is_too_muc
 )
 def test_memory_of_nobody_that_is_known_is_not_kept(world: World, owner: str) -> None:
     member = direct_pb2.Member(owner=owner, rank=0, process="p")
-    kept = world.daemon.direct.memories.owners()
+    kept = world.daemon.direct._plans.owners()
     request = direct_pb2.DeclareMemoryRequest(member=member, fingerprint="f", layout=direct_pb2.MemoryLayout(dimensions=1))
     with pytest.raises(grpc.RpcError) as caught:
         direct_pb2_grpc.DirectServiceStub(world.door).DeclareMemory(request)
     assert reason_of(caught.value) in ("WORKER", "SERVER_UNKNOWN", "PUBLISHER_UNKNOWN", "STALE_EPOCH", "RESOURCE_NAME")
-    assert world.daemon.direct.memories.owners() == kept
+    assert world.daemon.direct._plans.owners() == kept
 
 
 def _whole(process: int) -> Pieces[int]:
@@ -224,29 +226,29 @@ def _whole(process: int) -> Pieces[int]:
 def _joined() -> tuple[Direct, Member]:
     direct, rank = Direct(lambda *_: frozenset(), lambda server: {0: "worker"}), Member("models/policy/publishers/1", 0, "rank")
     worker = Member("servers/a", 0, "worker")
-    direct.links.declare(rank, "memory", _whole(0))
-    direct.links.declare(worker, "memory", _whole(0))
-    direct.offers.offer(rank, "memory", "policy", 1, 1, 60)
+    direct.declare(rank, "memory", _whole(0))
+    direct.declare(worker, "memory", _whole(0))
+    direct.offer(rank, "memory", "policy", 1, 1, 60)
     return direct, worker
 
 
 def test_an_offer_whose_memory_a_later_publisher_has_replaced_is_planned_for_nobody() -> None:
     direct, worker = _joined()
-    direct.links.declare(Member("models/policy/publishers/2", 0, "rank"), "memory", _whole(0))
+    direct.declare(Member("models/policy/publishers/2", 0, "rank"), "memory", _whole(0))
     with pytest.raises(FailedPrecondition) as caught:
-        settled(direct.links.join, worker, "memory", "policy", 1, "i-1")
+        settled(direct.join, worker, "memory", "policy", 1, "i-1")
     assert caught.value.reason == "MEMORY_UNKNOWN"
 
 
 def test_the_keys_of_a_group_are_bounded_all_together() -> None:
     direct, worker = _joined()
-    group = settled(direct.links.join, worker, "memory", "policy", 1, "i-1").group
+    group = settled(direct.join, worker, "memory", "policy", 1, "i-1").group
     for key in range(256):
-        direct.keys.set(group, str(key), bytes(1 << 16))
+        direct.set_key(group, str(key), bytes(1 << 16))
     with pytest.raises(ResourceExhausted):
-        direct.keys.set(group, "one more", b"x")
-    direct.keys.set(group, "0", b"")
-    direct.keys.set(group, "one more", b"x")
+        direct.set_key(group, "one more", b"x")
+    direct.set_key(group, "0", b"")
+    direct.set_key(group, "one more", b"x")
 
 
 HUGE = (

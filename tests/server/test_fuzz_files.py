@@ -27,6 +27,8 @@ from tests.support.hostile_targets import TARGETS, try_seed
 from tests.support.in_process_daemon import inside
 from tests.support.store_versions import numbers
 
+pytestmark = pytest.mark.slow
+
 INPUTS = {"configuration": 25, "store_folder": 60, "torch_dist": 60}
 ONE_END = ("configuration", "events", "store_folder")
 DEEP = b"[" * 100_000

@@ -1,4 +1,4 @@
-"""A server whose API servers end on purpose leaves the daemon: it is not LOST. Lost ones are forgotten after a time."""
+"""A server whose API servers end by an order leaves the daemon; any other is LOST. Lost ones are forgotten after a time."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind
 from resharder.server.state.server import Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
+from resharder.v1 import resources_pb2
 
 from tests.support.simulated_store import SimulatedVersions
 from tests.support.waits import settled
@@ -45,14 +46,19 @@ class Site:
         if claims:
             self.claim()
 
-    def claim(self) -> None:
-        settled(self.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+    def claim(self, id: str = "s") -> None:
+        settled(self.fleets.sessions.claim, id, MODEL, "", wait_seconds=0, boot=False)
 
-    def attach(self, nonce: str) -> Attachment:
-        return self.fleets.sessions.attach("s", Attached(nonce, 1))
+    def attach(self, nonce: str, id: str = "s", address: str = "") -> Attachment:
+        return self.fleets.sessions.attach(id, Attached(nonce, 1, address))
+
+    def states(self) -> dict[str, str]:
+        views = self.fleets.roster.servers()
+        return {view.server.id: resources_pb2.Server.State.Name(view.state) for view in views}  # type: ignore[arg-type]
 
     def report_worker(self, process: str) -> None:
-        self.fleets.sessions.report_worker("s", Worker(0, WorkerState.EMPTY, process=process))
+        held = Worker(0, WorkerState.BOOTED, 1, process=process, fingerprint=self.versions.ready[1])
+        self.fleets.sessions.report_worker("s", held)
 
     def tick(self, now: float) -> list[str]:
         self.now = now
@@ -147,3 +153,90 @@ def test_a_restarted_daemon_awaits_its_servers_for_a_while(tmp_path: Path) -> No
     gone = Site(tmp_path, strict=False, claims=False)
     gone.now = 10 * LEASE
     assert gone.awaited() == ((), (0, 0))
+
+
+def test_a_server_whose_engine_dies_is_lost_at_once_with_the_reason(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    attachment = site.attach("a")
+    attachment.report(Reported("a", failure="its engine core ended with code -9"))
+    assert site.states() == {"s": "LOST"}
+    assert ("servers/s", "lost") in site.noted
+    site.now = 3.0
+    assert site.fleets.roster.servers()[0].reason == "its engine core ended with code -9, 3 s ago"
+    orders = [attachment.orders.get() for _ in range(attachment.orders.qsize())]
+    assert orders[-1] is None, "its stream ends"
+    assert site.fleets.roster.by_name[MODEL].members == {"s"}, "the fleet counts it"
+
+
+def test_in_a_fleet_whose_versions_must_not_mix_it_is_lost_when_its_lease_ends(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=True)
+    site.tick(0.0)
+    site.attach("a").report(Reported("a", failure="its engine died"))
+    site.tick(1.0)
+    assert "its engine died; it is LOST in 9 s" in site.fleets.roster.servers()[0].reason
+    site.tick(LEASE + 1)
+    assert site.states() == {"s": "LOST"}
+
+
+def test_a_server_is_lost_if_one_of_its_api_servers_has_seen_its_engine_die(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    first, second = site.attach("a"), site.attach("b")
+    first.report(Reported("a", failure="its engine died"))
+    assert site.states() != {"s": "LOST"}, "an API server is left"
+    second.report(Reported("b", leaving=True))
+    assert site.states() == {"s": "LOST"}
+
+
+def test_a_lost_server_that_attaches_again_and_leaves_has_left(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    site.attach("a").report(Reported("a", failure="its engine died"))
+    site.claim()
+    site.attach("b").report(Reported("b", leaving=True))
+    assert site.states() == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "replaced"),
+    [
+        ("10.0.0.1:8000", "10.0.0.1:8000", True),
+        ("host:8000", "host:8000", True),
+        ("10.0.0.1:8000", "10.0.0.1:8001", False),
+        ("10.0.0.1:8000", "10.0.0.2:8000", False),
+        ("127.0.0.1:8000", "127.0.0.1:8000", False),  # another host's, maybe
+        ("localhost:8000", "localhost:8000", False),
+        ("[::1]:8000", "[::1]:8000", False),
+        ("/run/vllm.sock", "/run/vllm.sock", False),
+        ("", "", False),
+    ],
+)
+def test_a_server_under_a_new_id_replaces_the_lost_one_whose_place_it_has_taken(
+    tmp_path: Path, before: str, after: str, replaced: bool
+) -> None:
+    site = Site(tmp_path, strict=False)
+    site.attach("a", address=before).report(Reported("a", failure="its engine died"))
+    site.claim("new")
+    site.attach("b", "new", after)
+    assert ("s" not in site.states()) == replaced
+    assert (("servers/s", "replaced") in site.noted) == replaced
+
+
+def test_a_server_that_lives_is_not_replaced(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    site.attach("a", address="10.0.0.1:8000")
+    site.claim("new")
+    site.attach("b", "new", "10.0.0.1:8000")
+    assert site.states().keys() == {"s", "new"}
+
+
+def test_a_server_that_does_not_come_back_after_a_restart_of_the_daemon_is_lost(tmp_path: Path) -> None:
+    Site(tmp_path, strict=False)
+    site = Site(tmp_path, strict=False, claims=False)
+    assert site.tick(LEASE) == []
+    assert site.tick(LEASE + 3) == ["s"]
+    assert site.states() == {"s": "LOST"}
+    assert "it has not come back since the daemon's restart" in site.fleets.roster.servers()[0].reason
+    site.claim()
+    site.attach("a")
+    assert site.states() != {"s": "LOST"}
+    with pytest.raises(FailedPrecondition):
+        site.fleets.changes.forget("s")

@@ -1,12 +1,23 @@
-"""The daemon's log as JSON: each change of a state once, with its reason, and nothing for each chunk."""
+"""The daemon's log: each change of a state once, with its reason, and nothing for each chunk. No text acts on a console."""
 
+import io
 import json
+import re
+import sys
+import traceback
 from collections import Counter
+from contextlib import redirect_stderr
 
+import pytest
+import structlog
 from resharder.client.operator import Operator
+from resharder.converters.printable import printable_output
+from resharder.server.infra.event_log import Event
+from resharder.server.logs import configure_logs, log_event
 from resharder.v1 import publisher_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.hostile_operator import NAME, REASON, acting
 from tests.support.observing import wait_serving
 from tests.support.populated_daemon import job, publish
 from tests.support.simulated_server import SimulatedServer
@@ -42,3 +53,38 @@ def test_every_change_of_a_state_is_one_line_with_its_reason_and_no_chunk_is() -
     chunks = version.size_bytes // CHUNK
     assert chunks > 4000
     assert len(lines) < 200, "what is said does not grow with the bytes"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_no_text_of_others_acts_on_the_console_tracebacks_included(encoding: str) -> None:
+    written = io.BytesIO()
+    stderr = io.TextIOWrapper(written, encoding, write_through=True)
+    with redirect_stderr(stderr), printable_output("resharderd"):
+        configure_logs("console", "info")
+        log_event(Event(1, 0.0, NAME, NAME, NAME, REASON, {NAME: REASON}))
+        try:
+            raise ValueError(REASON)
+        except ValueError as error:
+            structlog.get_logger().error("leases_failed", exc_info=error, given=error, values=[REASON])
+            traceback.print_exc()
+        sys.stderr.write(f"{NAME}\n")
+    structlog.reset_defaults()
+    stderr.flush()
+    log = written.getvalue().decode(encoding)
+    assert not acting(log), log
+    assert r"n\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\nforged row\t" in log
+    assert "Traceback (most recent call last)" in log
+    events = [line for line in log.split("\n") if re.match(r"\S+Z \[", line)]
+    assert len(events) == 2, log
+
+
+def test_a_job_whose_id_has_escape_sequences_does_not_act_on_the_daemons_console() -> None:
+    with Daemon(log_format="console") as daemon:
+        hostile = job(daemon, "policy", NAME.replace("\r\n", " "))
+        version = hostile.begin(1)
+        hostile.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=version.name, epoch=hostile.epoch, reason=REASON))
+        assert daemon.stop() == 0
+        log = daemon.log.read_bytes().decode()
+    assert "x1b[2J" in log
+    assert not acting(log), log
+    assert not [line for line in log.split("\n") if line.startswith("forged")]

@@ -1,10 +1,14 @@
 """Each file operation of a job's life fails once: the call says so by name, the same job goes on, and nothing is left behind."""
 
+import contextlib
 import errno
+import http.client
 import itertools
 import os
+import re
 import resource
 import shutil
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,7 +26,7 @@ from resharder.converters.storage.files import BITS, MappedFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.archive.archive import Archive
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.infra.descriptors import Descriptors
+from resharder.server.infra.descriptors import Descriptors, FewWords
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import MEDIUM, medium_errors
 from resharder.server.ingest.coordinator import Intake
@@ -34,11 +38,13 @@ from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecor
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
+from structlog import DropEvent
 from structlog.testing import capture_logs
 
 from tests.support.daemon import Daemon
 from tests.support.faults import Faults
 from tests.support.observing import wait_until
+from tests.support.ports import free_port
 from tests.support.publishing import Job, reason_of, whole
 from tests.support.store_versions import claim, publish
 from tests.support.waits import settled
@@ -421,3 +427,49 @@ def test_a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() -> 
         assert f"EMFILE (Too many open files); the limit is {free} descriptors" in caught.value.details()
         assert job.connect().sends[0]
         assert "Traceback" not in daemon.log.read_text()
+
+
+def test_a_daemon_without_descriptors_logs_a_line_a_minute_of_the_connections_that_it_cannot_accept() -> None:
+    ports = [free_port(), free_port()]
+    options = dict(zip(("web_listen", "data_listen"), (f"127.0.0.1:{port}" for port in ports), strict=True))
+    with Daemon(command=("bash", "-c", 'ulimit -Sn 128; exec "$@"', "-"), **options) as daemon:
+        before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        assert before[0] == min(before[1], 1 << 20) > 128, "as far as it may"
+        assert re.search(rf"descriptor_limit .*before=128 .*limit={before[0]}\b", daemon.log.read_text())
+        used = {int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")}
+        free = next(number for number in itertools.count() if number not in used)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (free, before[1]))
+        with contextlib.ExitStack() as waiting:
+            for port in ports * 10:
+                waiting.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            wait_until(lambda: "no file descriptors left" in daemon.log.read_text(), "a line")
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
+        wait_until(lambda: "ready" in exposition_of(ports[0]), "it accepts again")
+        text = daemon.log.read_text()
+        assert text.count("no file descriptors left") == 1
+        assert "Traceback" not in text
+
+
+def exposition_of(port: int) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with closing(connection):
+        connection.request("GET", "/readyz")
+        return connection.getresponse().read().decode()
+
+
+def test_of_errors_for_want_of_descriptors_one_a_minute_is_logged_without_a_traceback() -> None:
+    now = [0.0]
+    words = FewWords(lambda: now[0])
+    error = RuntimeError("could not start")
+    error.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    passed = []
+    for now[0] in (0.0, 1.0, 59.0, 60.0):
+        with contextlib.suppress(DropEvent):
+            passed.append(words(None, "error", {"event": "failed", "exc_info": error}))
+    assert [(entry["error"], entry["left_out"]) for entry in passed] == [
+        ("no file descriptors left: could not start", 0),
+        ("no file descriptors left: could not start", 2),
+    ]
+    assert all("exc_info" not in entry for entry in passed)
+    others = [{"event": "failed", "exc_info": OSError(errno.EIO, "EIO")}, {"event": "listening"}]
+    assert [words(None, "error", dict(entry)) for entry in others] == others

@@ -13,8 +13,8 @@ from resharder.client.operator.answers import UpdateStrategy
 from resharder.client.operator.states import StrategyKind
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
-from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.state import Member
+from resharder.server.direct.direct import Direct
+from resharder.server.direct.plans import Member
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
@@ -25,6 +25,7 @@ from resharder.server.state.server import Goal, OrderKind, Server, Settings, Wor
 from resharder.server.state.server_events import Attached, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.web.status import status as page_data
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -311,11 +312,11 @@ def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_serve
     direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"}, observe=story.observed.transferred)
     workers = [Member("servers/a", rank, f"p{rank}") for rank in (0, 1)]
     for worker in workers:
-        direct.links.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
+        direct.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
     for number in (2, 3):
         for worker in workers:
             with pytest.raises(FailedPrecondition, match="goes to server a over the staged path"):
-                settled(direct.links.join, worker, "memory", "policy", number, f"install-{number}")
+                settled(direct.join, worker, "memory", "policy", number, f"install-{number}")
     assert story.value("fallbacks_total", reason="not_offered") == 2
     story.observed.transferred(0.5, None)
     assert story.value("direct_transfer_seconds_sum") == 0.5
@@ -353,6 +354,18 @@ def test_a_fleet_lags_as_far_as_the_last_of_its_servers_in_service() -> None:
     assert lag(2, serving(5), serving(2), moved=77.0) == (2, 77.0), "on the way back it is behind since that was wanted"
     assert lag(0, serving(5)) == (0, 0.0)
     assert lag(5) == (0, 0.0)
+
+
+def test_a_version_that_cannot_be_retired_is_a_problem_on_the_page_and_a_number_for_an_alert() -> None:
+    stays = replace(record(1), reason="beyond retention, but /store/1 cannot be moved (EPERM, Operation not permitted)")
+    versions = {"policy": [stays, record(2)], "other": [record(1, RETIRED)]}
+    now = replace(metrics.gauges.NOTHING, versions=versions, stuck={"/store/pool/1-7": 4096})
+    found = {family.name: family for family in metrics.gauges.families(now)}["resharder_versions_not_retired"]
+    assert {sample.labels["model"]: sample.value for sample in found.samples} == {"policy": 1, "other": 0}
+    assert page_data(now, [])["problems"] == [
+        f"{stays.name} is {stays.reason}",
+        "/store/pool/1-7 cannot be removed, and takes 4096 bytes of the store: remove what protects it",
+    ]
 
 
 def test_families_are_declared_before_anything_has_happened() -> None:

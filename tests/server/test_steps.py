@@ -95,10 +95,10 @@ def test_a_version_opened_while_a_rank_goes_on_does_not_stay(
 ) -> None:
     begin = site.store.lifecycle.begin
 
-    def slow(*given: object, set_aside: bool) -> VersionRecord:
+    def slow(*given: object, **options: object) -> VersionRecord:
         monkeypatch.setattr(site.store.lifecycle, "begin", begin)
         ranks[1].publish(2)
-        return begin(*given, set_aside=set_aside)  # type: ignore[arg-type]
+        return begin(*given, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(site.store.lifecycle, "begin", slow)
     assert ranks[0].begin(1).state == "ABORTED"

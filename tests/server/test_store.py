@@ -17,6 +17,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import lay_out
 from resharder.server.state.errors import (
     AlreadyExists,
+    DaemonError,
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
@@ -51,6 +52,59 @@ def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None
     assert numbers(store) == [4, 5]
     with pytest.raises(ResourceNotFound, match="RETIRED"):
         store.pins.pin("policy", 1, "servers/s")
+
+
+def obstruct(store: Store, number: int) -> Path:
+    """Make the folder of a version one that cannot be moved, as if it were immutable."""
+    target = store.folder.root / f"models/policy/retired/{number:08}/in-the-way"
+    target.mkdir(parents=True)
+    return target.parent
+
+
+def test_a_version_whose_folder_cannot_be_moved_does_not_keep_the_others(store: Store) -> None:
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    obstacle = obstruct(store, 1)
+    for step in range(1, 6):
+        publish(store, epoch, step)
+        settle(store)
+    assert numbers(store) == [1, 5, 6]
+    reason = store.catalogue.get("policy", 1).reason
+    assert reason == (
+        f"beyond retention, but {store.folder.root}/models/policy/versions/00000001 cannot be moved "
+        "(ENOTEMPTY, Directory not empty): remove what protects it; the next version tries again"
+    )
+    assert reason in store.capacity.holdings()
+    publish(store, epoch, 6)
+    assert store.retirer.retire("policy", keep=3).retired == (), "nothing else is in the way"
+    shutil.rmtree(obstacle)
+    publish(store, epoch, 7)
+    assert numbers(store) == [7, 8]
+    assert store.catalogue.get("policy", 1).reason == "newer versions took its place"
+
+
+def test_a_command_retires_the_other_versions_and_raises_what_kept_one(store: Store) -> None:
+    epoch = claim(store)
+    for step in range(3):
+        publish(store, epoch, step)
+        store.pins.pin("policy", step + 1, "servers/s")
+    for number in (1, 2):
+        store.catalogue.model("policy").holders.pop(number)
+    obstruct(store, 1)
+    with pytest.raises(DaemonError, match="ENOTEMPTY"):
+        store.retirer.retire("policy", [1, 2])
+    assert numbers(store) == [1, 3]
+
+
+def test_a_version_whose_folder_somebody_has_removed_is_retired_like_the_others(store: Store) -> None:
+    epoch = claim(store)
+    shutil.rmtree(store.folder.path(publish(store, epoch, 0)))
+    for step in range(1, 4):
+        publish(store, epoch, step)
+        settle(store)
+    assert numbers(store) == [3, 4]
+    assert store.catalogue.get("policy", 1).state == "RETIRED"
+    assert not store.catalogue.model("policy").stuck
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.sets(st.integers(1, 8)), st.integers(1, 4), st.integers(0, 250))
@@ -285,7 +339,7 @@ def test_folders_and_files_are_the_owners_alone(store: Store) -> None:
 
 
 def test_a_second_daemon_on_the_same_store_is_refused(store: Store) -> None:
-    with pytest.raises(FailedPrecondition, match="another daemon uses the store"):
+    with pytest.raises(FailedPrecondition, match="another process uses"):
         Store(store.folder.root)
 
 

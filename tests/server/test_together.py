@@ -28,7 +28,10 @@ class Pair:
 
     def connect(self) -> None:
         for job in self.jobs.values():
-            job.connect()
+            job.create()
+            job.register(0)
+        for job in self.jobs.values():
+            job.assigned(0)
 
     def deliver(self, model: str, step: int) -> resources_pb2.Version:
         job, weights = self.jobs[model], weights_of(model, step)

@@ -38,8 +38,9 @@ class Reference:
         self.retired_on_command: set[int] = set()
         self._told_at: dict[int, int] = {}
         self.nodes: NodePieces | None = None
-        self._claims: list[str] = []
-        self._claiming: list[str] = []  # jobs whose claims the daemon handles now
+        self._claims: dict[str, int] = {}  # length of `_taken` at each job's first claim
+        self._taken: list[str] = []  # jobs whose registrations the daemon has handled
+        self._taking: list[str] = []  # jobs whose registrations the daemon handles now
         self._checked: set[int] = set()
 
     # Requests of clients and their answers
@@ -49,22 +50,25 @@ class Reference:
         known = self.epochs.setdefault(epoch, job)
         assert known == job, f"epoch {epoch} was given to {self.epochs[epoch]} and to {job}"
 
+    def claims(self, job: str) -> None:
+        """Record that the daemon handles a claim of a job."""
+        self._claims.setdefault(job, len(self._taken))
+
     @contextmanager
-    def claims(self, job: str) -> Iterator[None]:
-        """Record that the daemon handles a claim of a job, which takes effect at any time meanwhile."""
-        self._claims.append(job)
-        self._claiming.append(job)
+    def takes_over(self, job: str) -> Iterator[None]:
+        """Record that the daemon handles a registration of a job, whose claim may take effect at any time meanwhile."""
+        self._taken.append(job)
+        self._taking.append(job)
         try:
             yield
         finally:
-            self._claiming.remove(job)
-            self._claims.append(job)
+            self._taking.remove(job)
+            self._taken.append(job)
 
     def is_fenced(self, job: str) -> None:
-        """Check that a job that is refused as stale was followed by another."""
-        first = self._claims.index(job)
-        assert {*self._claims[first:], *self._claiming} != {job}, (
-            f"{job} is refused as stale, and no other job has claimed the model since"
+        """Check that a job that is refused as stale was followed by another, whose layout is not refused."""
+        assert {*self._taken[self._claims[job] :], *self._taking} - {job}, (
+            f"{job} is refused as stale, and no other job has taken over the model since"
         )
 
     def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None:

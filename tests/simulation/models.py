@@ -76,9 +76,9 @@ def weights(model: Model, job: str, step: int, variant: str) -> Weights:
 
 
 @lru_cache(maxsize=64)
-def packed(model: Model, rank: int) -> PackedBoxes:
-    """Return what a rank registers."""
-    return pack(iter(model.held[rank]))
+def packed(model: Model, rank: int, *, torn: bool = False) -> PackedBoxes:
+    """Return what a rank registers. `torn`: without its boxes of the first tensor, so that the slots do not tile the model."""
+    return pack(each for each in model.held[rank] if each[0] or not torn)
 
 
 @lru_cache(maxsize=8)

@@ -1,7 +1,7 @@
 """Trainer ranks as the SDK's calls make them: they register, publish step after step, retry, stop, die and are replaced."""
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -32,7 +32,8 @@ class Records(Protocol):
 
     def told(self, answer: Answer) -> None: ...
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None: ...
-    def claims(self, job: str) -> AbstractContextManager[None]: ...
+    def claims(self, job: str) -> None: ...
+    def takes_over(self, job: str) -> AbstractContextManager[None]: ...
     def claimed(self, job: str, epoch: int) -> None: ...
     def is_fenced(self, job: str) -> None: ...
     def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None: ...
@@ -50,6 +51,7 @@ class Job:
     waits: bool  # whether a rank waits for READY before its next step
     fenced: bool = False
     insists: bool = False  # whether no rank skips the last step
+    torn: bool = False  # whether no rank holds the first tensor, so that the daemon refuses the job
     stalls: float = 0.0  # chance that a rank is stopped, for up to three leases, before it writes a box
 
 
@@ -87,6 +89,9 @@ class Rank:
                 if answer.reason == "STALE_EPOCH":
                     self.records.is_fenced(self.job.name)
                     self.job.fenced = True
+                if answer.reason == "LAYOUT_MISMATCH":
+                    assert self.job.torn, f"{self.job.name} is refused, and its slots tile the model"
+                    self.job.fenced = True
                 return answer
             yield None, self.schedule.now + self.random.random()
 
@@ -117,8 +122,8 @@ class Rank:
         files = FILES if rank == 0 else {}
 
         def create(daemon: SimulatedDaemon) -> PublisherRecord:
-            with self.records.claims(job.name):
-                return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
+            self.records.claims(job.name)
+            return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
 
         answer = yield from self._call("CreatePublisher", create)
         if not answer.ok:
@@ -127,8 +132,9 @@ class Rank:
         self.records.claimed(job.name, epoch)
 
         def register(daemon: SimulatedDaemon) -> int:
-            boxes = packed(job.model, rank)
-            daemon.intake.publishers.register(publisher, rank, f"rank {rank}", job.model.specs, boxes, self.process.name)
+            boxes = packed(job.model, rank, torn=job.torn)
+            with nullcontext() if job.torn else self.records.takes_over(job.name):
+                daemon.intake.publishers.register(publisher, rank, f"rank {rank}", job.model.specs, boxes, self.process.name)
             return daemon.store.catalogue.newest_number(NAME)
 
         answer = yield from self._call("RegisterSlot", register)

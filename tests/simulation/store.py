@@ -76,6 +76,7 @@ class _Site:
         self.checked_life = 0
         self.serials = 0
         self.ranks: list[Rank] = []
+        self.torn: list[Job] = []
         self.job = self._new_job(mapped=shared and random.random() < 0.6)
         self.schedule.trace(plan.describe())
 
@@ -197,6 +198,8 @@ class _Site:
                 schedule.wall_offset += random.choice((-1, 1)) * 10 ** random.uniform(0, 8)
             elif chance < 0.6 and len(self.reference.jobs) < 3:
                 self._replace_job()
+            elif chance < 0.64:
+                self._start_torn_job()
             elif chance < 0.7:
                 yield from self._retire()
             else:
@@ -211,6 +214,15 @@ class _Site:
         self.job = self._new_job(mapped=self.job.mapped)
         for rank in range(self.model.world_size):
             self._start_rank(self.job, rank, 0)
+
+    def _start_torn_job(self) -> None:
+        """Start a job whose layout the daemon refuses, beside the one that publishes."""
+        self.counts["jobs refused"] += 1
+        self.serials += 1
+        job = Job(f"torn-{self.serials}", self.model, 0, False, False, False, torn=True)
+        self.torn.append(job)
+        for rank in range(self.model.world_size):
+            self._start_rank(job, rank, 0)
 
     def _retire(self) -> Generator[Wait, None, None]:
         known = sorted(self.reference.ready)
@@ -261,7 +273,7 @@ class _Site:
     def _publish_in_peace(self) -> None:
         """Publish two steps more, in a small schedule one; the first may find what faults have left."""
         self.counts["schedules reaching peace"] += 1
-        for job in self.reference.jobs.values():
+        for job in (*self.reference.jobs.values(), *self.torn):
             job.fenced = job.fenced or job is not self.job  # so that none of its ranks is started again
         for rank in [each for each in self.ranks if each.job is not self.job]:
             self.ranks.remove(rank)

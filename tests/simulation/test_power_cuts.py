@@ -22,6 +22,8 @@ from tests.simulation.medium import Crash, Medium
 from tests.simulation.schedule import Process, Schedule
 from tests.simulation.seams import Log, installed
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = lay_out([TensorSpec("a", "F32", (16,))])
 SMALL = {"config.json": b"{}", "tokenizer.json": b"[]"}
 

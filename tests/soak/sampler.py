@@ -55,7 +55,7 @@ def processes(system: System) -> Iterator[tuple[str, int]]:
 def named(owner: str, command: str, process: psutil.Process) -> str:
     """Return the name of a process of the daemon, the trainer or a server, by its command line."""
     if owner == "daemon":
-        return "daemon" if "resharder.server.main" in command else "daemon, helper"
+        return "daemon" if "tests.support.forked" in command else "daemon, helper"
     if owner == "trainer":
         if "torch.distributed.run" in command:
             return "torchrun"

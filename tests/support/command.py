@@ -23,14 +23,16 @@ class Done(NamedTuple):
     err: str
 
 
-def resharder(*arguments: object) -> Done:
-    out, err, code = io.StringIO(), io.StringIO(), 0
+def resharder(*arguments: object, encoding: str = "utf-8") -> Done:
+    """Run the command in this process. `encoding`: of its output, where Python refuses what has no place in it, as it does."""
+    written, code = (io.BytesIO(), io.BytesIO()), 0
+    out, err = (io.TextIOWrapper(one, encoding, write_through=True) for one in written)
     with redirect_stdout(out), redirect_stderr(err):
         try:
             cli.main([str(argument) for argument in arguments])
         except SystemExit as end:
             code = int(end.code or 0)
-    return Done(code, out.getvalue(), err.getvalue())
+    return Done(code, *(one.getvalue().decode(encoding) for one in written))
 
 
 def answer(*arguments: object) -> dict[str, Any]:

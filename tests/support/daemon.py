@@ -18,6 +18,7 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.forked import ForkedProcess, start
 from tests.support.ports import free_port
 from tests.support.supervised import shared_memory
 
@@ -47,7 +48,7 @@ class Daemon:
         self.endpoint = f"{host}:{self.port}"
         self.environment: dict[str, str] = {}  # besides the options
         self.options = {"lease_seconds": LEASE_SECONDS} | options
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._umask, self._command = umask, command
         self._channel: grpc.Channel | None = None
 
@@ -83,20 +84,19 @@ class Daemon:
                     return self
         raise TimeoutError(f"the daemon was not healthy in {timeout} s:\n{self.log.read_text()}")
 
-    def launch(self, *, failpoint: str = "") -> subprocess.Popen[bytes]:
-        """Start the process without waiting."""
+    def launch(self, *, failpoint: str = "") -> subprocess.Popen[bytes] | ForkedProcess:
+        """Start the process without waiting: forked, unless it has a command line of its own."""
         options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
         environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
         if failpoint:
             environment["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self._command, sys.executable, "-m", "resharder.server.main"],
-                env=os.environ | environment | self.environment,
-                stdout=log,
-                stderr=log,
-                umask=self._umask,
-            )
+            environment = os.environ | environment | self.environment
+            if self._command:
+                command = [*self._command, sys.executable, "-m", "resharder.server.main"]
+                self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, umask=self._umask)
+            else:
+                self.process = start("resharder.server.main", environment, log, self._umask)
         return self.process
 
     def kill(self) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec
 from resharder.converters.geometry.piece_arrays import Pieces, pack
-from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.exchange import Cause
+from resharder.server.direct.direct import Cause, Direct
 from resharder.server.direct.offered_versions import OfferedVersions
-from resharder.server.direct.state import Act, Member, Task
+from resharder.server.direct.plans import Member
+from resharder.server.direct.state import Act, Task
 from resharder.server.infra.change_signal import Pause
 
 from tests.support.waits import settled
@@ -61,12 +61,12 @@ class Site:
 
     def declare(self, *servers: str) -> None:
         for rank in range(self.ranks):
-            self.direct.links.declare(self.rank(rank), "memory", half(rank % 2))
+            self.direct.declare(self.rank(rank), "memory", half(rank % 2))
         for server in servers:
             self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
             self.wanting.add(server)
             for rank in range(2):
-                self.direct.links.declare(self.worker(server, rank), "memory", half(rank))
+                self.direct.declare(self.worker(server, rank), "memory", half(rank))
 
     def offer(self, number: int = 1, wait: float = 100.0, servers_sleep: bool = False) -> list["Rank"]:
         return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]
@@ -75,29 +75,24 @@ class Site:
         return self.pool.submit(settled, act, *arguments)
 
     def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
-        return [
-            self.begin(self.direct.links.join, self.worker(server, rank), "memory", "policy", number, install)
-            for rank in range(2)
-        ]
+        return [self.begin(self.direct.join, self.worker(server, rank), "memory", "policy", number, install) for rank in range(2)]
 
     def start(self, server: str, group: str, install: str = "i-1") -> list["Future[object]"]:
-        return [self.begin(self.direct.transfers.start, self.worker(server, rank), group, install) for rank in range(2)]
+        return [self.begin(self.direct.start, self.worker(server, rank), group, install) for rank in range(2)]
 
     def finish(self, member: Member, group: str, error: str = "") -> None:
-        self.direct.transfers.finish(member, group, not error, error, 32)
+        self.direct.finish(member, group, not error, error, 32)
 
 
 class Rank:
     def __init__(self, site: Site, rank: int, number: int, wait: float, servers_sleep: bool = False) -> None:
         self.site, self.rank, self.member = site, rank, site.rank(rank)
-        self.offer = site.direct.offers.offer(
-            self.member, "memory", "policy", number, site.ranks, wait, servers_sleep=servers_sleep
-        )
+        self.offer = site.direct.offer(self.member, "memory", "policy", number, site.ranks, wait, servers_sleep=servers_sleep)
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
         self.offer.look_at = 0.0  # the site's clock stands still
-        for item in self.site.direct.offers.tasks(self.offer, self.rank, lambda: state):
+        for item in self.site.direct.tasks(self.offer, self.rank, lambda: state):
             if not isinstance(item, Pause):
                 return item
             item.signal.wait(item.seen, item.seconds)
@@ -107,7 +102,7 @@ class Rank:
     def look(self, state: str = "READY") -> None:
         """Have the coordinator look whether the offer is over; no task is due."""
         self.offer.look_at = 0.0
-        assert isinstance(next(self.site.direct.offers.tasks(self.offer, self.rank, lambda: state)), Pause)
+        assert isinstance(next(self.site.direct.tasks(self.offer, self.rank, lambda: state)), Pause)
 
 
 def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install: str = "i-1") -> str:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import grpc
 from resharder.server.config import Config
-from resharder.server.direct import exchange, links, offers, transfers
+from resharder.server.direct import direct
 from resharder.server.fleets import profiles
 from resharder.server.infra import event_log
 from resharder.server.infra.change_signal import Pause
@@ -186,10 +186,8 @@ def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
     with ExitStack() as held:
         for module in (event_log, profiles, steps, version_waits):
             held.enter_context(patch.object(module, "_LOOK", 0.005))
-        for module in (links, offers, transfers):
-            held.enter_context(patch.object(module, "LOOK", 0.005))
-        for name in ("_PAUSE", "_LONGEST_PAUSE"):
-            held.enter_context(patch.object(exchange, name, 0.005))
+        for name in ("_LOOK", "_PAUSE", "_LONGEST_PAUSE"):
+            held.enter_context(patch.object(direct, name, 0.005))
         held.enter_context(patch.object(Dispatcher, "wait", impatient))
         chosen = {"caller_rate": 0, "direct_seconds": 0.2, "web_listen": "", "listen": "127.0.0.1:0"}
         daemon = Daemon(Config(**chosen | options))

@@ -1,7 +1,7 @@
 """Logits of four real Megatron ranks (gloo, CPU).
 
-`python -m tests.support.forked_ranks tests.support.megatron_ranks FOLDER`, with
-FOLDER holding a checkpoint per family, writes the findings of rank 0 to FOLDER/found.json.
+`python -m tests.support.forked_ranks tests.support.megatron_ranks FOLDER CASE...`, with FOLDER holding a checkpoint of `FAMILY`
+and of each case's family, writes the findings of rank 0 to FOLDER/found.json.
 """
 
 import json
@@ -58,6 +58,8 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
         {"tp": 4, "ep": 2, "etp": 2, "spec": "te", "moe_token_dispatcher_type": "allgather"},
     ),
 }
+FAMILY = "qwen3_tied"
+"""What is tested of one family alone."""
 
 
 def forward_difference(folder: Path, layout: dict[str, Any]) -> float:
@@ -138,13 +140,16 @@ def spread(chunk: torch.nn.Module) -> bool:
     return not torch.equal(low, high)
 
 
-def main(path: str) -> None:
+def main(path: str, *cases: str) -> None:
     folder = Path(path)
     dist.init_process_group("gloo")
-    by_sizes = sorted(FORWARD.items(), key=lambda case: [case[1][1].get(size, 0) for size in ("tp", "pp", "ep", "etp")])
+    by_sizes = sorted(
+        ((case, FORWARD[case]) for case in cases),
+        key=lambda case: [case[1][1].get(size, 0) for size in ("tp", "pp", "ep", "etp")],
+    )
     found: dict[str, Any] = {name: forward_difference(folder / family, layout) for name, (family, layout) in by_sizes}
-    found["late gather"] = late_gather(folder / "qwen3_tied")
-    found["replicas"] = replicas(folder / "qwen3_tied")
+    found["late gather"] = late_gather(folder / FAMILY)
+    found["replicas"] = replicas(folder / FAMILY)
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

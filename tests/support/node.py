@@ -18,6 +18,7 @@ from typing import TypeVar
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.forked import ForkedProcess, start
 from tests.support.observing import wait_until
 from tests.support.supervised import shared_memory
 
@@ -32,7 +33,7 @@ class Node:
         self.folder, self.log, self.name = self.root / "node", self.root / "log", name
         self._command = command
         self._options = {"endpoint": endpoint, "name": name, "folder": self.folder, "listen": "127.0.0.1:0"} | options
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def start(self, *, failpoint: str = "", environment: Mapping[str, str] = MappingProxyType({})) -> "Node":
         """Start the process."""
@@ -40,12 +41,11 @@ class Node:
         if failpoint:
             given["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self._command, sys.executable, "-m", "resharder.server.node_main"],
-                env=os.environ | given,
-                stdout=log,
-                stderr=log,
-            )
+            if self._command:
+                command = [*self._command, sys.executable, "-m", "resharder.server.node_main"]
+                self.process = subprocess.Popen(command, env=os.environ | given, stdout=log, stderr=log)
+            else:
+                self.process = start("resharder.server.node_main", os.environ | given, log)
         return self
 
     def kill(self) -> None:

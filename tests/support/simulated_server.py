@@ -5,6 +5,7 @@ with SimulatedServer(daemon, "left") as server:
     server.in_flight = 3
     server.broken = {2}     # it fails to stage these
     server.torn = {3}       # and to apply these
+    server.dies_at = {Order.SLEEP}  # its engine dies of these orders
     server.measured = {"stage_seconds": 0.5}    # what its worker says of each version, next to what it did
 """
 
@@ -27,6 +28,7 @@ class SimulatedServer:
     def __init__(self, daemon: Daemon, id: str, *, fleet: str = "", model: str = "") -> None:
         self.id, self.broken, self.torn = id, set[int](), set[int]()
         self.error = ""
+        self.dies_at, self._dead = set[int](), False
         self.measured: dict[str, object] = {}
         self.pause_seconds = 0.0
         self._fleet, self._model = fleet, model
@@ -68,17 +70,21 @@ class SimulatedServer:
                 self._say()
 
     def _live(self) -> None:
-        while not self._ended.is_set():
+        while not self._ended.is_set() and not self._dead:
             with suppress(grpc.RpcError):
                 for order in self._call:
                     self._carry_out(order)
             with suppress(grpc.RpcError):
-                if not self._ended.wait(0.1):
+                if not self._dead and not self._ended.wait(0.1):
                     self._claim(boot=False)
                     self._attach()
 
     def _carry_out(self, order: server_pb2.Order) -> None:
         if order.kind in (Order.RENEWED, Order.LEAD):
+            return
+        if order.kind in self.dies_at:
+            self._dead = True
+            self._say(failure="its engine died")
             return
         if order.kind == Order.STAGE and order.version in self.broken:
             self._say(install=order.install, done=order.kind, ok=False, error=self.error or f"no version {order.version} for me")

@@ -42,6 +42,8 @@ They are not preloaded where the process has used a fork server before, as that 
 class Engine:
     """`raw`: linear layers keep their parameters. A sleep loses what it loses on a GPU. `options` are vLLM's engine arguments."""
 
+    tier = "engine"
+
     def __init__(self, model: Path, *, raw: bool = False, environment: Mapping[str, str] | None = None, **options: Any) -> None:
         plugins = ["resharder", "dropping_sleep", *(["raw_mode"] if raw else [])]
         environment = ENVIRONMENT | {"VLLM_PLUGINS": ",".join(plugins)} | dict(environment or {})
@@ -151,6 +153,10 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     sys.path.insert(0, str(_RAW_MODE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_RAW_MODE), os.environ.get("PYTHONPATH", "")])
     _hide_amx()
+    if environment.get("TORCH_COMPILE_DISABLE"):
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True  # the preload has read the environment before
     try:
         from vllm import LLM
 

@@ -6,8 +6,10 @@ Needs a file of its own: the engine's processes are spawned and import the main 
 On a CPU its processes do not spin: for a second after each message vLLM's readers only yield the processor (SpinCondition in
 distributed/device_communicators/shm_broadcast.py), and Linux 6.18, which has a group of tasks for each session (sched_autogroup),
 then leaves others waiting for seconds on two cores. They take the kernels of processors without AMX, as `vllm_engine` does, so
-that the answers of servers and engines are the same."""
+that the answers of servers and engines are the same. And they are forked where vLLM spawns them, which imports it again in each:
+two thirds of what a boot takes of a processor."""
 
+import multiprocessing
 import time
 
 import torch
@@ -17,6 +19,8 @@ from vllm.platforms import current_platform
 if current_platform.is_cpu():
     shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
     torch.cpu._is_amx_tile_supported = lambda: False
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
 
 
 def main() -> None:

@@ -86,6 +86,8 @@ class VllmServer:
     `wrapper` is put before its command line, as that of `hiding`.
     """
 
+    tier = "engine"
+
     model: Path | str
     args: Sequence[str] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)

@@ -108,9 +108,10 @@ class Side:
         self.runner.start()
         self.lease = ServerLease()
         self.identity = ControlIdentity("s1", 2, "host:8000", passes_kv=True)
-        self.about = (PowerState.UNKNOWN, 0, 0)
+        self.about, self.failure = (PowerState.UNKNOWN, 0, 0), ""
+        channel = Channel(f"127.0.0.1:{port}")
         self.thread = LeaseThread(
-            Channel(f"127.0.0.1:{port}"), self.identity, self.lease, carry_out, lambda: self.about, self.loop
+            channel, self.identity, self.lease, carry_out, lambda: self.about, self.loop, lambda: self.failure
         )
         self.thread.start()
 
@@ -307,3 +308,25 @@ def test_a_lease_that_lapsed_begins_a_new_span_and_the_first_renewal_does_not() 
     assert not lease.permits(span)
     lease.renew(30.0)
     assert (lease.alive, lease.permits(span), lease.permits(lease.span)) == (True, False, True)
+
+
+def test_an_engine_that_failed_is_the_last_thing_that_is_reported() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        assert stream.next_report().failure == ""
+        side.failure = "its engine died"
+        side.thread.report_now()
+        last = stream.next_that(lambda report: bool(report.failure))
+        assert (last.failure, last.leaving) == ("its engine died", False)
+        side.thread._thread.join(PATIENCE)
+        assert not side.thread._thread.is_alive(), "no stream follows"
+
+
+def test_a_process_that_ends_after_its_engine_failed_does_not_leave() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        stream.next_report()
+        side.failure = "its engine died"
+        side.thread.leave()
+        last = stream.next_that(lambda report: bool(report.failure) or report.leaving)
+        assert (last.failure, last.leaving) == ("its engine died", False)

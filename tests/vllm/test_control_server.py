@@ -15,6 +15,7 @@ from resharder.client.operator.states import RequestHandling
 
 from tests.support.command import answer
 from tests.support.observing import leaving, servers, wait_serving, wait_until
+from tests.support.variants import alone
 from tests.support.vllm_deployment import LEASE, PROMPT, Deployment, deployment
 from tests.support.vllm_server import Answer, Token, VllmServer
 
@@ -73,7 +74,7 @@ def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> 
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("mode", alone(["keep", "wait", "abort"], ["keep"]))
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
     with Operator(single.daemon.endpoint) as operator:
@@ -132,6 +133,7 @@ def test_a_server_that_ends_by_sigterm_leaves_and_is_never_lost(single: Deployme
         single.server.stop()
 
 
+@pytest.mark.full
 def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployment) -> None:
     def sides() -> tuple[int, int, int]:
         (server,) = servers(double.daemon)
@@ -158,6 +160,7 @@ def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployme
     assert counted['resharder_vllm_installs_total{outcome="applied"}'] >= 1
 
 
+@pytest.mark.full
 def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_worker_spent_it(
     double: Deployment, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.vllm_models import publish
 from tests.support.weights import random_weights
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.compat,  # run against the oldest vLLM as well
     pytest.mark.skipif(Version(vllm.__version__) < Version("0.32"), reason="older CPU builds have no FP8 blocks"),
 ]

@@ -18,6 +18,7 @@ from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
+from tests.support.variants import alone
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import make_pair, publish, without_weights
 
@@ -192,7 +193,7 @@ PACKED: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", alone(PACKED, ["moe", "latent attention", "fp8"]))
 def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_loads_it(
     daemon: Daemon, tmp_path_factory: pytest.TempPathFactory, kind: str
 ) -> None:
@@ -226,6 +227,7 @@ def recorded_without_a_server(folder: Path, server: ServerSizes, dtype: str) -> 
     return [worker_recording(config, specs, server, worker, dtype=dtype) for worker in range(server.workers)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(OLDER, reason="compared with the newest vLLM alone")
 def test_workers_with_half_of_the_experts_each_record_what_is_recorded_without_a_server(daemon: Daemon, tmp_path: Path) -> None:
     a, _ = make_pair(tmp_path, "qwen3_moe", torch.bfloat16)
@@ -237,6 +239,7 @@ def test_workers_with_half_of_the_experts_each_record_what_is_recorded_without_a
         assert engine.rpc(recorded) == recorded_without_a_server(a, ServerSizes(tp=2, ep=True), "bfloat16")
 
 
+@pytest.mark.full
 def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: Path) -> None:
     case = Case(daemon, tmp_path / "tp2", "qwen3", torch.float32, raw=True, tensor_parallel_size=2)
     bare = without_weights(case.a, case.folder / "bare")

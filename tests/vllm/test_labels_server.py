@@ -20,7 +20,7 @@ from tests.support.vllm_deployment import PROMPT, Deployment, deployment
 from tests.support.vllm_server import Response, VllmServer, completion
 from tests.support.weights import Reference, random_weights
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.full, pytest.mark.compat]
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 NATIVE = find_spec("vllm.entrypoints.rl") is not None  # vLLM stamps tokens with its own weight version
 _NEAR = 3e-2 if torch.cuda.is_available() else 1e-3  # of log-probabilities; TensorFloat-32 rounds to 2^-11

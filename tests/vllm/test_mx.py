@@ -17,7 +17,10 @@ from tests.support.mx_checkpoint import save_mxfp4, save_mxfp8
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import publish
 
-pytestmark = pytest.mark.skipif(Version(vllm.__version__) < Version("0.32"), reason="older CPU builds have neither format")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(Version(vllm.__version__) < Version("0.32"), reason="older CPU builds have neither format"),
+]
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -24,6 +24,8 @@ from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
 from tests.support.weights import random_weights
 
+pytestmark = pytest.mark.full
+
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 PROMPT = [5, 17, 42, 7, 300, 11]
 needs_native_versions = pytest.mark.skipif(not find_spec("vllm.entrypoints.rl"), reason="this vLLM stamps no tokens")

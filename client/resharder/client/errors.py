@@ -6,7 +6,7 @@ ResharderError
 ├── WaitTimeout           the daemon answers, but the wait (for a version, for other ranks) has ended without a result
 ├── Refused               the daemon refuses; `reason` is the cause
 │   ├── LayoutRejected    the slots do not tile the model, or one of them is invalid
-│   ├── StaleEpoch        a newer job has claimed the model: this one can no longer write
+│   ├── StaleEpoch        a newer job has taken over the model: this one can no longer write
 │   ├── Conflict          it exists with other content: other bytes of (epoch, step), another registration of this rank
 │   ├── OutOfRoom         the store has no capacity for the model, its medium is full, or too many versions are UPLOADING
 │   ├── StoreFailed       a file operation of the daemon failed; it may succeed when the medium works again
@@ -39,6 +39,7 @@ from resharder.converters.errors import (
     UnknownTensor,
     UnsupportedModel,
 )
+from resharder.converters.printable import printable
 
 __all__ = [
     "AccessDenied",
@@ -103,7 +104,7 @@ class LayoutRejected(Refused):
 
 
 class StaleEpoch(Refused):
-    """A newer job has claimed the model; this job can no longer write."""
+    """A newer job has taken over the model; this job can no longer write."""
 
     reason = "STALE_EPOCH"
 
@@ -222,7 +223,7 @@ _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\.
 
 def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
     """Return the typed form of a failed call to the daemon at `endpoint`."""
-    code, details = error.code(), error.details() or ""
+    code, details = error.code(), printable(error.details() or "")  # names and reasons of others: they end in logs and tracebacks
     reason = reason_of(error)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and (found := _TOO_LARGE.search(details)):
         size, limit = found.groups()
@@ -239,7 +240,7 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
 
 def refusal(name: str, said: str) -> ResharderError:
     """Return the typed form of a resource's `REASON: message`; `name` is the resource's."""
-    reason, _, message = said.partition(": ")
+    reason, _, message = printable(said).partition(": ")
     return _BY_REASON.get(reason, Refused)(f"{name}: {message} [{reason}]", reason)
 
 

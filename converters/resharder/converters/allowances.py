@@ -12,6 +12,9 @@ from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
 REFUSALS: Mapping[str, str] = {
+    "config-mismatch": "a model that computes otherwise than its config.json says",
+    "megatron-release": "a release of megatron-core that Resharder was not tested with",
+    "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
     "server-config": "a version whose config.json differs from the one that the server computes with",
 }
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
@@ -24,12 +27,23 @@ def refuse(name: str, error: Exception) -> None:
     """Raise `error`, or log and record its text if the environment allows the refusal `name`, one of REFUSALS."""
     if name not in REFUSALS:
         raise KeyError(f"{name} is not in REFUSALS")
-    if name not in os.environ.get(VARIABLE, "").split(","):
+    if name not in _allowed():
         raise error
     text = f"allowed by {VARIABLE}={name}: {error}"
     _log.warning("%s", text)
     if (collected := _collected.get()) is not None:
         collected.append(text)
+
+
+def unknown_names() -> str:
+    """Return what is wrong with the names in RESHARDER_ALLOW; empty if REFUSALS has all of them."""
+    unknown = [name for name in _allowed() if name not in REFUSALS]
+    known = f"this release knows {', '.join(sorted(REFUSALS))}" if REFUSALS else "this release knows none"
+    return f"{VARIABLE}: no refusal is called {', '.join(unknown)}; {known}" if unknown else ""
+
+
+def _allowed() -> list[str]:
+    return [name for part in os.environ.get(VARIABLE, "").split(",") if (name := part.strip())]
 
 
 @contextmanager

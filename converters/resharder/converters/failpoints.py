@@ -27,9 +27,9 @@ DaemonPoint = Literal[
 ]  # fmt: skip
 """Points of the daemon between two steps."""
 DaemonFilePoint = Literal[
-    "start.read", "claim.write", "reserve.write", "pool.write", "pool.recycle", "commit.before-rename", "commit.sync",
-    "leave.before-rename", "journal.write", "event.sync", "fleet.write", "archive.read", "restore.write", "export.read",
-    "decision.write", "decision.remove", "decision.complete", "gather.write",
+    "start.read", "claim.write", "reserve.write", "claim.effect", "pool.write", "pool.recycle", "commit.before-rename",
+    "commit.sync", "leave.before-rename", "journal.write", "event.sync", "fleet.write", "archive.read", "restore.write",
+    "export.read", "decision.write", "decision.remove", "decision.complete", "gather.write",
 ]  # fmt: skip
 """Points of the daemon before a file operation."""
 TrainerPoint = Literal[

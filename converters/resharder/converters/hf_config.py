@@ -98,7 +98,7 @@ def _with_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
 
     transformers 4 has `rope_theta` and `partial_rotary_factor` beside `rope_scaling`.
     """
-    given = next((found for name in _ROPE if isinstance(found := config.get(name), Mapping)), {})
+    given: Mapping[str, Any] = next((found for name in _ROPE if isinstance(found := config.get(name), Mapping)), {})
     if not given and all(config.get(name) is None for name in _OF_ROPE):
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in (*_ROPE, *_OF_ROPE)}

@@ -19,7 +19,7 @@ class CreatePublisherRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable", "gathers")
+    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable", "gathers", "warnings")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class RegisterSlotRequest(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
     GATHERS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]
@@ -38,7 +39,8 @@ class RegisterSlotRequest(_message.Message):
     received: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
     readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
     gathers: bool
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., gathers: bool = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., gathers: bool = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SharedBlocks(_message.Message):
     __slots__ = ("tensor", "blocks")

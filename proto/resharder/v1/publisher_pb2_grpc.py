@@ -103,7 +103,8 @@ class PublisherServiceServicer(object):
     """
 
     def CreatePublisher(self, request, context):
-        """Claims a model for a job. The same job gets the same publisher; a new job gets a new epoch, which fences all earlier jobs.
+        """Claims a model for a job. The same job gets the same publisher; a new job gets a new epoch. The claim takes effect with the
+        last rank's RegisterSlot; until then an earlier job goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +112,8 @@ class PublisherServiceServicer(object):
 
     def RegisterSlot(self, request, context):
         """Registers the boxes that a rank has; a repetition changes nothing. The last rank's call checks that all slots tile every
-        tensor exactly, and reserves capacity. Fails with FAILED_PRECONDITION and the exact difference, or RESOURCE_EXHAUSTED.
+        tensor exactly, and reserves capacity; the job then fences all earlier ones. Fails with FAILED_PRECONDITION and the exact
+        difference, or RESOURCE_EXHAUSTED, and the earlier job goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,6 +17,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines o
 import structlog
 import typer
 from resharder.converters.failpoints import failpoint
+from resharder.converters.printable import printable_output
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
 from resharder.server.data.checksums import PieceChecksums
@@ -24,7 +25,7 @@ from resharder.server.data.chunk_writes import ChunkWrites
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import StoredVersions
-from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.direct import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
 from resharder.server.fleets.commands import Operations
@@ -34,7 +35,7 @@ from resharder.server.fleets.ports import FleetObserver
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
-from resharder.server.infra.descriptors import Descriptors
+from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
@@ -156,7 +157,7 @@ class Daemon:
             staging_bytes=config.direct_staging_bytes,
             seconds=config.direct_seconds,
         )
-        self.store.catalogue.subscribe(lambda record: self.direct.offers.version_changed(record.model))
+        self.store.catalogue.subscribe(lambda record: self.direct.version_changed(record.model))
         self._versions, self._checksums = StoredVersions(self.store.reader), PieceChecksums()
         self.data = self._data()
         self.server = self._server()
@@ -206,9 +207,7 @@ class Daemon:
         profiles = Profiles(self.fleets)
         verifications = Verifications(self.fleets.roster)
         return {
-            PublisherService(
-                self.intake, views, self.direct.offers.withhold
-            ): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
+            PublisherService(self.intake, views, self.direct.withhold): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
             ServerService(
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
@@ -277,14 +276,22 @@ class Daemon:
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
 
     def _tick(self) -> None:
-        descriptors = Descriptors()
+        descriptors, lost = Descriptors(), ""
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
             descriptors.look()
             try:
+                if (problem := self.store.folder.problem()) != lost:
+                    lost = problem
+                    self._report_store(problem)
                 self.intake.publishers.expire()
                 self.nodes.expire()
             except Exception as error:
                 _log.error("leases_failed", exc_info=error)
+
+    def _report_store(self, problem: str) -> None:
+        """Report that the store was removed or replaced, or is back where it was."""
+        self.server.report(serving=not problem)
+        self.events.add("daemon", "daemon", "store_lost" if problem else "store_back", problem)
 
     def stop(self) -> None:
         """Wait up to `drain_seconds` for UPLOADING versions to finish, then end all calls and threads and unlock the store."""
@@ -370,6 +377,7 @@ def serve(config: Config) -> None:
     raise_malloc_thresholds()
     configure_collections()
     configure_logs(config.log_format, config.log_level)
+    raise_descriptor_limit()
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -393,7 +401,8 @@ def serve(config: Config) -> None:
 
 def main() -> None:
     """Run the command line. Entry point of `resharderd`."""
-    app()
+    with printable_output("resharderd"):
+        app()
 
 
 if __name__ == "__main__":

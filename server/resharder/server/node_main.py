@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, Self
@@ -25,11 +25,13 @@ import structlog
 import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from resharder.converters.printable import printable_output
 from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
+from resharder.server.infra.descriptors import raise_descriptor_limit
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import raise_malloc_thresholds
 from resharder.server.logs import configure_logs
@@ -194,7 +196,8 @@ class Node:
         self.port.close()
         self.daemon.close()
         for version in self.copies.all():
-            self.copies.drop(version.name)
+            with suppress(OSError):  # the folder may be gone
+                self.copies.drop(version.name)
         self.folder.close()
 
     def _count_sent(self, size: int) -> None:
@@ -336,6 +339,7 @@ def serve(config: NodeConfig) -> None:
     """
     raise_malloc_thresholds()
     configure_logs(config.log_format, config.log_level)
+    raise_descriptor_limit()
     ended, forced = threading.Event(), threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -353,7 +357,9 @@ def serve(config: NodeConfig) -> None:
         sys.exit(f"resharder-node: --folder: {medium_error(error)}")
     node.start()
     while not ended.is_set() and not node.agent.wait(0.5):
-        pass
+        if problem := node.folder.problem():
+            node.stop()
+            sys.exit(f"resharder-node: --folder: {problem}")
     if node.agent.failure is None:
         node.agent.drain(config.drain_seconds, forced)
     node.stop()
@@ -363,7 +369,8 @@ def serve(config: NodeConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    app()
+    with printable_output("resharder-node"):
+        app()
 
 
 if __name__ == "__main__":

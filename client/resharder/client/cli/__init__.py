@@ -14,7 +14,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs between
 # isort: split
 from resharder.client.cli import check, fleets, nodes, power, probe, profile, show, verify, versions, watch
 from resharder.client.cli.app import app
+from resharder.client.cli.terminal import tell
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
+from resharder.converters.printable import OutputClosed, printable_output
 
 __all__ = ["app", "check", "fleets", "main", "nodes", "power", "probe", "profile", "show", "verify", "versions", "watch"]
 
@@ -24,18 +26,23 @@ _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and end the process with an exit code of `app`."""
     sys.unraisablehook = _interrupt_again
-    try:
-        app(arguments, prog_name="resharder")
-    except ResharderError as error:
-        _end(error, _CODES.get(type(error), 4))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:
-        _end(error, 2)
+    with printable_output("resharder"):
+        try:
+            app(arguments, prog_name="resharder")
+        except ResharderError as error:
+            _end(error, _CODES.get(type(error), 4))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except UnicodeEncodeError as error:
+            _end(UsageError(f"expected text in UTF-8, got {error.object!r}"), 2)
+        except OutputClosed:
+            raise
+        except OSError as error:
+            _end(error, 2)
 
 
 def _end(error: Exception, code: int) -> None:
-    print(f"resharder: {error}", file=sys.stderr)
+    tell(f"resharder: {error}")
     sys.exit(code)
 
 

@@ -16,9 +16,10 @@ Exit codes:
   2    the command itself cannot work
   3    the daemon cannot be reached
   4    the daemon refuses, or has no such thing; or what `check` was asked about does not fit
-  5    the move ended FAILED or STOPPED, or servers failed on the way
+  5    the move ended FAILED or STOPPED, or servers failed or were lost on the way
   6    what was waited for did not come within --timeout
   130  ended by Ctrl-C (`watch` and `events --follow`: 0)
+  141  the reader of the output has gone, as in `resharder events | head -1`
 
 A fleet's name may be omitted if the daemon has one fleet. `resharder COMMAND --help` has details;
 `resharder --install-completion` makes the shell complete commands, fleets, servers and versions.

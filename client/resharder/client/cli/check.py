@@ -12,6 +12,7 @@ from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import print_json, print_table, size
 from resharder.client.cli.progress import count_up, waiting
 from resharder.client.cli.table import Columns, Row, paint
+from resharder.client.cli.terminal import say
 from resharder.client.errors import UsageError
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def check(
         )
     if as_json:
         return print_json(asdict(report))
-    print(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
+    say(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
     sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
     print_table(
         Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0),
@@ -152,11 +153,12 @@ def check(
         ),
     )
     if report.traffic is not None:
-        print(f"the direct path: {report.copies} copies")
-        print("\n".join(text_map(report.traffic)))
+        say(f"the direct path: {report.copies} copies")
+        for line in text_map(report.traffic):
+            say(line)
     if report.through_load_weights:
         names = ", ".join(report.through_load_weights[:4])
-        print(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
+        say(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
 
 
 @command(Section.CHECK)
@@ -169,4 +171,4 @@ def architectures(as_json: AsJson = False) -> None:
         return print_json({"architectures": found, "not_built": NOT_BUILT})
     print_table(Columns(("model_type", "architecture", "proof")), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
     for name, why in NOT_BUILT.items():
-        print(f"not supported: {name}: {why}")
+        say(f"not supported: {name}: {why}")

@@ -1,4 +1,4 @@
-"""Shell completion of the daemon's names, within a second."""
+"""Shell completion of the daemon's names, within a second. Names that would act on the terminal are left out."""
 
 from collections.abc import Callable, Iterable
 
@@ -51,6 +51,6 @@ def archived(context: typer.Context, incomplete: str) -> list[str]:
 def _known(context: typer.Context, incomplete: str, question: Question) -> list[str]:
     try:
         with Operator(context.params.get("endpoint"), timeout=SECONDS, connect_timeout=0) as operator:
-            return sorted({name for name in question(operator) if name.startswith(incomplete)})
+            return sorted({name for name in question(operator) if name.startswith(incomplete) and name.isprintable()})
     except ResharderError:
         return []

@@ -10,6 +10,7 @@ from resharder.client.cli.move_picture import move_lines
 from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
 from resharder.client.cli.output import plain, print_json, print_table, time_of
 from resharder.client.cli.show import print_problems
+from resharder.client.cli.terminal import say
 from resharder.client.cli.wait import end_move, show
 from resharder.client.cli.watch_move import watch_move
 from resharder.client.errors import NotFound, UsageError
@@ -124,10 +125,11 @@ def show_(
         return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
     print_problems(servers)
     for title, value in _facts(found):
-        print(f"{title:<11} {value}")
-    print()
+        say(f"{title:<11} {value}")
+    say()
     if found.move and found.move.state not in (MovePhase.DONE, MovePhase.FAILED):
-        print("\n".join(move_lines(found, servers)), end="\n\n")
+        for line in (*move_lines(found, servers), ""):
+            say(line)
     print_table(format.SERVERS, format.server_rows(servers), wide)
 
 
@@ -140,7 +142,7 @@ def delete_(
     """Delete a fleet without servers. A model's default fleet has default settings from then on."""
     with Operator(endpoint) as operator:
         operator.delete_fleet(name)
-    print_json({"deleted": name}) if as_json else print(f"{name}: deleted")
+    print_json({"deleted": name}) if as_json else say(f"{name}: deleted")
 
 
 @command(Section.MOVE)

@@ -87,13 +87,14 @@ def version_rows(versions: Iterable[VersionStatus], servers: Iterable[ServerStat
         yield (
             v.model, number(v.number), paint(v.state.value), str(v.step), size(v.size_bytes),
             time_of(v.ready_time) if v.ready_time else _arrived(v),
-            _served(v, on[v.model, v.number]), v.reason or _aside(v),
+            _served(v, on[v.model, v.number]), v.reason or _notes(v),
         )  # fmt: skip
 
 
-def _aside(version: VersionStatus) -> str:
+def _notes(version: VersionStatus) -> str:
     aside = version.set_aside and version.state in (VersionState.READY, VersionState.UPLOADING)
-    return f"set aside: latest skips it, `update {version.number}` serves it" if aside else ""
+    text = f"set aside: latest skips it, `update {version.number}` serves it" if aside else ""
+    return "; ".join(filter(None, (text, *version.warnings)))
 
 
 def _served(version: VersionStatus, on: int) -> str:
@@ -158,10 +159,9 @@ def state(server: ServerStatus) -> str:
 
 def progress(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> str:
     """Return a line about a fleet's progress: its move, and the servers that lag, with reasons."""
-    live = [s for s in servers if s.state != ServerState.LOST]
-    there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in live)
-    others = (f"{s.name} {state(s)}" for s in live if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
-    line = f"{fleet.name}: {move(fleet.move)}, {there}/{len(live)} serve {number(fleet.wanted_version)}"
+    there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in servers)
+    others = (f"{s.name} {state(s)}" for s in servers if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
+    line = f"{fleet.name}: {move(fleet.move)}, {there}/{len(servers)} serve {number(fleet.wanted_version)}"
     return "; ".join(filter(None, (line, *others, fleet.reason)))
 
 

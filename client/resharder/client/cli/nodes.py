@@ -8,6 +8,7 @@ from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, Wide, command
 from resharder.client.cli.output import plain, print_json, print_table, size
 from resharder.client.cli.table import Columns, Row, paint
+from resharder.client.cli.terminal import say
 from resharder.client.operator import Operator
 from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
 
@@ -47,7 +48,7 @@ def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False
         return print_json({"nodes": [*map(plain, found)], "shortages": [*map(plain, shortages)]})
     print_table(NODES, node_rows(found), wide)
     for each in shortages:
-        print(f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}")
+        say(f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}")
 
 
 @command(Section.MAINTAIN, "drain-node")
@@ -55,7 +56,7 @@ def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False)
     """Before maintenance of a host: take no further version there, and drop versions that no worker maps."""
     with Operator(endpoint) as operator:
         found = operator.drain_node(node)
-    print_json(plain(found)) if as_json else print(f"{found.name}: drained")
+    print_json(plain(found)) if as_json else say(f"{found.name}: drained")
 
 
 @command(Section.MAINTAIN, "resume-node")
@@ -63,4 +64,4 @@ def resume_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False
     """After `drain-node`: take versions again."""
     with Operator(endpoint) as operator:
         found = operator.resume_node(node)
-    print_json(plain(found)) if as_json else print(f"{found.name}: resumed")
+    print_json(plain(found)) if as_json else say(f"{found.name}: resumed")

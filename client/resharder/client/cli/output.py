@@ -9,18 +9,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from resharder.client.cli.table import Columns, Row, grid, lines
+from resharder.client.cli.terminal import console
 from resharder.client.operator.convert import wire_name
 from resharder.converters.units import size_text as size
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 
 __all__ = [
-    "console", "number", "one_line", "plain", "print_json", "print_table", "several", "size", "table", "time_of",
+    "number", "one_line", "plain", "print_json", "print_table", "several", "size", "table", "time_of",
 ]  # fmt: skip
-
-
-def console(wide: bool = False) -> Console:
-    """Return a console. Rows of piped and of wide output are not folded to fit a terminal."""
-    return Console(width=1000 if wide or not sys.stdout.isatty() else None, markup=False, highlight=False, soft_wrap=wide)
 
 
 def table(columns: Columns, rows: Iterable[Row], wide: bool = False) -> RenderableType:

@@ -7,6 +7,7 @@ import typer
 from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
 from resharder.client.cli.output import print_json
+from resharder.client.cli.terminal import say
 from resharder.client.cli.wait import Until, maintain
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
@@ -55,7 +56,7 @@ def forget(
     """Forget a lost server now, instead of `forget_seconds` after its loss. If it returns, it is registered again."""
     with Operator(endpoint) as operator:
         operator.forget(server)
-    print_json({"forgotten": server}) if as_json else print(f"{server}: forgotten")
+    print_json({"forgotten": server}) if as_json else say(f"{server}: forgotten")
 
 
 @command(Section.MAINTAIN)

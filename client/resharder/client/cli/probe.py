@@ -10,6 +10,7 @@ from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import print_json
 from resharder.client.cli.server_lag import ServerLag, server_lag
+from resharder.client.cli.terminal import say
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
 from resharder.client.operator import Operator
 from resharder.client.operator.connection import server_name
@@ -47,7 +48,7 @@ def probe(
     if as_json:
         print_json({"ready": ready, "reason": reason, "lag_versions": lag.versions, "lag_seconds": lag.seconds})
     else:
-        print(f"{'ready' if ready else 'not ready'}{': ' if reason else ''}{reason}")
+        say(f"{'ready' if ready else 'not ready'}{': ' if reason else ''}{reason}")
     raise typer.Exit(0 if ready else _NOT_READY)
 
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, app
-from resharder.client.cli.output import console, print_json
+from resharder.client.cli.output import print_json
+from resharder.client.cli.terminal import console, say
 from resharder.client.errors import NotFound
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ServerStatus, WorkerProfile
@@ -49,7 +50,7 @@ def install(
         print_json({"profiles": found})
     else:
         for one in found:
-            print(one["error"] or one["trace"])
+            say(str(one["error"] or one["trace"]))
     if any(one["error"] for one in found):
         raise typer.Exit(4)
 
@@ -90,4 +91,5 @@ def _show(server: ServerStatus, profiles: Sequence[WorkerProfile]) -> None:
     console().print(
         f"{server.name}, worker {slowest.rank} of {len(profiles)}: version {server.version} applied in {seconds:.3f} s"
     )
-    print(slowest.table)
+    for line in slowest.table.split("\n"):
+        say(line)

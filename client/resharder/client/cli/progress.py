@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from resharder.client.cli.output import size
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+from resharder.client.cli.terminal import error_console, rewrite, shown
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 _PATIENCE = 1.0  # seconds after which a wait is announced
@@ -15,7 +15,7 @@ _PATIENCE = 1.0  # seconds after which a wait is announced
 
 def count_up(what: str, done: int, total: int) -> None:
     """Rewrite a line of progress on standard error; end it when `done` reaches `total`."""
-    print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    rewrite(f"{what}: {done} of {total}", end="\n" if done == total else "")
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def waiting(what: str, silent: bool = False) -> Iterator[Callable[[], None]]:
 
     def say() -> None:
         said.set()
-        print(f"{what} …", end="", file=sys.stderr, flush=True)
+        rewrite(f"{what} …")
 
     timer = threading.Timer(_PATIENCE, say)
     timer.daemon = True
@@ -42,7 +42,7 @@ def waiting(what: str, silent: bool = False) -> Iterator[Callable[[], None]]:
         timer.join()
         if said.is_set():
             said.clear()
-            print(f"\r{' ' * (len(what) + 2)}\r", end="", file=sys.stderr, flush=True)
+            rewrite(" " * len(shown(f"{what} …", sys.stderr)), end="\r")
 
     try:
         yield end
@@ -56,8 +56,9 @@ class Bar:
     def __init__(self, silent: bool, title: str, total: int | None) -> None:
         columns = (BarColumn(), _BarSizes(), TimeRemainingColumn())
         silent = silent or not sys.stderr.isatty()
-        self._progress = Progress("{task.description}", *columns, console=Console(stderr=True), disable=silent)
-        self._title, self._total = title, total
+        title_column = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(title_column, *columns, console=error_console(), disable=silent)
+        self._title, self._total = shown(title, sys.stderr), total
         self._started = False
 
     def update(self, done: int, total: int) -> None:

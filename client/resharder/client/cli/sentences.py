@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from resharder.client.cli.output import time_of
 from resharder.client.cli.table import paint
+from resharder.client.cli.terminal import styled
 from resharder.client.operator.answers import DaemonEvent
 from rich.text import Text
 
@@ -13,11 +14,11 @@ _STATES = {"back", "lost", "failed", "stopped", "aborted", "rejected", "ready", 
 
 def event_line(event: DaemonEvent) -> Text:
     """Return an event as one line: time, subject, what happened, details and reason."""
-    line = Text(f"{time_of(event.time)}  {event.subject}  ")
+    line = styled(f"{time_of(event.time)}  {event.subject}  ")
     line.append_text(paint(event.what, event.what.upper() if event.what in _STATES else "-"))
     details = ", ".join(_details(event.details))
-    line.append(f" ({details})" if details else "")
-    return line.append(f": {event.reason}" if event.reason else "")
+    line.append_text(styled(f" ({details})" if details else ""))
+    return line.append_text(styled(f": {event.reason}" if event.reason else ""))
 
 
 def _details(details: Mapping[str, str]) -> Iterator[str]:

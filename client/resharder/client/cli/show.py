@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, Wide, command
-from resharder.client.cli.output import console, one_line, plain, print_json, print_table, size, table, time_of
+from resharder.client.cli.output import one_line, plain, print_json, print_table, size, table, time_of
 from resharder.client.cli.sentences import event_line
+from resharder.client.cli.terminal import console, end_with_reader, say
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import DaemonStatus, FleetStatus, ServerStatus
 from rich.console import Group
@@ -101,10 +102,12 @@ def events(
     """Show events, oldest first: of versions, servers and fleets, and operators' requests."""
     with Operator(endpoint) as operator:
         operator.daemon()  # an unreachable daemon is an error at once
+        if follow:
+            end_with_reader()
         try:
             for event in operator.events(last=last, subject=subject, follow=follow):
                 if as_json:
-                    print(one_line(plain(event)), flush=True)
+                    say(one_line(plain(event)))
                 else:
                     console(wide=True).print(event_line(event))
                     sys.stdout.flush()

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from resharder.client.cli.terminal import shown, styled
 from rich.table import Table
 from rich.text import Text
 
@@ -43,12 +44,12 @@ class Columns:
 
 def paint(text: str, state: str = "") -> Text:
     """Return a state with its colour: green, yellow or red. `state` selects the colour, by default the first word of `text`."""
-    return Text(text, style=_STYLE_OF.get(state or text.split(",")[0].split(" ")[0], ""))
+    return styled(text, _STYLE_OF.get(state or text.split(",")[0].split(" ")[0], ""))
 
 
 def alarm(text: str) -> Text:
     """Return a text about a problem, in red."""
-    return Text(text, style="bold red")
+    return styled(text, "bold red")
 
 
 def short(name: str, width: int) -> str:
@@ -56,7 +57,7 @@ def short(name: str, width: int) -> str:
     if len(name) <= width:
         return name
     tail = (width - 1) // 2
-    return f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
+    return f"{name[: width - 1 - tail]}{shown('…')}{name[len(name) - tail :]}"
 
 
 def grid(columns: Columns, rows: Iterable[Row]) -> Table:
@@ -88,7 +89,7 @@ def _brief(cell: Cell) -> Text:
     """Return a cell without the collection of a server's name, and without the year of a time."""
     if isinstance(cell, Text):
         return cell
-    return Text(re.sub(r"^servers/|^\d{4}-(?=\d\d-\d\d \d\d:\d\d:\d\dZ$)", "", cell))
+    return styled(re.sub(r"^servers/|^\d{4}-(?=\d\d-\d\d \d\d:\d\d:\d\dZ$)", "", cell))
 
 
 def _fitted(widths: list[int], titles: Sequence[str], width: int) -> list[int]:

@@ -7,6 +7,7 @@ import typer
 from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import plain, print_json, size
+from resharder.client.cli.terminal import say
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import WorkerVerification
 
@@ -31,7 +32,7 @@ def verify(
         print_json({"verifications": [*map(plain, found)]})
     else:
         for one in found:
-            print(_line(one))
+            say(_line(one))
     if code := _code(found):
         raise typer.Exit(code)
 

@@ -12,6 +12,7 @@ from resharder.client.cli.named_version import archived_version, named_version
 from resharder.client.cli.output import plain, print_json, print_table, several, size, time_of
 from resharder.client.cli.progress import Bar, waiting
 from resharder.client.cli.table import Columns
+from resharder.client.cli.terminal import say, shown, tell
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import CollectedVersions
@@ -34,7 +35,7 @@ def export(
             done = operator.export(wanted.number, folder, model=wanted.model, progress=progress.update)
     if as_json:
         return print_json({"version": wanted.name, "folder": str(folder), "files": done.files, "bytes": done.bytes})
-    print(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
+    say(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
 
 
 @command(Section.VERSIONS, "import")
@@ -75,7 +76,7 @@ def import_(
         model = model or _import_model(operator)
     if not as_json:
         purpose = "to be served" if serve else "set aside unless it is the first"
-        print(f"importing {folder} as a version of {model}, step {number}, {purpose}", file=sys.stderr, flush=True)
+        tell(f"importing {folder} as a version of {model}, step {number}, {purpose}")
     with Bar(as_json, f"import into {model}", None) as progress, waiting("reading and checking the checkpoint", as_json) as begun:
 
         def update(done: int, total: int) -> None:
@@ -89,7 +90,7 @@ def import_(
     if as_json:
         return print_json(plain(done))
     aside = f"; set aside: `resharder update {done.number}` serves it" if done.set_aside else ""
-    print(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{aside}")
+    say(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{aside}")
 
 
 def _import_model(operator: Operator) -> str:
@@ -118,7 +119,7 @@ def fetch_config(
         files = operator.fetch_config(Path(folder), model=model, fleet=fleet)
     if as_json:
         return print_json({"model": model, "folder": folder, "files": files})
-    print(f"{model}: {', '.join(files)} in {folder}")
+    say(f"{model}: {', '.join(files)} in {folder}")
 
 
 @command(Section.VERSIONS)
@@ -129,7 +130,7 @@ def archive(version: VersionName, model: ModelName = "", endpoint: Endpoint = No
         done = operator.archive(wanted.number, model=wanted.model)
     if as_json:
         return print_json(plain(done))
-    print(f"{done.name}: {size(done.size_bytes)} at {done.url}")
+    say(f"{done.name}: {size(done.size_bytes)} at {done.url}")
 
 
 @command(Section.VERSIONS)
@@ -200,10 +201,10 @@ def gc(
 
 def _print_retired(answer: CollectedVersions, what: str) -> None:
     for version in answer.kept:
-        print(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
+        say(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
     for version in answer.retired:
-        print(f"{version.name} (step {version.step}) {what}")
-    print(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
+        say(f"{version.name} (step {version.step}) {what}")
+    say(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
 
 
 def _last_resort(operator: Operator, model: str, foreseen: CollectedVersions) -> str:
@@ -225,4 +226,4 @@ def _agreed(count: int, warning: str) -> bool:
     """Return the operator's confirmation. Raises UsageError without a terminal."""
     if not sys.stdin.isatty():
         raise UsageError("expected --yes or --dry-run without a terminal")
-    return typer.confirm(f"{warning}Drop {several(count, 'version')}?")
+    return typer.confirm(shown(f"{warning}Drop {several(count, 'version')}?"))

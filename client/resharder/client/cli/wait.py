@@ -1,16 +1,16 @@
 """End of a command on a fleet: at once, or with `--wait` after its effect."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import typer
 from resharder.client.cli import format
 from resharder.client.cli.app import WENT_WRONG
 from resharder.client.cli.output import plain, print_json
+from resharder.client.cli.terminal import say, tell
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import FleetStatus, ServerStatus
-from resharder.client.operator.states import MovePhase
+from resharder.client.operator.states import MovePhase, ServerState
 from resharder.client.operator.waiting import FleetListener, went_well
 
 Act = Callable[[Operator, str, str], FleetStatus]
@@ -34,27 +34,33 @@ def show(fleet: FleetStatus, as_json: bool) -> None:
     """Print a fleet, as JSON or as a line about its target and version."""
     if as_json:
         return print_json(plain(fleet))
-    print(format.outcome(fleet))
+    say(format.outcome(fleet))
 
 
 def maintain(
     act: Act, until: Until, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
 ) -> None:
-    """Act on the fleet or the server, wait if requested, and print the servers concerned."""
+    """Act on the fleet or the server, wait if requested, and print the servers concerned.
+
+    Exits WENT_WRONG if a server was lost meanwhile, since the others alone fulfil the condition.
+    """
     with Operator(endpoint) as operator:
         name, one = _target(operator, fleet, server)
-        act(operator, name, one)
 
         def about(servers: Iterable[ServerStatus]) -> list[ServerStatus]:
             return [server for server in servers if one in ("", server.name)]
 
+        before = {each.name for each in about(operator.servers(name)) if each.state != ServerState.LOST}
+        act(operator, name, one)
         if wait or timeout:
             until(operator, name, one, _on_change(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
         found = about(operator.servers(name))
     if as_json:
-        return print_json({"servers": [*map(plain, found)]})
-    for each in found:
-        print(f"{each.name} {format.state(each)}: {each.reason}")
+        print_json({"servers": [*map(plain, found)]})
+    for each in found if not as_json else ():
+        say(f"{each.name} {format.state(each)}: {each.reason}")
+    if any(each.name in before and each.state == ServerState.LOST for each in found):
+        raise typer.Exit(WENT_WRONG)
 
 
 def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
@@ -75,7 +81,7 @@ def _on_change(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silen
         nonlocal before
         now = line(fleet, servers)
         if now != before and not silent:
-            print(now, file=sys.stderr, flush=True)
+            tell(now)
         before = now
 
     return listener

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 from resharder.client.cli.app import Endpoint, Section, Wide, command
-from resharder.client.cli.output import console, one_line
+from resharder.client.cli.output import one_line
 from resharder.client.cli.show import picture, state
+from resharder.client.cli.terminal import console, end_with_reader, say
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator import Operator
 from rich.console import Group
@@ -46,6 +47,7 @@ def follow(look: Callable[[], Group], every: float) -> None:
 
 
 def _until_interrupted(work: Callable[[], None]) -> None:
+    end_with_reader()
     try:
         work()
     except KeyboardInterrupt:
@@ -65,7 +67,9 @@ def _changes(look: Callable[[], Group], every: float) -> None:
         with (to := console()).capture() as captured:
             to.print(look())
         if (now := captured.get()) != before:
-            print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}\n{now}", flush=True)
+            say(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}")
+            to.file.write(f"{now}\n")
+            to.file.flush()
             before = now
         time.sleep(every)
 
@@ -80,7 +84,7 @@ def _json_lines(look: Callable[[], dict[str, object]], every: float) -> None:
             now = {"error": str(error)}
         found = re.sub(r'"(reason|time|lease_expire_time)":"[^"]*"', "", one_line(now))
         if found != before:
-            print(one_line({"watched": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", **now}), flush=True)
+            say(one_line({"watched": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", **now}))
             before = found
         time.sleep(every)
 

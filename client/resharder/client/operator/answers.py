@@ -98,6 +98,8 @@ class VersionStatus:
     set_aside: bool
     """Whether the target `latest` skips it while the model has another READY version."""
     homes: tuple[VersionHomeStatus, ...] = ()  # nodes into whose files ranks write, while it is UPLOADING
+    warnings: tuple[str, ...] = ()
+    """Texts of refusals that RESHARDER_ALLOW allowed on its ranks."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class PublisherState(StrEnum):
     REJECTED = "REJECTED"
     """Slots do not tile the model, or the store lacks capacity."""
     FENCED = "FENCED"
-    """A later job has claimed the model."""
+    """A newer job has taken over the model."""
     GONE = "GONE"
     """ACTIVE before, but no rank has called within its lease: it has closed, ended, or is out of reach."""
 

@@ -91,11 +91,15 @@ def read_config(path: Path) -> Config:
 
 
 def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int) -> "Parallel":
-    """Return the sizes of a trainer; 0 for `vpp` and `etp` is Megatron's default. Raises UsageError
-    for invalid ones, and without megatron-core.
+    """Return the sizes of a trainer; 0 for `vpp` and `etp` is Megatron's default.
+
+    Raises UsageError for invalid ones, and without megatron-core; UnsupportedModel for an untested release of it.
     """
     _positive(world=world, tp=tp, pp=pp, cp=cp, ep=ep)
     _need("megatron.core", "a trainer's layout needs megatron-core here: pip install 'resharder[megatron]'")
+    from resharder.converters.models.megatron.release import refuse_untested_release
+
+    refuse_untested_release()
     from resharder.converters.models.megatron.worlds import Parallel
 
     return Parallel(world, tp, pp, vpp or None, cp, ep, etp or None)
@@ -236,7 +240,7 @@ def _refused_by(who: str) -> Iterator[None]:
         yield
     except ConversionError:
         raise
-    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{who} refuses this: {type(error).__name__}: {error}") from error
 
 

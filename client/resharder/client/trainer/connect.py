@@ -22,6 +22,7 @@ from resharder.client.trainer.model_files import Config, Tokenizer
 from resharder.client.trainer.publisher import Publisher
 from resharder.client.trainer.rank_layout import DeclaredTensor
 from resharder.client.trainer.together import TogetherPublisher
+from resharder.converters.allowances import unknown_names
 from resharder.converters.errors import ConversionError
 from resharder.converters.quantization.scheme import Scheme, scheme_of
 
@@ -80,8 +81,10 @@ def connect(
         The publisher, a context manager.
 
     Raises:
-        UsageError: An argument is missing or wrong.
+        UsageError: An argument, or a name in RESHARDER_ALLOW, is missing or wrong.
     """
+    if wrong := unknown_names():
+        raise UsageError(wrong)
     if model in (also or {}):
         raise UsageError(f"expected models other than {model!r} in also, got it too")
     formats = {model: quantization_config, **(also or {})}

@@ -22,7 +22,7 @@ class PublisherLease:
         renewed: Called after every renewal.
 
     Attributes:
-        lost: Error that ended the lease: the model has a newer job, or a refusal.
+        lost: Error that ended the lease: a newer job has taken over, or a refusal.
     """
 
     def __init__(

@@ -33,6 +33,7 @@ from resharder.client.trainer.rank_layout import (
 )
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.selection import CHOICES, SHARING, TransportSelector
+from resharder.converters.allowances import collecting
 from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.v1 import resources_pb2
@@ -72,6 +73,7 @@ class Publisher:
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
         self._session = PublisherSession(channel, model, identity, register_timeout, shares=transport in SHARING)
         self._files: list[resources_pb2.ModelFile] = []
+        self._file_warnings: list[str] = []  # allowed refusals of `attach_config`
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._live: LiveTensors | None = None
         self._quantised: QuantisedModel | None = None
@@ -115,12 +117,12 @@ class Publisher:
             ConversionError: The model is not supported (most FP8 parameters, an unknown or uncast family), or replicas differ.
             LayoutRejected: The ranks' layouts do not tile the model.
             OutOfRoom: The store lacks capacity for the model.
-            StaleEpoch: A later job has claimed the model.
+            StaleEpoch: A newer job has taken over the model.
             UsageError: An argument is wrong.
         """
         from resharder.converters.models import local_layout, megatron_chunks
 
-        with self._alone():
+        with self._alone(), collecting() as warnings:
             self.attach_config(hf_config, tokenizer)
             layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks, fp8=bool(self._scheme))
             if check_replicas:
@@ -138,7 +140,7 @@ class Publisher:
             self._delivery = self._delivery_of(
                 self._live, sender_of(self._channel, self.identity.rank, layout, tensors, self._direct_wait)
             )
-            self._register(rank_layout, wait)
+            self._register(rank_layout, wait, warnings)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
         """Set the model's files, for a trainer that publishes tensors.
@@ -150,8 +152,9 @@ class Publisher:
         Raises:
             UsageError: The config lacks `architectures`, or there are no tokenizer files.
         """
-        self._files = [config_file(hf_config, self._scheme), *tokenizer_files(tokenizer)]
-        self._shapes = known_shapes(hf_config)
+        with collecting() as self._file_warnings:
+            self._files = [config_file(hf_config, self._scheme), *tokenizer_files(tokenizer)]
+            self._shapes = known_shapes(hf_config)
 
     def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
         """Register the tensors that this rank will pass to `publish_tensors`.
@@ -163,7 +166,7 @@ class Publisher:
         Raises:
             LayoutRejected: The ranks' tensors do not tile the model.
             OutOfRoom: The store lacks capacity for the model.
-            StaleEpoch: A later job has claimed the model.
+            StaleEpoch: A newer job has taken over the model.
             UsageError: A declaration is invalid, or there is no config.
         """
         with self._alone():
@@ -369,10 +372,10 @@ class Publisher:
         prepare = self._quantised.prepare if self._quantised is not None else None
         return Delivery(*parts, staging_timeout=self._staging_timeout, direct_wait=self._direct_wait, prepare=prepare)
 
-    def _register(self, rank_layout: RankLayout, wait: bool) -> None:
+    def _register(self, rank_layout: RankLayout, wait: bool, warnings: Sequence[str] = ()) -> None:
         if self._scheme is not None and self._quantised is None:
             raise UsageError("expected attach(model, …) with quantization_config: tensors that are given one by one are not cast")
-        self._session.register(self._files, rank_layout)
+        self._session.register(self._files, rank_layout, [*self._file_warnings, *warnings])
         self._delivery.declare()
         # Compiles while others register, rather than in a publish.
         compile_for(ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values())

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
-from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
+from resharder.client.errors import WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rank_layout import RankLayout
@@ -65,7 +65,7 @@ class Registration:
         while True:
             wait = max(0.0, min(_POLL_SECONDS, end - time.monotonic()))
             request = publisher_pb2.GetAssignmentRequest(publisher=self.name, rank=self._identity.rank, wait_seconds=wait)
-            waiting = f"{self.name}: not all of {self._identity.world_size} ranks have registered in {timeout:g} s"
+            waiting = f"{self.name} has no assignment after {timeout:g} s"
             try:
                 answer: publisher_pb2.Assignment = self._channel.call(self._stub.GetAssignment, request, timeout=wait + 30)
             except WaitTimeout as error:
@@ -74,7 +74,7 @@ class Registration:
                 raise_refusal(answer.publisher)
                 if answer.publisher.state == State.ACTIVE:
                     return answer
-                waiting = f"{waiting}, {answer.publisher.registered_slots} have"
+                waiting = f"{waiting}: {answer.publisher.registered_slots} of {self._identity.world_size} ranks have registered"
             if time.monotonic() >= end:
                 raise WaitTimeout(waiting)
 
@@ -102,12 +102,13 @@ def register(
     *,
     shares: bool = True,
     former: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Registration:
     """Claim the model for the job and register this rank's layout. Rank 0 sends the model's files.
 
     With `shares`, the rank reports which nonce files it can read, and so on which host it is. This host holds for the life of the
     publisher. After a restart of the daemon, the rank therefore waits some seconds for reports of the nodes whose files it could
-    read before, `former`.
+    read before, `former`. `warnings` are texts for the record of the job's versions.
 
     Raises LayoutRejected, OutOfRoom and StaleEpoch.
     """
@@ -131,6 +132,7 @@ def register(
         received=_shared(rank_layout.received, numbers),
         readable=readable,
         gathers=True,
+        warnings=warnings,
     )
     failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)
@@ -161,9 +163,5 @@ def _shared(blocks: Mapping[str, list[int]], numbers: Mapping[str, int]) -> list
 
 def raise_refusal(publisher: resources_pb2.Publisher) -> None:
     """Raise StaleEpoch for a FENCED publisher, and the error of its reason for a REJECTED one."""
-    if publisher.state == State.FENCED:
-        raise StaleEpoch(
-            f"{publisher.name} of job {publisher.job}: a later job has claimed the model {publisher.reason}".rstrip()
-        )
-    if publisher.state == State.REJECTED:
+    if publisher.state in (State.FENCED, State.REJECTED):
         raise refusal(publisher.name, publisher.reason)

@@ -34,6 +34,7 @@ class PublisherSession:
         self._register_timeout = register_timeout
         self._files: Sequence[resources_pb2.ModelFile] = ()
         self._rank_layout: RankLayout | None = None
+        self._warnings: Sequence[str] = ()
         self._registration: Registration | None = None
         self._lease: PublisherLease | None = None
         self._attempts = Attempts()
@@ -75,12 +76,19 @@ class PublisherSession:
                 raise self._lease.lost
             yield
 
-    def register(self, files: Sequence[resources_pb2.ModelFile], rank_layout: RankLayout) -> Registration:
-        """Register a layout in place of an earlier one. Raises LayoutRejected, OutOfRoom, StaleEpoch and UsageError."""
+    def register(
+        self, files: Sequence[resources_pb2.ModelFile], rank_layout: RankLayout, warnings: Sequence[str] = ()
+    ) -> Registration:
+        """Register a layout in place of an earlier one. `warnings` are texts for the record of its versions.
+
+        Raises LayoutRejected, OutOfRoom, StaleEpoch and UsageError.
+        """
         if not files:
             raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
-        self._files, self._rank_layout = list(files), rank_layout
-        registration = register(self._channel, self._model, self._files, self.identity, rank_layout, shares=self._shares)
+        self._files, self._rank_layout, self._warnings = list(files), rank_layout, list(warnings)
+        registration = register(
+            self._channel, self._model, self._files, self.identity, rank_layout, shares=self._shares, warnings=self._warnings
+        )
         self._registration = registration
         self._attempts.registered(registration.newest_version)
         if self._lease is not None:
@@ -94,10 +102,10 @@ class PublisherSession:
         """Register the same layout with a restarted daemon, which has lost this publisher."""
         if self._rank_layout is None:
             raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
-        layout, shares = self._rank_layout, self._shares
+        layout, shares, warnings = self._rank_layout, self._shares, self._warnings
         former = self._registration.nonce_files if self._registration is not None else ()
         self._registration = register(
-            self._channel, self._model, self._files, self.identity, layout, shares=shares, former=former
+            self._channel, self._model, self._files, self.identity, layout, shares=shares, former=former, warnings=warnings
         )
         if self._lease is not None:
             self._lease.follow(self._registration)

@@ -1,5 +1,7 @@
 """DeepSeek-V2 and V2-Lite: attention with low-rank keys, values and, except in Lite, queries; routed and shared experts."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from resharder.converters.architectures.blocks import (
@@ -14,7 +16,7 @@ from resharder.converters.architectures.blocks import (
     shared_expert,
     whole,
 )
-from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe, rope_settings, routed
 from resharder.converters.architectures.table import HFConfig, Table
 
 
@@ -90,7 +92,11 @@ def latent_recipe(config: HFConfig, **transformer: Any) -> Recipe:
         "kv_channels": integer(config, "v_head_dim"),
         "qk_layernorm": True,
     }
-    return decoder_recipe(config, **arguments, **rotary(config), **mixture_recipe(config), **transformer)
+    rope = rope_settings(config)
+    made = decoder_recipe(config, **arguments, **rotary(rope), **mixture_recipe(config), **transformer)
+    if rope["rope_type"] not in ("default", "yarn"):
+        return replace(made, beyond=(*made.beyond, f"rope_type={rope['rope_type']!r}"))
+    return made.unless(rope, attention_factor=None, truncate=True)
 
 
 def mixture_recipe(config: HFConfig, **transformer: Any) -> dict[str, Any]:
@@ -110,14 +116,10 @@ def router_groups(config: HFConfig) -> dict[str, Any]:
     return {"moe_router_num_groups": integer(config, "n_group"), "moe_router_group_topk": integer(config, "topk_group")}
 
 
-def rotary(config: HFConfig) -> dict[str, Any]:
-    """Return MLATransformerConfig's arguments for rotary embeddings.
-
-    Reads `rope_parameters`, or the `rope_scaling` and `rope_theta` of transformers before version 5.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = {"rotary_base": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
-    if (rope.get("rope_type") or rope.get("type")) != "yarn":
+def rotary(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return MLATransformerConfig's arguments for rotary embeddings with the parameters `rope`."""
+    base = {"rotary_base": rope["rope_theta"] or 10000.0}
+    if rope["rope_type"] != "yarn":
         return base | {"rope_type": "rope"}
     return base | {
         "rope_type": "yarn",

@@ -29,8 +29,7 @@ def recipe(config: HFConfig, period: int = 2, **transformer: Any) -> Recipe:
     """Return the recipe. Every `period`-th layer attends to all tokens, the others to a window."""
     config = completed(config, period)
     built = decoder_recipe(
-        config,
-        activation_func="fast_gelu",
+        config | {"hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh"},
         layernorm_zero_centered_gamma=True,
         softmax_scale=integer(config, "query_pre_attn_scalar", default=256) ** -0.5,
         **window(config) | transformer,

@@ -3,7 +3,7 @@
 Published checkpoints are quantised (MXFP4) and therefore refused. The table is that of the bf16 form, which trainers use.
 """
 
-from dataclasses import replace
+from typing import Any
 
 from resharder.converters.architectures.blocks import Layer, Sizes, attention, before_mlp, decoder, integer, whole
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed, window
@@ -54,13 +54,10 @@ def stacked_experts(size: Sizes, ffn: int, experts: int) -> Layer:
 
 
 def recipe(config: HFConfig) -> Recipe:
-    """Return the recipe with learnable sinks, clamped quick GELU, experts in every layer, and YaRN
-    as attributes of the config.
-    """
+    """Return the recipe with learnable sinks, clamped quick GELU, experts in every layer, and YaRN."""
     sparse = [True] * integer(config, "num_hidden_layers")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    built = decoder_recipe(
-        config,
+    return decoder_recipe(
+        completed(config),
         add_bias_linear=True,
         softmax_type="learnable",
         activation_func="quick_gelu",
@@ -70,16 +67,14 @@ def recipe(config: HFConfig) -> Recipe:
         **window(config),
         **routed(config, experts(config), integer(config, "intermediate_size"), sparse=sparse),
     )
-    yarn = {
-        "yarn_rotary_scaling_factor": rope.get("factor", 32.0),
-        "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
-        "yarn_beta_fast": rope.get("beta_fast", 32.0),
-        "yarn_beta_slow": rope.get("beta_slow", 1.0),
-        "yarn_mscale": None,
-        "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": rope.get("truncate", False),
-    }
-    return replace(built, model=built.model | {"position_embedding_type": "yarn"}, attributes=yarn)
+
+
+def completed(config: HFConfig) -> dict[str, Any]:
+    """Return the config with transformers' defaults of rotary embeddings: YaRN."""
+    if config.get("rope_parameters") or config.get("rope_scaling"):
+        return dict(config)
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    return dict(config) | {"rope_parameters": yarn | {"rope_theta": config.get("rope_theta") or 150000.0}}
 
 
 def experts(config: HFConfig) -> int:

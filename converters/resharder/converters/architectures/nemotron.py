@@ -33,11 +33,10 @@ def bias_of(name: str) -> str:
 def recipe(config: HFConfig) -> Recipe:
     """Return a decoder's recipe with LayerNorm, squared ReLU and partly rotated heads."""
     built = decoder_recipe(
-        config,
+        {"hidden_act": "relu2", **config},
         normalization="LayerNorm",
         layernorm_epsilon=config.get("norm_eps", 1e-5),
         layernorm_zero_centered_gamma=True,
         gated_linear_unit=False,
-        activation_func="squared_relu",
     )
     return built.but(partial_rotary(config, 0.5))

@@ -16,10 +16,9 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
-    """Return a decoder's recipe with routed experts and norms over all heads. A config with `clip_qkv` cannot be built."""
+    """Return a decoder's recipe with routed experts and norms over all heads. megatron-core cannot clip with `clip_qkv`."""
     ffn, experts = integer(config, "intermediate_size"), integer(config, "num_experts")
     every, before = [True] * integer(config, "num_hidden_layers"), not config.get("norm_topk_prob", False)
     mixture = routed(config, experts, ffn, sparse=every, moe_router_pre_softmax=before)
-    return replace(
-        decoder_recipe(config, qk_layernorm=True, **mixture), extras=Extras(whole_norms=True, clip_qkv=config.get("clip_qkv"))
-    )
+    built = replace(decoder_recipe(config, qk_layernorm=True, **mixture), extras=Extras(whole_norms=True))
+    return built.unless(config, clip_qkv=None)

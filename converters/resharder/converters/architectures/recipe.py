@@ -1,10 +1,10 @@
 """Recipes: the arguments with which megatron-core builds a family, as plain data from config.json, without Megatron or torch.
 
 `models/megatron/build.py` builds models from them, for `resharder check` and for tests that compare Megatron's logits with
-those of transformers. A trainer builds its own model. Before a layout is computed, the values that `agreement.py` lists are
-compared with those of the trainer's model, and a model that differs is refused. Other values of a recipe do not affect layouts.
+those of transformers. A trainer builds its own model, which `attach` compares with the recipe as `agreement.py` says.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ class Extras:
         attention_softcap: Bound of the scores: x becomes cap * tanh(x / cap).
         logit_softcap: Bound of the logits, applied in the same way.
         local_rotary_base: Rotary base of layers whose attention has a window.
-        clip_qkv: Bound of queries, keys and values. No model is built with it.
     """
 
     post_norms: bool = False
@@ -32,7 +31,6 @@ class Extras:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     local_rotary_base: float | None = None
-    clip_qkv: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,23 @@ class Recipe:
         model: Arguments of GPTModel.
         attributes: Attributes that GPTModel reads from its config although no argument sets them (those of YaRN).
         extras: Features for which megatron-core has no argument.
+        beyond: Values of the config that megatron-core cannot compute with, such as `clip_qkv=8.0`.
     """
 
     transformer: dict[str, Any]
     model: dict[str, Any]
     attributes: dict[str, Any] = field(default_factory=dict)
     extras: Extras = Extras()
+    beyond: tuple[str, ...] = ()
 
     def but(self, model: dict[str, Any] | None = None, **transformer: Any) -> "Recipe":
         """Return the same recipe with some arguments changed or added."""
         return replace(self, transformer=self.transformer | transformer, model=self.model | (model or {}))
+
+    def unless(self, config: HFConfig, **computed: Any) -> "Recipe":
+        """Return the recipe with a field of `config` in `beyond` if it has another value than megatron-core computes with."""
+        other = tuple(f"{key}={config[key]!r}" for key, value in computed.items() if config.get(key, value) not in (value, None))
+        return replace(self, beyond=self.beyond + other)
 
 
 def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
@@ -62,8 +67,7 @@ def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
 
     Linears have no biases. `transformer` adds or replaces arguments of TransformerConfig.
     """
-    size = Sizes.of(config)
-    rope = config.get("rope_parameters") or {}
+    size, rope, activation = Sizes.of(config), rope_settings(config), config.get("hidden_act") or "silu"
     common = {
         "num_layers": size.layers,
         "hidden_size": size.hidden,
@@ -74,7 +78,7 @@ def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
         "gated_linear_unit": True,
-        "activation_func": "silu",
+        "activation_func": ACTIVATIONS.get(activation, "silu"),
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -84,9 +88,71 @@ def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
         "max_sequence_length": integer(config, "max_position_embeddings", default=4096),
         "share_embeddings_and_output_weights": size.tied,
         "position_embedding_type": "rope",
-        "rotary_base": rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+        "rotary_base": rope.get("rope_theta") or 10000.0,
     }
-    return Recipe(common | transformer, model)
+    recipe = Recipe(common | transformer, model)
+    if activation not in ACTIVATIONS and "activation_func" not in transformer:
+        recipe = replace(recipe, beyond=(f"hidden_act={activation!r}",))
+    return recipe if transformer.get("multi_latent_attention") else scaled(recipe, rope)
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "fast_gelu",
+    "gelu_fast": "fast_gelu",
+    "gelu_accurate": "fast_gelu",
+    "gelu_pytorch_tanh": "fast_gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+"""Name in torch.nn.functional or megatron.core.activations for each of transformers' names."""
+
+
+def rope_settings(config: HFConfig) -> dict[str, Any]:
+    """Return the parameters of rotary embeddings with transformers' names, `rope_type` and `rope_theta` among them.
+
+    Reads `rope_parameters`, or the `rope_scaling` and `rope_theta` of transformers before version 5.
+    """
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+    given["rope_theta"] = given.get("rope_theta") or config.get("rope_theta")
+    if given["rope_type"] in ("llama3", "yarn") and not given.get("original_max_position_embeddings"):
+        given["original_max_position_embeddings"] = config.get("max_position_embeddings")
+    return given
+
+
+def scaled(recipe: Recipe, rope: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with rotary embeddings scaled as `rope` has them, for models without latent attention."""
+    kind, factor = rope["rope_type"], rope.get("factor")
+    if kind in ("default", "mrope"):
+        return recipe
+    if kind == "linear" and factor:
+        return recipe.but({"seq_len_interpolation_factor": factor})
+    if kind == "llama3" and factor:
+        constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        return recipe.but({"rope_scaling": True, "rope_scaling_factor": factor}).unless(rope, **constants)
+    if kind == "yarn" and factor:
+        return replace(recipe.but({"position_embedding_type": "yarn"}), attributes=yarn_attributes(rope)).unless(
+            rope, attention_factor=None
+        )
+    return replace(recipe, beyond=(*recipe.beyond, f"rope_type={kind!r}"))
+
+
+def yarn_attributes(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of Megatron's config that GPTModel reads for YaRN."""
+    both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+        "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+        "yarn_mscale": rope["mscale"] if both else None,
+        "yarn_mscale_all_dim": rope["mscale_all_dim"] if both else None,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
 
 
 def partial_rotary(config: HFConfig, default: float) -> dict[str, Any]:

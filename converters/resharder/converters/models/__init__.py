@@ -39,6 +39,9 @@ def local_layout(
         return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks)
     if rename is not None or ranks is not None:
         raise UnsupportedModel("expected no rename and no ranks for a Megatron model: its table and process groups have both")
+    from resharder.converters.models.megatron.release import refuse_untested_release
+
+    refuse_untested_release()
     from resharder.converters.models.megatron import layout
 
     return layout.local_layout(chunks, hf_config, fp8=fp8)

@@ -5,9 +5,11 @@ import ssl
 import threading
 from contextlib import suppress
 
+import structlog
 from resharder.server.data.connection import DataConnection, DataReads
 
 MAX_CONNECTIONS = 256
+_log = structlog.get_logger("resharder.data")
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -40,9 +42,10 @@ class DataPort:
         while True:
             try:
                 connected, address = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
+                _log.error("accept_failed", port=self.port, exc_info=error)
                 threading.Event().wait(0.1)  # out of descriptors, for now
                 continue
             with suppress(OSError):  # the peer is gone already

@@ -6,7 +6,7 @@ _REMEMBERED = 4  # offered versions of a model
 
 
 class OfferedVersions:
-    """Table of offered versions. Readers take no lock: it is replaced, never modified. Writers hold the exchange's lock."""
+    """Table of offered versions. Readers take no lock: it is replaced, never modified. Writers hold the lock of `Direct`."""
 
     def __init__(self) -> None:
         self._offered: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""State of the direct path: members, groups, offers and the tasks of their ranks."""
+"""State of the direct path: groups, offers and the tasks of their ranks."""
 
 from collections import deque
 from collections.abc import Hashable
@@ -8,20 +8,8 @@ from typing import NamedTuple
 
 from resharder.converters.geometry.copy_table import Copies
 from resharder.converters.geometry.piece_arrays import Pieces
-from resharder.converters.geometry.plan import Plan
-from resharder.server.direct.digest_sums import Digests, sent_by
+from resharder.server.direct.plans import Digests, Member, Planned
 from resharder.server.infra.change_signal import ChangeSignal
-
-
-class Member(NamedTuple):
-    """Rank of a publisher or worker of a server, in one lifetime of its process.
-
-    `owner` is the resource name of the publisher or server, `process` a nonce.
-    """
-
-    owner: str
-    rank: int
-    process: str
 
 
 class Act(Enum):
@@ -54,17 +42,9 @@ class Task(NamedTuple):
     sent: Pieces[int] | None = None  # pieces to digest, in the first DIGEST task of a group
 
 
-class Planned(NamedTuple):
-    """Plan between the ranks of a publisher and the workers of a server, and the copies that it takes."""
-
-    copies: Copies
-    senders: tuple[int, ...]  # ranks, in the order of the group
-    plan: Plan[int, int]  # between numbers of ranks and of workers
-
-
 @dataclass(eq=False)
 class Group:
-    """One server's workers and the ranks that send to them. Guarded by the exchange's lock."""
+    """One server's workers and the ranks that send to them. Guarded by the lock of `Direct`."""
 
     id: str
     server: str
@@ -149,7 +129,7 @@ class Offer:
         """Queue a DIGEST task of this version for each rank of a group."""
         group.reported_of, group.reported = self.number, {}
         for member in group.members[: group.senders]:
-            sent = None if group.has_sent else sent_by(group.planned.plan, member.rank)
+            sent = None if group.has_sent else group.planned.sent_by(member.rank)
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
                 there[2].append(Task(Act.DIGEST, group.id, sent=sent))

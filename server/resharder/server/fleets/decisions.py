@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from resharder.server.fleets.updates import still_refused, turn_back
+from resharder.server.fleets.updates import lost_servers, still_refused, turn_back
 from resharder.server.state.fleet import (
     Fleet,
     FleetTarget,
@@ -49,7 +49,9 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
         return turn_back(fleet, move, view, reason or "an operator sent it back")
     match move.state:
         case MoveState.STOPPED:
-            return replace(fleet, move=replace(move, state=MoveState.MOVING, failed={}, tries=move.tries + 1, reason=reason))
+            counted = frozenset(move.counted - lost_servers(fleet, move, view).keys())  # it goes on without those
+            move = replace(move, state=MoveState.MOVING, counted=counted, short=False, failed={}, tries=move.tries + 1)
+            return replace(fleet, move=replace(move, reason=reason))
         case MoveState.TRYING | MoveState.HOLDING:
             return replace(fleet, move=replace(move, approved=True, reason=reason))
     raise ValueError(f"a move that is {move.state.name} goes on by itself")

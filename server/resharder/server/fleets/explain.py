@@ -54,7 +54,7 @@ def explain(server: Server, now: float, settings: Settings) -> str:
     if server.lost_at is not None:
         booting = "its claim was not renewed" if server.renews else "no control side attached"
         who = "its control side has been silent" if server.attached else booting
-        return f"{who} for {now - server.seen:.0f} s"
+        return f"{server.failure}, {now - server.seen:.0f} s ago" if server.failure else f"{who} for {now - server.seen:.0f} s"
     if server.ending:
         why = server.install.error if server.install is not None else ""
         return f"{_serving(server)}it ends, to start again on the version's config: {why}"
@@ -62,6 +62,8 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         left = max(0.0, server.seen + settings.lease - now)
         if server.left:
             return f"{_serving(server)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
+        if server.failure:
+            return f"{server.failure}; it is LOST in {left:.0f} s, when its lease ends"
         return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
     return _serving(server) + _doing(server, now, settings) + _slow_reads(server)
 
@@ -247,6 +249,8 @@ def _explain_move(move: Move, view: View) -> str:
         case MoveState.BACK:
             return f"going back to version {move.back_to}: {move.reason}"
         case MoveState.STOPPED:
+            if move.short:
+                return f"{way}; stopped: {move.reason}; it is done when they are back, `approve` ends it without them"
             return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"
     failed = "".join(f"; {id} failed: {error}" for id, error in sorted(move.failed.items()))
     return f"{way}{why}{failed}"

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 from resharder.server.fleets.pause_admission import held_back
 from resharder.server.fleets.reconciler.installs import why_not_ahead
-from resharder.server.fleets.updates import is_attached, is_broken, move_tries, present_servers, wanted
+from resharder.server.fleets.updates import (
+    is_attached,
+    is_broken,
+    move_tries,
+    present_servers,
+    uncertain_servers,
+    wanted,
+)
 from resharder.server.state.fleet import (
     NOBODY,
     Fleet,
@@ -46,7 +53,7 @@ def boots(fleet: Fleet, view: View) -> int:
     """Return the version from which a server of the fleet should boot now; 0: none is READY."""
     move = fleet.moving
     version = fleet.settled
-    if move is not None and move.state in (MoveState.MOVING, MoveState.APPLYING):
+    if move is not None and (move.state in (MoveState.MOVING, MoveState.APPLYING) or move.short):
         version = move.to
     elif move is not None:
         version = move.back_to
@@ -76,7 +83,7 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
         case MoveState.BACK:
             return move.back_to, True, f"the fleet goes back: {move.reason}"
         case MoveState.STOPPED:
-            return (move.to if id in move.servers else stays), True, f"the move stopped: {move.reason}"
+            return (move.to if id in move.servers or move.short else stays), True, f"the move stopped: {move.reason}"
     if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
     if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
@@ -112,6 +119,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     installing = {id for id, server in present.items() if server.install is not None and server.install.active}
     away = installing | {id for id, server in present.items() if not server.serving}
     away |= {id for id, server in view.servers.items() if server.restarts}
+    away |= uncertain_servers(fleet, move, view) if move else set()
     given_up = move.failed.keys() if move else set()
     room = (strategy.at_a_time or len(view.servers)) - len(away - given_up)
     behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]

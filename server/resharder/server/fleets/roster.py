@@ -64,7 +64,8 @@ class Roster:
         self.by_id: Mapping[str, Server] = {}
         self.by_name: Mapping[str, Fleet] = fleets
         self._seen, self._pins, self._pause_mode, self._wall = seen, pins, pause_mode, wall
-        self._settled_at = clock() + settings.lease + _SETTLE
+        self.started = clock()
+        self._settled_at = self.started + settings.lease + _SETTLE
 
     # Changes, for callers that hold `lock`
 
@@ -99,6 +100,12 @@ class Roster:
         ahead = frozenset(number for number, one in self._seen.ahead(fleet).items() if one.staging) - ready
         at_once, aside = self._seen.at_once(fleet.model), self._seen.set_aside(fleet.model)
         return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, aside)
+
+    def missing(self) -> list[tuple[str, Fleet]]:
+        """Return the servers that have not returned since the daemon's restart and are no longer awaited, with their fleets."""
+        if self.clock() < self._settled_at:
+            return []
+        return [(id, fleet) for fleet in self.by_name.values() for id in sorted(fleet.members - self.by_id.keys())]
 
     # Queries
 
@@ -193,8 +200,9 @@ class Roster:
 
 
 def without_server(fleet: Fleet, id: str) -> Fleet:
-    """Return the fleet without one of its members."""
-    return replace(fleet, members=fleet.members - {id}, drained=fleet.drained - {id})
+    """Return the fleet without one of its members, which its move no longer waits for."""
+    move = replace(fleet.move, counted=fleet.move.counted - {id}) if fleet.move is not None else None
+    return replace(fleet, members=fleet.members - {id}, drained=fleet.drained - {id}, move=move)
 
 
 def _returning(fleet: Fleet, present: Collection[str], awaits: bool) -> tuple[str, ...]:

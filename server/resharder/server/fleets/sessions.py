@@ -1,5 +1,6 @@
 """Sessions of inference servers: claims, streams of control sides, reports of workers."""
 
+import ipaddress
 import re
 import secrets
 from dataclasses import replace
@@ -12,9 +13,9 @@ from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.fleets.steering import Steering
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, Unavailable
-from resharder.server.state.fleet import FleetStrategyKind
+from resharder.server.state.fleet import Fleet, FleetStrategyKind
 from resharder.server.state.server import Server, Worker, WorkerState, processes
-from resharder.server.state.server_events import Attached, Claimed, Detached, Reported, WorkerReported
+from resharder.server.state.server_events import Attached, Claimed, Detached, Reported, Ticked, WorkerReported
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_WORLD_SIZE = 65536
@@ -22,6 +23,17 @@ MAX_WAIT = 3600.0
 """Bound on the seconds that a claim may wait."""
 MAX_TERM = 1 << 62
 _LOOK = 0.5  # longest pause of a waiting claim, in seconds
+
+
+def is_a_place(address: str) -> bool:
+    """Return whether an address names one port of one host: it has a port, and is not of the loopback."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True
 
 
 def check_name(what: str, name: str) -> None:
@@ -151,7 +163,17 @@ class Sessions:
                 )
             self._attachments.add(attachment)
             self._steering.happen(server, first)
+            self._replace_lost(self._roster.by_id[server])
         return attachment
+
+    def _replace_lost(self, server: Server) -> None:
+        """Forget servers that are LOST, or end to start again, whose place another server has taken under an id of its own."""
+        for lost in self._roster.of_fleet(server.fleet):
+            gone = lost.lost_at is not None or (lost.ending and not lost.controls)
+            if gone and lost.id != server.id and is_a_place(lost.address) and lost.address == server.address:
+                self._note("server", f"servers/{lost.id}", "replaced", f"by {server.id} at {lost.address}", fleet=lost.fleet)
+                self.forget(lost)
+                self._steering.steer(server.fleet)
 
     def _reported(self, attachment: Attachment, report: Reported) -> None:
         with self._roster.lock:
@@ -164,7 +186,7 @@ class Sessions:
                 attachment.put(None)
                 return
             self._steering.happen(known.id, report)
-            if not report.leaving:
+            if not report.leaving and not report.failure:
                 return
             attachment.put(None)
             left = self._roster.by_id[known.id]
@@ -201,6 +223,17 @@ class Sessions:
                 )
             self._steering.happen(server, WorkerReported(worker))
             return self._roster.server_view(self._roster.by_id[server])
+
+    def miss(self, id: str, fleet: Fleet, since: float) -> None:
+        """List a member of a fleet as LOST: it has not come back since the daemon's restart.
+
+        Callers hold the roster's lock. Raises OSError.
+        """
+        life = f"{self._life}-{secrets.token_hex(2)}"
+        ready, missed = self._seen.ready(fleet.model), "it has not come back since the daemon's restart"
+        server = Server(id, fleet.model, fleet.name, life, since, ready, renews=True, term=self._term, failure=missed)
+        self._roster.put_server(server)
+        self._steering.happen(id, Ticked())
 
     def leave(self, server: Server) -> None:
         """Forget a server that has left. Its workers may end later; until it returns, their reports are refused.

@@ -82,6 +82,8 @@ class FleetTicker:
         roster = self._roster
         with roster.lock:
             now = roster.clock()
+            for id, fleet in roster.missing():
+                self._sessions.miss(id, fleet, roster.started)
             for server in list(roster.by_id.values()):
                 if server.left and now > server.seen + server.lease(roster.settings):
                     self._sessions.leave(server)

@@ -3,15 +3,19 @@
 `advance` returns the fleet after one step of its move; `goals.goals` returns the goal of each server. The whole state is the
 fleet, which is stored whenever it changes, and the servers' reports.
 
-    ALL_AT_ONCE   MOVING -> DONE                    a newer version replaces the target of the move
+    ALL_AT_ONCE   MOVING -> DONE | STOPPED          a newer version replaces the target of the move
     ROLLING       MOVING -> DONE | STOPPED          at most `at_a_time` servers out of service for it
     CANARY        TRYING -> HOLDING -> MOVING ...   a failed canary or check, or an operator: BACK -> FAILED
     ATOMIC        STAGING -> APPLYING -> DONE       a failure in STAGING: FAILED; in APPLYING: BACK -> FAILED
 
 A failed version is refused: LATEST skips it, as it skips one that was rolled back. The versions on which gates may open enforce
-a skew bound; a jump beyond the bound is atomic. Moves do not wait for lost
-servers: where versions must not mix (atomic fleets, skew bounds), leases are strict, so that an unreachable server has
-closed its gate by the time it is LOST.
+a skew bound; a jump beyond the bound is atomic.
+
+Moves do not wait for servers that were LOST before they began. A server that is LOST in a move (`Move.counted`) counts as
+failed at once, and no move is DONE without it: a rolling one stops at `max_failures`, an atomic one fails or goes back, and any
+other ends STOPPED (`Move.short`) until its servers are back, forgotten, or given up by an operator. A server without a control
+side may be LOST or return: a move waits for it until its lease ends. Where versions must not mix (atomic fleets, skew bounds),
+leases are strict, so that an unreachable server has closed its gate by the time it is LOST.
 
 A fleet that serves ahead takes versions before READY, once every rank offers them (`View.ahead`); each server falls
 back by itself (`reconciler`). A version that becomes ABORTED is gone: the fleet returns to the newest READY one.
@@ -20,7 +24,7 @@ Servers boot from, are pinned to and return to READY versions only.
 Durations are measured by the monotonic clock (`View.now`). The wall clock may jump at any time; it only labels moves.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from resharder.server.state.fleet import (
@@ -77,6 +81,8 @@ def advance(fleet: Fleet, view: View) -> Fleet:
     target, move = wanted(fleet, view), fleet.moving
     if move is None:
         return _begin(fleet, target, view) if target and target != fleet.settled else fleet
+    if joined := present_servers(fleet, view).keys() - move.counted:
+        return replace(fleet, move=replace(move, counted=move.counted | joined))
     if target and target != move.to and _gives_way(fleet, move, target, view):
         if target != move.back_to:
             return _begin(fleet, target, view)
@@ -97,6 +103,8 @@ def advance(fleet: Fleet, view: View) -> Fleet:
             return _moving(fleet, move, view)
         case MoveState.BACK:
             return _back(fleet, move, view)
+        case MoveState.STOPPED if move.short:
+            return _short(fleet, move, view)
     return fleet
 
 
@@ -118,7 +126,25 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     states = {FleetStrategyKind.CANARY: MoveState.TRYING, FleetStrategyKind.ATOMIC: MoveState.STAGING}
     number = fleet.move.id + 1 if fleet.move else 1
     move = Move(number, states.get(strategy.kind, MoveState.MOVING), back_to, to, strategy, view.wall, reason, began=view.now)
-    return replace(fleet, move=move)
+    return replace(fleet, move=replace(move, counted=_counted(fleet, move, view)))
+
+
+def _counted(fleet: Fleet, move: Move, view: View) -> frozenset[str]:
+    """Return the servers with which a move begins: those present or awaited, and those of a move to an older version before it.
+
+    Servers that move all at once may always be on the way to a newer version, so that only the last one of such moves ends.
+    """
+    awaited = {id for id in fleet.members - view.servers.keys() if _takes_part(fleet, id)} if view.settling else set()
+    before = fleet.moving
+    follows = before is not None and before.state == MoveState.MOVING and before.to < move.to
+    alike = before is not None and {before.strategy.kind, move.strategy.kind} == {FleetStrategyKind.ALL_AT_ONCE}
+    follows_on = before.counted if before is not None and follows and alike else frozenset[str]()
+    return frozenset(present_servers(fleet, view).keys() | awaited | follows_on)
+
+
+def _takes_part(fleet: Fleet, id: str) -> bool:
+    """Return whether an operator has neither drained a server nor put it to sleep."""
+    return fleet.power_of(id) == Power.AWAKE and id not in fleet.drained
 
 
 def _taken_back(fleet: Fleet, move: Move, view: View) -> bool:
@@ -147,8 +173,31 @@ def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
     return {
         id: server
         for id, server in sorted(view.servers.items())
-        if is_attached(server) and fleet.power_of(id) == Power.AWAKE and not server.power.asleep and id not in fleet.drained
+        if is_attached(server) and _takes_part(fleet, id) and not server.power.asleep
     }
+
+
+def lost_servers(fleet: Fleet, move: Move, view: View) -> dict[str, str]:
+    """Return the counted servers of a move that are LOST, with reasons. Those drained or put to sleep are not missing."""
+    found = {}
+    for id in sorted(move.counted & view.servers.keys()):
+        server = view.servers[id]
+        if server.lost_at is not None and _takes_part(fleet, id):
+            over = f" while it installed version {move.to}" if _lost_over(server, move.to) and not server.failure else ""
+            found[id] = server.failure or f"its lease ended{over}"
+    return found
+
+
+def uncertain_servers(fleet: Fleet, move: Move, view: View) -> set[str]:
+    """Return the counted servers of a move without a control side, which return or are LOST when their leases end."""
+
+    def awaited(id: str) -> bool:
+        server = view.servers.get(id)
+        if server is None:
+            return id in fleet.members  # since the daemon's restart
+        return server.lost_at is None and not server.controls and not server.left and not server.power.asleep
+
+    return {id for id in move.counted if _takes_part(fleet, id) and awaited(id)}
 
 
 def is_attached(server: Server) -> bool:
@@ -156,13 +205,13 @@ def is_attached(server: Server) -> bool:
     return server.lost_at is None and bool(server.controls)
 
 
-def _hopeless(server: Server, version: int, move: Move, view: View) -> str:
-    """Return the error of a version that has used all its attempts on a server; empty otherwise.
+def _hopeless(server: Server, version: int, move: Move, attempts: int) -> str:
+    """Return the error of a version that has failed `attempts` times on a server; empty otherwise.
 
     Failures before this move, or before an operator's retry, do not count.
     """
     failure = server.failures.get(version) if server.goal.retry == move_tries(move) else None
-    return failure.error if failure is not None and failure.count >= view.settings.attempts else ""
+    return failure.error if failure is not None and failure.count >= attempts else ""
 
 
 def move_tries(move: Move) -> tuple[int, int]:
@@ -199,33 +248,51 @@ def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
     return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))
 
 
-def _noted(move: Move, view: View) -> Move:
-    """Return the move with the servers that arrived or failed since."""
+def _noted(fleet: Fleet, move: Move, view: View) -> Move:
+    """Return the move with the servers that arrived or failed since.
+
+    Servers that move all at once have failed after all their attempts. Others stop the move, and have after the first one.
+    """
     there = {id for id, server in view.servers.items() if server.serving == move.to}
-    failed = {id: error for id, error in move.failed.items() if id not in there}
+    attempts = view.settings.attempts if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE else 1
+    failed = {id: error for id, error in move.failed.items() if id not in there} | lost_servers(fleet, move, view)
     for id in view.servers.keys() - there - failed.keys():
-        server = view.servers[id]
-        if error := _hopeless(server, move.to, move, view):
+        if error := _hopeless(view.servers[id], move.to, move, attempts):
             failed[id] = error
-        elif _lost_over(server, move.to):
-            failed[id] = "its lease ended while it installed"
     return replace(move, servers=(*move.servers, *sorted(there - set(move.servers))), failed=failed)
 
 
 def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
     rolling = move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE
-    present = present_servers(fleet, view)
-    noted = _noted(move, view)
+    noted = _noted(fleet, move, view)
     if rolling and noted != move:
         return replace(fleet, move=noted)
     if rolling and len(move.failed) >= max(1, move.strategy.max_failures):
-        reason = "; ".join(f"{id}: {error}" for id, error in sorted(move.failed.items()))
-        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"it failed on {reason}"))
-    if any(server.restarts for server in view.servers.values()):
+        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"it failed on {_listed(move.failed)}"))
+    return _at_its_end(fleet, noted, view)
+
+
+def _at_its_end(fleet: Fleet, noted: Move, view: View) -> Fleet:
+    """End a move once all present servers have arrived or failed: DONE, or STOPPED if others are missing."""
+    present = present_servers(fleet, view)
+    arrived = all(server.serving == noted.to or id in noted.failed for id, server in present.items())
+    if not arrived or uncertain_servers(fleet, noted, view):
         return fleet
-    if all(server.serving == move.to or id in noted.failed for id, server in present.items()):
-        return _end(fleet, noted, MoveState.DONE, view)
-    return fleet
+    lost = lost_servers(fleet, noted, view)
+    if not lost:
+        return _end(fleet, replace(noted, short=False), MoveState.DONE, view)
+    reason = f"{len(lost)} of {len(noted.counted)} servers are missing: {_listed(lost)}"
+    return replace(fleet, move=replace(noted, state=MoveState.STOPPED, short=True, reason=reason))
+
+
+def _short(fleet: Fleet, move: Move, view: View) -> Fleet:
+    """Return a fleet whose move has STOPPED without some servers, as those that return or are lost change it."""
+    after = _at_its_end(fleet, _noted(fleet, replace(move, failed={}), view), view)
+    return replace(after, move=replace(after.move, reason="")) if after.move is not None and not after.move.active else after
+
+
+def _listed(errors: Mapping[str, str]) -> str:
+    return "; ".join(f"{id}: {error}" for id, error in sorted(errors.items()))
 
 
 def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
@@ -248,16 +315,21 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 def _canary_error(server: Server | None, move: Move, view: View) -> str:
     if server is None or server.lost_at is not None:
-        return "its lease ended"
-    return _hopeless(server, move.to, move, view)
+        return (server.failure if server is not None else "") or "its lease ended"
+    return _hopeless(server, move.to, move, view.settings.attempts)
 
 
 def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
     present = present_servers(fleet, view)
     for id, server in present.items():
-        if error := _hopeless(server, move.to, move, view):
+        if error := _hopeless(server, move.to, move, view.settings.attempts):
             reason = f"{id} could not stage it: {error}"
             return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
+    if lost := lost_servers(fleet, move, view):
+        reason = f"servers were lost before all had staged it: {_listed(lost)}"
+        return _end(_refuse(fleet, move.to, reason, view.ready), replace(move, failed=lost), MoveState.FAILED, view, reason)
+    if uncertain_servers(fleet, move, view):
+        return fleet
     able = [server for server in present.values() if not is_broken(server, move, view)]
     if any(server.shown for id, server in view.servers.items() if id not in present):
         return fleet  # it is unreachable and may serve until its lease expires
@@ -268,7 +340,7 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 def is_broken(server: Server, move: Move, view: View) -> bool:
     """Return whether a server is out of service and its previous version cannot be installed."""
-    return not server.opened and bool(_hopeless(server, move.back_to, move, view))
+    return not server.opened and bool(_hopeless(server, move.back_to, move, view.settings.attempts))
 
 
 def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
@@ -276,6 +348,11 @@ def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
     for id, server in present.items():
         if server.agreed != move.to and (error := _apply_error(server, move.to)):
             return turn_back(fleet, move, view, f"{id}: {error}")
+    others = set(move.servers)
+    if lost := {id: why for id, why in lost_servers(fleet, move, view).items() if id in others}:
+        return turn_back(fleet, replace(move, failed=lost), view, f"servers were lost before all had applied it: {_listed(lost)}")
+    if others & uncertain_servers(fleet, move, view):
+        return fleet
     if all(server.agreed == move.to for server in present.values()) and view.shown.keys() <= {move.to}:
         return _end(fleet, move, MoveState.DONE, view)
     return fleet
@@ -291,7 +368,8 @@ def _apply_error(server: Server, version: int) -> str:
 
 def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
     present = present_servers(fleet, view)
-    stuck = {id for id, server in present.items() if _hopeless(server, move.back_to, move, view)}
-    if all(server.serving == move.back_to or id in stuck for id, server in present.items()):
-        return _end(fleet, move, MoveState.FAILED, view)
-    return fleet
+    stuck = {id for id, server in present.items() if _hopeless(server, move.back_to, move, view.settings.attempts)}
+    back = all(server.serving == move.back_to or id in stuck for id, server in present.items())
+    if not back or uncertain_servers(fleet, move, view):
+        return fleet
+    return _end(fleet, replace(move, failed={**move.failed, **lost_servers(fleet, move, view)}), MoveState.FAILED, view)

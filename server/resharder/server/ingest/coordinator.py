@@ -1,8 +1,10 @@
 """Assembly of ingest: publishers, registration, and the upload of versions into the store.
 
-A new job fences every earlier one of its model: their UPLOADING versions are aborted, their calls refused. A version is aborted
-once a rank cannot be expected to seal its slot: the rank's lease has expired, it has started a later step, or its process was
-replaced. An abort applies to every rank, and only ranks that have received it retry the step.
+A new job's claim takes effect once its slots tile the model and its capacity is reserved. It then fences every earlier job of the
+model: their UPLOADING versions are aborted, their calls refused.
+
+A version is aborted once a rank cannot be expected to seal its slot: the rank's lease has expired, it has started a later step,
+or its process was replaced. An abort applies to every rank, and only ranks that have received it retry the step.
 """
 
 import time

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from resharder.converters.errors import LayoutError, UnsupportedModel
@@ -14,7 +15,7 @@ from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
-from resharder.converters.storage.files import INDEX_FILE
+from resharder.converters.storage.files import INDEX_FILE, FileLayout
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.assignment import Assigned, assign
 from resharder.server.ingest.homes import Readable, boxes_at_home
@@ -22,12 +23,15 @@ from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.store.manifest import MANIFEST_FILE
+from resharder.server.store.model_state import taken_over
 from resharder.server.store.partial import PIECES_FILE
 
 REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED", "FENCED", "GONE"
 MAX_WORLD = 1 << 16
 NO_FILES = "no rank has sent the model's files to this daemon: create and register the publisher again"
+CHECKED = "all ranks have registered; the daemon still checks their tensors and reserves room: wait for it"
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
+MAX_WARNINGS, MAX_WARNING_LENGTH = 32, 2000
 _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -59,9 +63,20 @@ def _check_counts(config: object) -> None:
         raise LayoutError(f"config.json: expected at most {_MOST_EXPERTS} experts in all layers, got {counts}")
 
 
+class CheckedLayout(NamedTuple):
+    """The result of the check of all slots: what each rank sends, and the files of a version."""
+
+    assigned: Assigned
+    shared: SharedPlan
+    files: tuple[FileLayout, ...]
+
+
 @dataclass
 class PublisherRecord:
-    """State of a publisher, guarded by ingest's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any state."""
+    """State of a publisher, guarded by ingest's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any state.
+
+    Its claim takes effect when it becomes ACTIVE, and fences the earlier ones.
+    """
 
     model: str
     job: str
@@ -73,6 +88,7 @@ class PublisherRecord:
     error: DaemonError | None = None
     stalled: DaemonError | None = None  # error of the last activation, if the next one may succeed
     activating: bool = False
+    checked: CheckedLayout | None = None  # while it waits for the other models of its job to be checked too
     files: dict[str, bytes] = field(default_factory=dict)  # until ACTIVE
     registered: dict[int, str] = field(default_factory=dict)  # rank -> fingerprint of its registration
     specs: list[TensorSpec] = field(default_factory=list)
@@ -92,6 +108,7 @@ class PublisherRecord:
     processes: dict[int, str] = field(default_factory=dict)  # rank -> nonce of its process
     started: dict[int, int] = field(default_factory=dict)  # rank -> last step that its process has started
     replaced: float = -math.inf  # time of the last registration from a new process
+    warnings: dict[int, Sequence[str]] = field(default_factory=dict)  # rank -> texts for the record of its versions
     _slots: dict[tuple[int, bool | None], Slot] = field(default_factory=dict)
     _cutting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -126,8 +143,6 @@ class PublisherRecord:
 
     def check_usable(self) -> None:
         """Raise the error of a rejected publisher, or FailedPrecondition (STALE_EPOCH) of a fenced one."""
-        if self.state == FENCED:
-            raise FailedPrecondition("STALE_EPOCH", f"{self.name}: a newer job has claimed {self.model!r}")
         if self.error is not None:
             raise type(self.error)(self.error.reason, str(self.error))
 
@@ -219,6 +234,11 @@ class PublisherRecord:
         senders = self.senders()
         return rank in senders or any(self.started.get(each, -1) >= step and self.seen[each] > self.replaced for each in senders)
 
+    def version_warnings(self) -> list[str]:
+        """Return the ranks' warnings, each once, in the order of ranks."""
+        found = dict.fromkeys(text for _, texts in sorted(self.warnings.items()) for text in texts)
+        return list(found)[:MAX_WARNINGS]
+
     def senders(self) -> list[int]:
         """Return the ranks that send boxes."""
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
@@ -273,16 +293,27 @@ class PublisherRecord:
                 held[self.specs[int(boxes.tensors[position])].name].append(piece)
         return held
 
-    def activate(self, assigned: Assigned, shared: SharedPlan) -> None:
-        """Become ACTIVE with the results of `check_and_assign` and `plan_shared`, and free the state of registration."""
-        self.assigned, self.boxes, self.homes, self.gathered = assigned
-        self.shared, self.state = shared, ACTIVE
-        self.held, self.blocks, self.files, self.stalled = {}, {}, {}, None
+    def activate(self, checked: CheckedLayout) -> None:
+        """Become ACTIVE with the result of the check, and free the state of registration."""
+        self.assigned, self.boxes, self.homes, self.gathered = checked.assigned
+        self.shared, self.state = checked.shared, ACTIVE
+        self.held, self.blocks, self.files, self.stalled, self.checked = {}, {}, {}, None, None
 
     def reject(self, error: DaemonError) -> None:
         """Become REJECTED. Later calls raise `error`."""
-        self.error, self.state = error, REJECTED
-        self.held, self.files = {}, {}
+        self._end(REJECTED, error)
+
+    def fence(self, job: str) -> None:
+        """Become FENCED by a newer job. Later calls raise FailedPrecondition (STALE_EPOCH)."""
+        self._end(FENCED, FailedPrecondition("STALE_EPOCH", f"{self.name}: {taken_over(self.model, job)}"))
+
+    def _end(self, state: str, error: DaemonError) -> None:
+        self.error, self.state = error, state
+        self.held, self.blocks, self.files, self.checked = {}, {}, {}, None
+
+    def silent_for(self, now: float) -> float:
+        """Return the seconds since the last call of any rank."""
+        return now - max([self.created, *list(self.seen.values())])
 
     def slot(self, rank: int, chunk_bytes: int, gathers: bool | None = None) -> Slot:
         """Return the chunks of the boxes that a rank sends to the daemon, cut at first use.
@@ -302,6 +333,14 @@ class PublisherRecord:
                 boxes = boxes.take(np.delete(np.arange(len(boxes)), at_home))
                 self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes)
             return self._slots[rank, gathers]
+
+
+def current(publishers: Iterable[PublisherRecord]) -> dict[str, PublisherRecord]:
+    """Return the publisher of each model that publishes it, or the newest one of a model without."""
+    found: dict[str, PublisherRecord] = {}
+    for publisher in sorted(publishers, key=lambda each: (each.state == ACTIVE, each.epoch)):
+        found[publisher.model] = publisher
+    return found
 
 
 def home_boxes(publisher: PublisherRecord, rank: int, *, gathered: bool) -> Ints:

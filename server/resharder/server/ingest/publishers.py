@@ -17,12 +17,17 @@ from resharder.server.ingest.maxima import RankBlocks, SharedPlan, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.ingest.publisher import (
     ACTIVE,
-    FENCED,
+    CHECKED,
+    MAX_WARNING_LENGTH,
+    MAX_WARNINGS,
     MAX_WORLD,
     NO_FILES,
     REGISTERING,
+    REJECTED,
+    CheckedLayout,
     PublisherRecord,
     check_files,
+    current,
 )
 from resharder.server.ingest.shared import IngestShared, parse_name
 from resharder.server.ingest.uploads import Uploads
@@ -34,24 +39,30 @@ from resharder.server.state.errors import (
     InvalidArgument,
     ResourceNotFound,
 )
-from resharder.server.store.model_state import check_model_name
+from resharder.server.store.epochs import NewEpoch
+from resharder.server.store.model_state import check_model_name, taken_over
 
 _log = structlog.get_logger("resharder.intake")
-_OVER = "a newer job has claimed the model"
+_FORGOTTEN_SECONDS = 600.0
+"""Silence of all ranks after which a registration that was not completed is forgotten, or one that was rejected."""
 
 
 class Publishers:
-    """Newest publisher of each model. Thread-safe. `lease_seconds` is the duration of a rank's lease."""
+    """Publishers of each model: the one whose claim is in effect, and later ones that register. Thread-safe.
+
+    A claim takes effect when all slots are checked and capacity is reserved. It then fences all earlier ones; until then the
+    publisher before it goes on. `lease_seconds` is the duration of a rank's lease.
+    """
 
     def __init__(self, shared: IngestShared, uploads: Uploads, lease_seconds: float) -> None:
         self._shared, self._uploads, self._store, self._nodes = shared, uploads, shared.store, shared.nodes
         self.lease_seconds = lease_seconds
-        self._by_model: dict[str, PublisherRecord] = {}
+        self._by_model: dict[str, tuple[PublisherRecord, ...]] = {}  # by epoch, without fenced ones; replaced, never modified
 
     def create(
         self, model: str, job: str, world_size: int, files: Mapping[str, bytes], together: Collection[str] = ()
     ) -> PublisherRecord:
-        """Return the publisher of a job; create it and fence earlier ones if it is new.
+        """Return the publisher of a job; create it if it is new.
 
         Args:
             model: Name of the model.
@@ -75,9 +86,7 @@ class Publishers:
             raise InvalidArgument("WORLD_SIZE", f"expected 1 to {MAX_WORLD} ranks, got {world_size}")
         with self._shared.lock:
             self._shared.check_not_draining()
-            publisher = self._by_model.get(model)
-            if publisher is None or publisher.job != job:
-                publisher = self._claim(model, job, world_size, models)
+            publisher = self._of_job(model, job) or self._add(model, job, world_size, models)
             if publisher.together != models:
                 known, given = sorted(publisher.together), sorted(models)
                 raise InvalidArgument("JOB", f"{publisher.name}: job {job!r} publishes it with {known}, this call with {given}")
@@ -89,28 +98,28 @@ class Publishers:
                 publisher.files = dict(files)
             return publisher
 
-    def _claim(self, model: str, job: str, world_size: int, together: frozenset[str]) -> PublisherRecord:
-        before = self._store.epochs.claim(model)
-        if before is None or before.job != job:
-            stale = self._store.epochs.of_job(model, job)
-            if stale is not None:
-                raise FailedPrecondition("STALE_EPOCH", f"job {job!r} had epoch {stale} of {model!r}: {_OVER}")
-            before = self._store.epochs.begin(model, job, world_size)
-            self._fence(model)
-            _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
-        publisher = PublisherRecord(model, before.job, before.epoch, before.world_size, together, self._shared.clock())
-        self._by_model = self._by_model | {model: publisher}
+    def _of_job(self, model: str, job: str) -> PublisherRecord | None:
+        return next((publisher for publisher in self._by_model.get(model, ()) if publisher.job == job), None)
+
+    def _add(self, model: str, job: str, world_size: int, together: frozenset[str]) -> PublisherRecord:
+        claim = self._store.epochs.begin(model, job, world_size)
+        publisher = PublisherRecord(model, job, claim.epoch, claim.world_size, together, self._shared.clock())
+        known = sorted((*self._by_model.get(model, ()), publisher), key=lambda each: each.epoch)
+        self._by_model = self._by_model | {model: tuple(known)}
+        _log.info("publisher_created", model=model, job=job, epoch=claim.epoch, world_size=world_size)
         return publisher
 
-    def _fence(self, model: str) -> None:
-        earlier = self._by_model.get(model)
-        if earlier is None:
+    def _fence_earlier(self, newest: PublisherRecord) -> None:
+        known = self._by_model.get(newest.model, ())
+        earlier = [publisher for publisher in known if publisher.epoch < newest.epoch]
+        if not earlier:
             return
-        earlier.state = FENCED
-        self._nodes.reserve(earlier.name, (), {})
-        _log.info("publisher_fenced", model=model, job=earlier.job, epoch=earlier.epoch, reason=_OVER)
-        self._uploads.abort_model(model, _OVER)
-        self._shared.changed.notify()
+        for publisher in earlier:
+            publisher.fence(newest.job)
+            self._nodes.reserve(publisher.name, (), {})
+            _log.info("publisher_fenced", model=publisher.model, job=publisher.job, epoch=publisher.epoch, by=newest.job)
+        self._by_model = self._by_model | {newest.model: tuple(each for each in known if each not in earlier)}
+        self._uploads.abort_model(newest.model, f"job {newest.job!r} has taken over the model")
 
     def get(self, name: str, rank: int | None = None) -> PublisherRecord:
         """Return a publisher by name, and renew the lease of `rank`.
@@ -120,11 +129,11 @@ class Publishers:
             ResourceNotFound: PUBLISHER_UNKNOWN.
         """
         model, epoch = parse_name(name, "publishers")
-        publisher = self._by_model.get(model)
+        publisher = next((each for each in self._by_model.get(model, ()) if each.epoch == epoch), None)
         claim = self._store.epochs.claim(model)
         if claim is not None and epoch < claim.epoch:
-            raise FailedPrecondition("STALE_EPOCH", f"{model}: epoch {epoch} is over, job {claim.job!r} has epoch {claim.epoch}")
-        if publisher is None or publisher.epoch != epoch:
+            raise FailedPrecondition("STALE_EPOCH", f"{model}: epoch {epoch} is over: {taken_over(model, claim.job)}")
+        if publisher is None:
             raise ResourceNotFound(
                 "PUBLISHER_UNKNOWN", f"models/{model}/publishers/{epoch} is unknown: create and register it again"
             )
@@ -134,8 +143,8 @@ class Publishers:
         return publisher
 
     def all(self) -> list[PublisherRecord]:
-        """Return the newest publisher of each model."""
-        return list(self._by_model.values())
+        """Return the publishers of all models: those that publish, and those that register or were rejected since."""
+        return [publisher for known in list(self._by_model.values()) for publisher in known]
 
     def live_ranks(self, publisher: PublisherRecord) -> int:
         """Return the number of ranks within their lease."""
@@ -154,6 +163,7 @@ class Publishers:
         readable: Readable = MappingProxyType({}),
         *,
         gathers: bool = False,
+        warnings: Sequence[str] = (),
     ) -> PublisherRecord:
         """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
@@ -167,6 +177,7 @@ class Publishers:
             shared: Blocks that the rank shares with others, by position in `specs`; None if it casts nothing.
             readable: Nonce files that it has read. Its host in the first registration decides which files it writes.
             gathers: Whether it can write boxes that other nodes gather.
+            warnings: Texts for the record of its versions.
         """
         self._replace(name, rank, process)
         host = self._nodes.host_of(readable)
@@ -174,6 +185,7 @@ class Publishers:
             publisher = self.get(name, rank)
             publisher.check_usable()
             publisher.readable[rank] = readable
+            publisher.warnings[rank] = [text[:MAX_WARNING_LENGTH] for text in warnings[:MAX_WARNINGS]]
             if host is not None and publisher.state == REGISTERING and not publisher.activating:
                 publisher.hosts[rank] = host
                 publisher.gatherers |= {rank} if gathers else set()
@@ -210,18 +222,15 @@ class Publishers:
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self._shared.lock:
                 publisher.check_usable()
-                self._store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
-                publisher.activate(assigned, shared)
-                homes = _homes_of(layouts, publisher)
-                self._nodes.reserve(publisher.name, layouts, homes, _gathered_of(layouts, publisher, assigned.gathered))
+                publisher.checked = CheckedLayout(assigned, shared, layouts)
+                for each in [publisher, *self._partners(publisher)]:
+                    if due := self._due(each):
+                        self._take_effect(*due)
                 self._shared.changed.notify()
-            for observer in self._shared.observers:
-                observer.publish_phase("registration", publisher.model, self._shared.clock() - publisher.created)
-            _log.info("publisher_active", model=publisher.model, epoch=publisher.epoch, tensors=len(publisher.specs))
         except Exception as error:
             known = _registration_error(error)
             with self._shared.lock:
-                publisher.activating = False
+                publisher.activating, publisher.checked = False, None
                 if known.reason in MEDIUM:
                     publisher.stalled = known
                 elif publisher.state == REGISTERING:
@@ -229,6 +238,43 @@ class Publishers:
                 self._shared.changed.notify()
             _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
             raise known from error
+
+    def _partners(self, publisher: PublisherRecord) -> list[PublisherRecord]:
+        """Return the publishers of the other models that the job publishes together with this one."""
+        found = (self._of_job(model, publisher.job) for model in sorted(publisher.together))
+        return [partner for partner in found if partner is not None]
+
+    def _due(self, publisher: PublisherRecord) -> list[PublisherRecord]:
+        """Return the publishers whose claims take effect now, at the same time; none while one of them is not checked.
+
+        Raises the error of a partner that was rejected.
+        """
+        if publisher.checked is None:
+            return []
+        claim = self._store.epochs.claim(publisher.model)
+        if claim is not None and claim.epoch == publisher.epoch:  # the daemon has restarted since it took effect
+            return [publisher]
+        partners = self._partners(publisher)
+        for partner in partners:
+            partner.check_usable()
+        waiting = len(partners) < len(publisher.together) or any(p.state != ACTIVE and p.checked is None for p in partners)
+        return [] if waiting else [publisher, *(partner for partner in partners if partner.state != ACTIVE)]
+
+    def _take_effect(self, *publishers: PublisherRecord) -> None:
+        """Reserve capacity for publishers whose slots are checked, fence the earlier ones, and make these ACTIVE."""
+        checked = [(each, each.checked) for each in publishers if each.checked is not None]
+        first, *others = (NewEpoch(each.model, each.epoch, found.files, each.files) for each, found in checked)
+        self._store.epochs.reserve(*first, *others)
+        for publisher, found in checked:
+            self._fence_earlier(publisher)
+            publisher.activate(found)
+            homes = _homes_of(found.files, publisher)
+            gathered = _gathered_of(found.files, publisher, found.assigned.gathered)
+            self._nodes.reserve(publisher.name, found.files, homes, gathered)
+            for observer in self._shared.observers:
+                observer.publish_phase("registration", publisher.model, self._shared.clock() - publisher.created)
+            tensors = len(publisher.specs)
+            _log.info("publisher_active", model=publisher.model, job=publisher.job, epoch=publisher.epoch, tensors=tensors)
 
     def report_readable(self, publisher: PublisherRecord, rank: int, readable: Readable) -> None:
         """Record nonce files as a rank has found them now; a no-op for a rank that reports none."""
@@ -254,18 +300,42 @@ class Publishers:
             if publisher.stalled is not None:
                 raise type(publisher.stalled)(publisher.stalled.reason, str(publisher.stalled))
             publisher.check_registered_here(rank)
+            for partner in self._partners(publisher):
+                partner.check_usable()
             left = deadline - self._shared.clock()
             if left <= 0:
-                missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
-                why = f"{len(missing)} ranks have not registered: {missing[:8]}" if missing else NO_FILES
-                raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {why}")
+                raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {self._waits_for(publisher)}")
             yield self._shared.changed.pause(seen, min(left, 1.0))
 
+    def _waits_for(self, publisher: PublisherRecord) -> str:
+        """Return what a registration lacks."""
+        if missing := [rank for rank in range(publisher.world_size) if rank not in publisher.registered]:
+            return f"{len(missing)} ranks have not registered: {missing[:8]}"
+        if publisher.checked is not None:
+            done = {partner.model for partner in self._partners(publisher) if partner.state == ACTIVE or partner.checked}
+            return f"its job publishes it together with {sorted(publisher.together - done)}, which not all ranks have registered"
+        return CHECKED if publisher.activating else NO_FILES
+
     def expire(self) -> None:
-        """Abort the versions of ranks that are at a later step, or silent for longer than the lease. Called periodically."""
+        """Abort the versions of ranks that are at a later step, or silent for longer than the lease. Called periodically.
+
+        Forgets publishers that are not ACTIVE and of which no rank has called for long, but for the rejected one of a model that
+        nobody publishes.
+        """
         for publisher in self.all():
             self._uploads.abort_overtaken(publisher)
         self._uploads.expire(self.lease_seconds)
+        with self._shared.lock:
+            now, shown = self._shared.clock(), current(self.all())
+            for model, known in self._by_model.items():
+                kept = tuple(
+                    each
+                    for each in known
+                    if each.state == ACTIVE
+                    or each.silent_for(now) < _FORGOTTEN_SECONDS
+                    or (each.state == REJECTED and each is shown[model])
+                )
+                self._by_model = self._by_model | {model: kept}
 
 
 def _homes_of(files: Sequence[FileLayout], publisher: PublisherRecord) -> dict[str, str]:

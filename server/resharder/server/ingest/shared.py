@@ -9,7 +9,7 @@ from resharder.server.ingest.homes import HomeNodes
 from resharder.server.ingest.upload import Upload
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, Unavailable
 from resharder.server.state.version import VersionRecord
-from resharder.server.store.model_state import check_model_name
+from resharder.server.store.model_state import check_model_name, taken_over
 from resharder.server.store.store import Store
 
 Phase = Literal["registration", "upload", "verify", "commit"]
@@ -56,10 +56,8 @@ class IngestShared:
         """Raise FailedPrecondition (STALE_EPOCH) unless a version is of this epoch and the epoch is the model's newest."""
         claim = self.store.epochs.claim(record.model)
         if epoch != record.epoch or (claim is not None and epoch < claim.epoch):
-            newest = claim.epoch if claim else 0
-            raise FailedPrecondition(
-                "STALE_EPOCH", f"{record.name} is of epoch {record.epoch}, the newest epoch is {newest}, the call is of {epoch}"
-            )
+            why = f": {taken_over(record.model, claim.job)}" if claim is not None and epoch < claim.epoch else ""
+            raise FailedPrecondition("STALE_EPOCH", f"{record.name} is of epoch {record.epoch}, the call is of {epoch}{why}")
 
 
 def parse_name(name: str, kind: str) -> tuple[str, int]:

@@ -112,11 +112,13 @@ class Steps:
 
     def _begin(self, publisher: PublisherRecord, rank: int, step: int, set_aside: bool) -> VersionRecord:
         store, shared = self._store, self._shared
-        record = store.lifecycle.begin(publisher.model, publisher.epoch, step, publisher.job, set_aside=set_aside)
+        record = store.lifecycle.begin(
+            publisher.model, publisher.epoch, step, publisher.job, set_aside=set_aside, warnings=publisher.version_warnings()
+        )
         homes = self._take_homes(publisher, record)
         with shared.lock:
             if publisher.state != ACTIVE:
-                store.lifecycle.abort(record.model, record.number, "a newer job has claimed the model")
+                store.lifecycle.abort(record.model, record.number, "a newer job has taken over the model")
                 publisher.check_usable()
             folder, layouts = store.folder.path(record), store.lifecycle.layouts(record)
             upload = Upload(

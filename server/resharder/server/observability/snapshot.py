@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from resharder.server.fleets.roster import FleetView, Roster, ServerView
@@ -49,6 +49,12 @@ class Snapshot:
     nodes: Sequence[NodeView] = ()
     missing_pieces: int = 0  # of READY versions in the store
     shortages: Sequence[ReplicaShortage] = ()
+    store_problem: str = ""  # why the daemon can no longer use its store
+    stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path
+
+    def not_retired(self, model: str) -> list[VersionRecord]:
+        """Return the READY versions beyond retention whose files cannot be moved."""
+        return [record for record in self.versions.get(model, ()) if record.state == READY and record.reason]
 
     def lag(self, view: FleetView) -> Lag:
         """Return the lag of a fleet in this snapshot."""
@@ -85,6 +91,8 @@ def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[],
         nodes.views(),
         nodes.own.missing(),
         nodes.replication.shortages(),
+        store.folder.problem(),
+        {str(path): size for model in store.catalogue.stored() for path, size in list(model.stuck.items())},
     )
 
 

@@ -38,6 +38,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         servers_serving=counts[0],
         servers_following=counts[1],
         set_aside=record.set_aside,
+        warnings=record.warnings,
     )
 
 
@@ -196,6 +197,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         timings_from_proto(message.timings),
         message.leaving,
         message.restarting,
+        message.failure[:1000],
     )
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.direct import copies_to_proto, layout_from_proto, layout_to_proto
-from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.state import Act, Link, Member, Task
+from resharder.server.direct.direct import Direct
+from resharder.server.direct.plans import Member
+from resharder.server.direct.state import Act, Link, Task
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.shared import parse_name
@@ -32,11 +33,13 @@ class DirectService:
     def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, call: Call) -> Message:
         """Replace a member's declared layout. Raises InvalidArgument (WORKER) and errors of unknown owners."""
         member = _member(request.member)
+        publishers: list[str] = []
         if "/publishers/" in member.owner:
-            self._intake.publishers.get(member.owner, member.rank)
+            model = self._intake.publishers.get(member.owner, member.rank).model
+            publishers = [each.name for each in self._intake.publishers.all() if each.model == model]
         else:
-            self._direct.links.check_worker(member)
-        self._direct.links.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
+            self._direct.check_worker(member)
+        self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank), publishers)
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
@@ -48,16 +51,14 @@ class DirectService:
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")
         wait = seconds(request.wait_seconds)
         failpoint("direct.offer")
-        offer = self._direct.offers.offer(
+        offer = self._direct.offer(
             member, request.memory, model, number, publisher.world_size, wait, servers_sleep=request.servers_sleep
         )
         try:
-            for task in self._direct.offers.tasks(
-                offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state
-            ):
+            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state):
                 yield task if isinstance(task, Pause) else self._task(task)
         finally:
-            self._direct.offers.leave(offer, member.rank)
+            self._direct.leave(offer, member.rank)
 
     def _task(self, task: Task) -> direct_pb2.DirectTask:
         link = self._link(task.link) if task.link else None
@@ -68,32 +69,32 @@ class DirectService:
         """Return a worker's link to its group, without the copies if the worker has this link already."""
         model, number = parse_name(request.version, "versions")
         failpoint("direct.join")
-        link = yield from self._direct.links.join(
+        link = yield from self._direct.join(
             _member(request.member), request.memory, model, number, request.install, request.group
         )
         return self._link(link, known=request.group == link.group)
 
     def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
         """Return once the transfer of the worker's group has begun."""
-        yield from self._direct.transfers.start(_member(request.member), request.group, request.install)
+        yield from self._direct.start(_member(request.member), request.group, request.install)
         return direct_pb2.StartTransferResponse()
 
     def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, call: Call) -> Message:
         """Record that a member has finished its part of a transfer, or failed."""
         member = _member(request.member)
-        self._direct.transfers.finish(member, request.group, request.ok, request.error, request.size_bytes)
+        self._direct.finish(member, request.group, request.ok, request.error, request.size_bytes)
         return direct_pb2.FinishTransferResponse()
 
     def PutDigests(self, request: direct_pb2.PutDigestsRequest, call: Call) -> Message:
         """Record a rank's digests of the boxes that it sends."""
         _, number = parse_name(request.version, "versions")
-        self._direct.transfers.report(_member(request.member), request.group, number, request.digests)
+        self._direct.report(_member(request.member), request.group, number, request.digests)
         return direct_pb2.PutDigestsResponse()
 
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         """Return the digests of a worker's boxes, and the fingerprint that it reports until the version is READY."""
         model, number = parse_name(request.version, "versions")
-        digests = yield from self._direct.transfers.digests(_member(request.member), request.group, number)
+        digests = yield from self._direct.digests(_member(request.member), request.group, number)
         store = self._intake.store
         return direct_pb2.ReportedDigests(
             digests=digests,
@@ -103,12 +104,12 @@ class DirectService:
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
         """Set a key of a group's key-value store."""
-        self._direct.keys.set(request.group, request.key, request.value)
+        self._direct.set_key(request.group, request.key, request.value)
         return direct_pb2.SetGroupKeyResponse()
 
     def GetGroupKey(self, request: direct_pb2.GetGroupKeyRequest, call: Call) -> Waiting[Message]:
         """Return a key of a group's key-value store; an empty value if it is not set in time."""
-        value = yield from self._direct.keys.get(request.group, request.key, seconds(request.wait_seconds))
+        value = yield from self._direct.get_key(request.group, request.key, seconds(request.wait_seconds))
         return direct_pb2.GroupKey(value=value)
 
     def _link(self, link: Link, known: bool = False) -> direct_pb2.DirectLink:

@@ -32,7 +32,7 @@ class PublisherService:
         self._intake, self._views, self._withhold = intake, views, withhold
 
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, call: Call) -> Message:
-        """Claim a model for a job, which fences earlier jobs. Idempotent for every rank of the job."""
+        """Claim a model for a job. Idempotent for every rank of the job."""
         files = {file.path: file.content for file in request.model.files}
         create = self._intake.publishers.create
         made = self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
@@ -42,7 +42,11 @@ class PublisherService:
         return made
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:
-        """Register a rank's tensors and boxes. The last rank's call checks that the slots tile the model."""
+        """Register a rank's tensors and boxes.
+
+        The last rank's call checks that the slots tile the model, and reserves capacity. The job's claim then takes effect and
+        fences earlier jobs.
+        """
         specs = [spec_from_proto(spec) for spec in request.tensors]
         if len({spec.name for spec in specs}) < len(specs):
             raise InvalidArgument("TENSORS", "expected every tensor once")
@@ -51,12 +55,22 @@ class PublisherService:
         readable = _readable(request.readable)
         request.ClearField("process")  # the same tensors and boxes are the same registration
         request.ClearField("readable")
-        gathers = request.gathers
+        gathers, warnings = request.gathers, list(request.warnings)
         request.ClearField("gathers")
+        request.ClearField("warnings")
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
             self._intake.publishers.register(
-                request.publisher, request.rank, fingerprint, specs, boxes, process, shared, readable, gathers=gathers
+                request.publisher,
+                request.rank,
+                fingerprint,
+                specs,
+                boxes,
+                process,
+                shared,
+                readable,
+                gathers=gathers,
+                warnings=warnings,
             )
         )
 

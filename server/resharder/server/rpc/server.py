@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from resharder.server.infra.descriptors import log_loop_error
 from resharder.server.rpc.dispatch import Dispatcher
 from resharder.server.rpc.methods import OURS, SERVICES
 
@@ -53,6 +54,7 @@ class RpcServer:
             for path, handler in _handlers(service, add).items():
                 self.handlers[path] = dispatcher.native(path, handler)
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(log_loop_error)
         self._thread = threading.Thread(target=self.loop.run_forever, name="rpc-loop", daemon=True)
         self._thread.start()
         try:
@@ -76,8 +78,13 @@ class RpcServer:
     def start(self) -> None:
         """Accept calls, and report SERVING to health checks."""
         self.run(self._server.start())
+        self.report(serving=True)
+
+    def report(self, *, serving: bool) -> None:
+        """Report SERVING or NOT_SERVING to health checks. Calls continue."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *OUR_SERVICES):
-            self.run(self._health.set(name, health_pb2.HealthCheckResponse.SERVING))
+            self.run(self._health.set(name, state))
 
     def drain(self) -> None:
         """Report NOT_SERVING to health checks. Calls continue."""

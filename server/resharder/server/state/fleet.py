@@ -84,6 +84,8 @@ class Move:
     started: float
     reason: str = ""
     servers: tuple[str, ...] = ()  # canaries first, then all that have moved
+    counted: frozenset[str] = frozenset()  # servers that it began with or that joined it: without them it is not DONE
+    short: bool = False  # STOPPED at its end, because counted servers are missing; it is DONE once none is
     failed: Mapping[str, str] = field(default_factory=dict)
     began: float = 0.0  # monotonic, like `held`; durations are measured from these
     held: float = 0.0  # time of the change to HOLDING
@@ -99,7 +101,7 @@ class Move:
 
     @property
     def active(self) -> bool:
-        """Whether the move is neither DONE nor FAILED. A STOPPED move awaits an operator and is active."""
+        """Whether the move is neither DONE nor FAILED. A STOPPED move awaits an operator or missing servers, and is active."""
         return self.state not in (MoveState.DONE, MoveState.FAILED)
 
     @property

@@ -222,7 +222,9 @@ class Server:
     installs: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
-    left: bool = False  # its last control side has announced its end
+    left: bool = False  # its last control side has announced its end by an order
+    failure: str = ""  # why a control side ended without an order, since the last one attached
+    address: str = ""  # of the last control side that attached
     ending: bool = False  # its processes end, to start again on another config
     restarts: bool = False  # from `ending` until it serves again or is LOST
     goal: Goal = Goal()
@@ -295,6 +297,13 @@ class Server:
     def shown(self) -> frozenset[int]:
         """Every version that clients may get, by the orders and answers so far."""
         return frozenset({self.opened, self.lingers} - {0})
+
+    @property
+    def changes_now(self) -> bool:
+        """Whether an install, the opening of the gate after it, or a change of power is in progress."""
+        install = self.install
+        opening = install is not None and bool(self.opened) and not self.resumed
+        return opening or self.change is not None or (install is not None and install.active)
 
     @property
     def staged(self) -> int:

@@ -43,8 +43,9 @@ class Reported:
     power: Power = Power.UNKNOWN
     in_flight: int = 0
     timings: tuple[Timing, ...] = ()
-    leaving: bool = False  # the control side ends after this report
+    leaving: bool = False  # the control side ends after this report, by an order
     restarting: bool = False  # STAGE failed for the server's config, and its processes end to start again
+    failure: str = ""  # the control side ends after this report, for this reason and without an order
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from blake3 import blake3
-from resharder.converters.json_input import check_fields
+from resharder.converters.json_input import check_fields, is_text
 
 LAST_NUMBER = (1 << 62) - 1
 """Highest number or epoch of a version; the next ones fit into the protocol as well."""
@@ -38,6 +38,8 @@ class VersionRecord:
     """Whether LATEST skips it while the model has another READY version."""
     end_time: float = 0.0
     """Time at which it became RETIRED or ABORTED; 0 if unknown."""
+    warnings: tuple[str, ...] = ()
+    """Texts of refusals that RESHARDER_ALLOW allowed on its ranks."""
 
     @property
     def name(self) -> str:
@@ -63,7 +65,11 @@ class VersionRecord:
         if not isinstance(content, Mapping):
             raise TypeError(f"expected the fields of a version, got a {type(content).__name__}")
         known = {field.name for field in fields(cls)}
-        record = cls(**{name: value for name, value in content.items() if name in known})
+        warnings = content.get("warnings", ())
+        if not isinstance(warnings, list | tuple) or not all(is_text(text) for text in warnings):
+            raise ValueError(f"expected warnings as a list of strings, got {str(warnings)[:40]!r}")
+        values = {name: value for name, value in content.items() if name in known}
+        record = cls(**values | {"warnings": tuple(warnings)})
         check_fields(record)
         if max(record.number, record.epoch) > LAST_NUMBER:
             raise ValueError(f"expected a number and an epoch of at most {LAST_NUMBER}, got {record.number} and {record.epoch}")

@@ -110,9 +110,10 @@ class Adopter:
         ready = [*model.of(READY), record]
         model.epoch = max(model.epoch, record.epoch)
         model.write_claim()
-        if not model_files.folders(model.folder):
+        if not model_files.folders(model.folder, model.files_epoch):
             names = [path for path in found.other_files if path != INDEX_FILE]
-            model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
+            small = {name: (part / name).read_bytes() for name in names}
+            model_files.write(model.folder, record.epoch, small, model.files_epoch)
             model.published = True
         target = self._folder.path(record)
         make_durable_folder(target.parent)

@@ -1,7 +1,9 @@
 """The bound on the bytes of a store's versions, and the capacity that is left."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from resharder.server.infra.filesystem import touching
 from resharder.server.state.errors import ResourceExhausted
@@ -32,11 +34,14 @@ class Capacity:
         if size * sets > self.limit_bytes:
             raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
 
-    def check_epoch(self, model: StoredModel, size: int) -> None:
-        """Raise ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit."""
+    def check_epoch(self, model: StoredModel, size: int, coming: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Raise ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit.
+
+        `coming`: bytes that are about to be reserved for other models, in place of their present reservations.
+        """
         sets = self._retention.sets(size)
         needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
-        limit, there = self._left_for(model), self._free() + model.used()
+        limit, there = self._left_for(model, coming), self._free() + model.used()
         if needed > limit or needed > there:
             raise ResourceExhausted(
                 "NO_ROOM",
@@ -59,12 +64,16 @@ class Capacity:
             for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
                 by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
                 lines.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
+                lines[-1] += f" ({record.reason})" if record.reason else ""
             if model.reservation:
                 lines.append(f"models/{model.name} reserves {model.reservation.sets} times {model.reservation.size} bytes")
+            lines += [f"{path}, which cannot be removed, {size} bytes" for path, size in model.stuck.items()]
         return "held: " + ("; ".join(lines[:16]) or "nothing")
 
-    def _left_for(self, model: StoredModel) -> int:
-        return self.limit_bytes - sum(other.committed() for other in self._catalogue.stored() if other is not model)
+    def _left_for(self, model: StoredModel, coming: Mapping[str, int] = MappingProxyType({})) -> int:
+        others = [other for other in self._catalogue.stored() if other is not model]
+        taken = (max(other.used(), coming[other.name]) if other.name in coming else other.committed() for other in others)
+        return self.limit_bytes - sum(taken)
 
     def _free(self) -> int:
         found = os.statvfs(self._root)

@@ -1,4 +1,7 @@
-"""The folder of a store: its lock, the nonce that identifies clients that can read the folder, and the paths of versions."""
+"""The folder of a store: its lock, the nonce that identifies clients that can read the folder, and the paths of versions.
+
+The folder itself is locked, which no removal of a file ends, and a file in it, because some network filesystems lock no folders.
+"""
 
 import fcntl
 import os
@@ -9,16 +12,17 @@ from pathlib import Path
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_folder, move, sync, touching, unused_elsewhere, write_file
-from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.errors import FailedPrecondition, Unavailable
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
 
 ATTEMPTS = 10
 """Attempts at a file operation whose failure would leave a version in two states."""
+_LOCK = "lock"
 _log = structlog.get_logger("resharder.store")
 
 
 class StoreFolder:
-    """The locked folder of one daemon. `shared`: whether clients on this host may map the files.
+    """The locked folder of one daemon or node. `shared`: whether clients on this host may map the files.
 
     Raises FailedPrecondition (STORE_OWNER, STORE_LOCKED, STORE_FILESYSTEM) or OSError.
     """
@@ -26,9 +30,11 @@ class StoreFolder:
     def __init__(self, root: Path, *, shared: bool) -> None:
         self.root, self.shared = make_folder(root), shared
         self.nonce_file, self.nonce = root / "nonce", secrets.token_bytes(32)
-        self._guard = _lock(root)
+        self._guards = _lock(root)
         try:
             write_file(self.nonce_file, self.nonce)
+            self._own = {path: _identity(path) for path in (root, self.nonce_file)}
+            self._lock_file = _identity(root / _LOCK)
             if shared and not unused_elsewhere(self.nonce_file):
                 raise FailedPrecondition(
                     "STORE_FILESYSTEM",
@@ -44,25 +50,70 @@ class StoreFolder:
         kind = {UPLOADING: "staging", READY: "versions"}.get(record.state, "retired")
         return self.root / "models" / record.model / kind / f"{record.number:08}"
 
+    def problem(self) -> str:
+        """Return why this process can no longer use the folder: it was removed or replaced under it. Empty if it can.
+
+        A file that cannot be looked up is no reason: file operations report a medium that fails.
+        """
+        try:
+            for path, own in self._own.items():
+                try:
+                    found = _identity(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    return f"{path} was removed under the running process: restart the process"
+                if found != own:
+                    return (
+                        f"{path} was replaced under the running process: stop what else uses {self.root}, and restart the process"
+                    )
+            with suppress(FileNotFoundError):  # the lock of the folder itself stays
+                if _identity(self.root / _LOCK) != self._lock_file:
+                    return f"{self.root / _LOCK} was replaced: stop the other process that uses {self.root}, and restart this one"
+        except OSError:
+            return ""
+        return ""
+
+    def check(self) -> None:
+        """Raise Unavailable (STORE_FAILED) if the folder was removed or replaced, before something is written there."""
+        if problem := self.problem():
+            raise Unavailable("STORE_FAILED", problem)
+
     def close(self) -> None:
         """Unlock the folder, which another daemon may use then."""
-        with suppress(OSError):
-            os.close(self._guard)
+        for guard in self._guards:
+            with suppress(OSError):
+                os.close(guard)
 
 
-def _lock(root: Path) -> int:
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _lock(root: Path) -> list[int]:
+    """Lock the folder and the file in it, and return their descriptors."""
     owner = root.stat().st_uid
     if owner != os.geteuid():  # any user can write to /dev/shm
         raise FailedPrecondition("STORE_OWNER", f"{root} belongs to user {owner}, expected {os.geteuid()}")
     root.chmod(0o700)
-    with touching(root / "lock", "opening"):
-        descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    guards: list[int] = []
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise FailedPrecondition("STORE_LOCKED", f"another daemon uses the store {root}") from None
-    return descriptor
+        for path, flags in ((root, os.O_RDONLY | os.O_DIRECTORY), (root / _LOCK, os.O_RDWR | os.O_CREAT)):
+            with touching(path, "opening"):
+                guards.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+            try:
+                fcntl.flock(guards[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FailedPrecondition(
+                    "STORE_LOCKED", f"another process uses {root}: stop it, or choose another folder"
+                ) from None
+            except OSError:
+                if path != root:
+                    raise
+    except BaseException:
+        for guard in guards:
+            os.close(guard)
+        raise
+    return guards
 
 
 def sync_or_undo(source: Path, target: Path) -> None:

@@ -53,14 +53,17 @@ class VersionLifecycle:
         self._changed = catalogue.changed
 
     @medium_errors()
-    def begin(self, name: str, epoch: int, step: int, job: str, *, set_aside: bool = False) -> VersionRecord:
+    def begin(
+        self, name: str, epoch: int, step: int, job: str, *, set_aside: bool = False, warnings: Sequence[str] = ()
+    ) -> VersionRecord:
         """Create an UPLOADING version in files of the pool. Blocks until a set of files and capacity are free.
 
-        `set_aside` has no effect on the first version of a model, which no READY one precedes.
+        `set_aside` has no effect on the first version of a model, which no READY one precedes. `warnings`: see `VersionRecord`.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
         (STORE_FAILED, DRAINING).
         """
+        self._folder.check()
         retired: list[VersionRecord] = []
         try:
             with self._changed:
@@ -70,7 +73,7 @@ class VersionLifecycle:
                 self._pool.remove_stuck(model)
                 path = self._take_set(model, reservation, retired)
                 try:
-                    record = self._start(model, reservation, path, step, job, set_aside)
+                    record = self._start(model, reservation, path, step, job, set_aside, tuple(warnings))
                 except BaseException:
                     self._pool.discard(model, path, reservation.size)
                     self._changed.notify_all()
@@ -98,7 +101,14 @@ class VersionLifecycle:
         return reservation.pool.pop(0)
 
     def _start(
-        self, model: StoredModel, reservation: Reservation, path: Path, step: int, job: str, set_aside: bool
+        self,
+        model: StoredModel,
+        reservation: Reservation,
+        path: Path,
+        step: int,
+        job: str,
+        set_aside: bool,
+        warnings: tuple[str, ...],
     ) -> VersionRecord:
         model.number += 1
         model.write_claim()
@@ -106,7 +116,7 @@ class VersionLifecycle:
         tensors = sum(len(layout.tensors) for layout in reservation.layouts)
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
-        record = replace(record, set_aside=set_aside and bool(model.of(READY)))
+        record = replace(record, set_aside=set_aside and bool(model.of(READY)), warnings=warnings)
         make_folder(model.folder / "staging")
         move(path, self._folder.path(record))
         failpoint("begin.after-rename")
@@ -147,6 +157,7 @@ class VersionLifecycle:
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
         NO_DESCRIPTORS).
         """
+        self._folder.check()
         proven = (ProvenVersion(record, digests, slots, missing), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
         partial = [self._partial(each, done) for each, done in zip(proven, ready, strict=True)]

@@ -45,7 +45,7 @@ class Reservation:
 
 @dataclass
 class StoredModel:
-    """One model: its claim, the records of its versions, their holders, and the bytes that it occupies.
+    """One model: the claim in effect, the records of its versions, their holders, and the bytes that it occupies.
 
     Guarded by the catalogue's lock. `records` is replaced, never modified, so that queries need no lock.
     """
@@ -54,6 +54,7 @@ class StoredModel:
     folder: Path
     claim: Claim | None = None
     jobs: dict[str, int] = field(default_factory=dict)  # epoch of each job
+    coming: dict[int, Claim] = field(default_factory=dict)  # claims that have not taken effect, by epoch
     number: int = 0  # the last version number assigned
     epoch: int = 0
     records: dict[int, VersionRecord] = field(default_factory=dict)
@@ -85,10 +86,17 @@ class StoredModel:
         """Return the reservation of the epoch. Raises FailedPrecondition (STALE_EPOCH) if a later one has replaced it."""
         found = self.reservation
         if found is None or found.epoch != epoch:
-            raise FailedPrecondition(
-                "STALE_EPOCH", f"{self.name}: epoch {epoch} has no reserved capacity, the newest epoch is {self.epoch}"
-            )
+            raise FailedPrecondition("STALE_EPOCH", f"{self.name}: epoch {epoch} has no reserved capacity: {self.taken_over()}")
         return found
+
+    def taken_over(self) -> str:
+        """Return what an earlier job is told that the claim in effect has fenced."""
+        return taken_over(self.name, self.claim.job) if self.claim is not None else f"no job has claimed {self.name!r}"
+
+    @property
+    def files_epoch(self) -> int | None:
+        """Newest epoch whose small files may be the model's; None for any. Later ones are of a claim that did not take effect."""
+        return max([self.claim.epoch, *(r.epoch for r in self.of(READY))]) if self.claim is not None else None
 
     def sets(self, reservation: Reservation) -> int:
         """Return the number of sets of files that the reservation's epoch has, including those in use."""
@@ -122,12 +130,21 @@ class StoredModel:
         left = [path for kind in _SWEPT if (self.folder / kind).exists() for path in (self.folder / kind).iterdir()]
         return {path: sum(file.stat().st_size for file in path.iterdir()) for path in left}
 
-    def write_claim(self, claim: Claim | None = None, jobs: Mapping[str, int] | None = None) -> None:
-        """Write the last numbers assigned, with `claim` and `jobs` in place of the current ones. Raises MediumRefused."""
+    def write_claim(self, claim: Claim | None = None, *, epoch: int | None = None, jobs: Mapping[str, int] | None = None) -> None:
+        """Write the last numbers assigned, with the arguments in place of the current ones. Raises MediumRefused."""
         claim = claim or self.claim
-        fields, epoch = (asdict(claim), max(self.epoch, claim.epoch)) if claim else (None, self.epoch)
-        content = {"version": self.number, "epoch": epoch, "claim": fields, "jobs": dict(self.jobs if jobs is None else jobs)}
+        content = {
+            "version": self.number,
+            "epoch": self.epoch if epoch is None else epoch,
+            "claim": asdict(claim) if claim else None,
+            "jobs": dict(self.jobs if jobs is None else jobs),
+        }
         write_file(self.folder / "claim.json", json.dumps(content).encode())
+
+
+def taken_over(model: str, job: str) -> str:
+    """Return what the ranks of a job are told that a newer one has fenced."""
+    return f"job {job!r} has taken over model {model!r}; to take it back, start this job again with a new job id"
 
 
 def parse_claim(content: bytes) -> tuple[int, int, dict[str, int], Claim | None]:

@@ -135,7 +135,8 @@ class VersionReader:
             with self.folder(name, number) as (found, folder), touching(folder, "reading"):
                 return {file: (folder / file).read_bytes() for file in found.other_files if file != INDEX_FILE}
         with self._catalogue.changed:
-            folders = model_files.folders(self._catalogue.model(name).folder)
+            model = self._catalogue.model(name)
+            folders = model_files.folders(model.folder, model.files_epoch)
             if not folders:
                 raise ResourceNotFound(
                     "MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self._catalogue.models()}"

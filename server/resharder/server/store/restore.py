@@ -86,7 +86,7 @@ def _restore_model(folder: Path) -> StoredModel:
             shutil.rmtree(version)
     model.number = max([model.number, *model.records])
     model.epoch = max([model.epoch, *(r.epoch for r in model.records.values())])
-    model_files.drop_unfinished(folder)
+    model_files.drop_unfinished(folder, model.files_epoch)
     model.published = bool(model_files.folders(folder))
     _log.info("model_recovered", model=model.name, ready=sorted(model.records), epoch=model.epoch)
     return model

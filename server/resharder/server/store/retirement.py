@@ -1,14 +1,15 @@
 """The end of versions: by retention, for capacity, or at an operator's command."""
 
+import errno
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import structlog
 from resharder.converters.failpoints import failpoint
-from resharder.server.infra.filesystem import make_folder, move
+from resharder.server.infra.filesystem import is_gone, make_folder, move
 from resharder.server.infra.medium import medium_errors
-from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.errors import DaemonError, InvalidArgument
 from resharder.server.state.version import LOST, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.file_pool import FilePool
@@ -71,16 +72,23 @@ class Retirer:
         return Retirement(retired, kept, sum(record.size_bytes for record in retired))
 
     def _retire(self, model: StoredModel, records: Collection[VersionRecord]) -> Iterator[VersionRecord]:
-        """Retire the versions one by one, so that subscribers are notified of each even if a later one fails."""
+        """Retire the versions one by one, and raise the first error after all: one that cannot be moved does not keep others."""
+        failed: OSError | DaemonError | None = None
         for record in records:
             with self._catalogue.changed:
                 if model.records[record.number].state != READY or _used(model, record.number):
                     continue
                 done = self._retired(record, "retired by an operator")
-                self.end(model, record, done)
+                try:
+                    self.end(model, record, done)
+                except (OSError, DaemonError) as error:
+                    failed = failed or error
+                    continue
                 self._catalogue.changed.notify_all()
             self._catalogue.notify_subscribers([done])
             yield done
+        if failed is not None:
+            raise failed
 
     @medium_errors()
     def lose(self, name: str, number: int, reason: str) -> VersionRecord:
@@ -101,18 +109,18 @@ class Retirer:
         return done
 
     def retain(self, model: StoredModel) -> list[VersionRecord]:
-        """Retire the versions beyond retention. A version whose files cannot be moved stays READY until the next call."""
+        """Retire the versions beyond retention.
+
+        A version whose files cannot be moved stays READY until the next call, with the reason in its record.
+        """
         retired: list[VersionRecord] = []
-        try:
-            self._retain(model, retired)
-        except OSError as error:
-            _log.error("version_not_retired", model=model.name, error=str(error))
+        self._retain(model, retired)
         return retired
 
     def free_capacity(self, retired: list[VersionRecord]) -> bool:
         """Retire versions of a model that only yielding pins keep, and add them to `retired`.
 
-        Returns whether capacity becomes free, by them or by earlier removals. Raises OSError.
+        Returns whether capacity becomes free, by them or by earlier removals.
         """
         for model in self._catalogue.stored():
             before = len(retired)
@@ -126,8 +134,23 @@ class Retirer:
         pinned = {number for number, _ in (pins - model.yielding if despite_yielding else pins)}
         for record in self._retention.surplus(model.of(READY), pinned, model.partial):
             done = self._retired(record, "newer versions took its place")
-            self.end(model, record, done)
+            try:
+                self.end(model, record, done)
+            except (OSError, DaemonError) as error:
+                self._keep(model, record, error)
+                continue
             retired.append(done)
+
+    def _keep(self, model: StoredModel, record: VersionRecord, error: OSError | DaemonError) -> None:
+        """Record why a version beyond retention is still READY, and log it once."""
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{errno.errorcode.get(error.errno or 0, type(error).__name__)}, {error.strerror or error}"
+        path = self._folder.path(record)
+        reason = f"beyond retention, but {path} cannot be moved ({why}): remove what protects it; the next version tries again"
+        if record.reason != reason:
+            model.put(replace(record, reason=reason))
+            _log.error("version_not_retired", version=record.name, folder=str(path), error=why)
 
     def _retired(self, record: VersionRecord, reason: str) -> VersionRecord:
         return replace(record, state=RETIRED, reason=reason, end_time=round(self._clock(), 6))
@@ -136,15 +159,18 @@ class Retirer:
         """Replace `record` by `done`, RETIRED or ABORTED, and free its files.
 
         Raises OSError for a READY version that cannot be moved; it is still READY. Files of an UPLOADING version that cannot be
-        moved are freed in place, since a starting daemon does not restore them.
+        moved are freed in place, since a starting daemon does not restore them, and so are those of a READY one whose folder
+        somebody has removed. Raises Unavailable (STORE_FAILED) for a READY version of a store that was removed.
         """
         path = self._folder.path(done)
+        if record.state == READY:
+            self._folder.check()
         try:
             make_folder(path.parent)
             failpoint("leave.before-rename")
             move(self._folder.path(record), path)
         except OSError:
-            if record.state == READY:
+            if record.state == READY and not is_gone(self._folder.path(record)):
                 raise
             path = self._folder.path(record)
         failpoint("leave.after-rename")

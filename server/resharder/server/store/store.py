@@ -69,7 +69,7 @@ class Store:
                 raise
         folder, catalogue, history = self.folder, self.catalogue, self._history
         pool = FilePool(catalogue, self.capacity)
-        self.epochs = Epochs(catalogue, self.capacity, pool, retention)
+        self.epochs = Epochs(folder, catalogue, self.capacity, pool, retention)
         self.retirer = Retirer(folder, catalogue, pool, retention, history, manifests, clock)
         self.lifecycle = VersionLifecycle(folder, catalogue, self.capacity, pool, self.retirer, history, clock)
         self.pins = VersionPins(catalogue, self.retirer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio.to_thread
 import uvicorn
+from resharder.server.infra.descriptors import log_loop_error
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -52,6 +53,7 @@ class Listener:
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.opened: dict[_BoundedProtocol, asyncio.Transport] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(log_loop_error)
         try:
             self._server = self._loop.run_until_complete(self._listen(app, host, port, tls))
         except BaseException:

@@ -72,4 +72,6 @@ class Shown:
         """Return why the daemon accepts no publishers; empty if it does."""
         if not self._ready:
             return "the daemon starts"
+        if problem := self._intake.store.folder.problem():
+            return problem
         return "the daemon goes down" if self._intake.draining else ""

@@ -5,7 +5,7 @@ from typing import Any
 
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.infra.event_log import Event
-from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.ingest.publisher import PublisherRecord, current
 from resharder.server.node.reports import NodeState, NodeView
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move, MoveState
@@ -19,7 +19,8 @@ _PROBLEMS = (resources_pb2.Server.LOST, resources_pb2.Server.FAILED)
 
 def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str, Any]:
     """Return the data. Times are in seconds since 1970, 0 for none."""
-    publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers}
+    shown = current(publisher for publisher, _ in now.publishers)
+    publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers if publisher is shown[publisher.model]}
     return {
         "time": now.time,
         "daemon": daemon,
@@ -42,12 +43,18 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
 
 
 def _problems(now: Snapshot) -> Iterator[str]:
-    """Yield a sentence for each problem: of fleets, then of publishers."""
+    """Yield a sentence for each problem: of the store, fleets, publishers, versions, and nodes."""
+    if now.store_problem:
+        yield f"the store is lost: {now.store_problem}"
     for view in now.fleets:
         yield from _fleet_problems(now, view)
     for publisher, live in now.publishers:
         if publisher.shown_state(live) == "REJECTED":
             yield f"model {publisher.model}: job {publisher.job} was rejected: {publisher.error}"
+    for model in now.versions:
+        yield from (f"{record.name} is {record.reason}" for record in now.not_retired(model))
+    for path, size in now.stuck.items():
+        yield f"{path} cannot be removed, and takes {size} bytes of the store: remove what protects it"
     for node in now.nodes:
         if node.state is NodeState.LOST:
             yield f"node {node.report.node} is LOST: it has not called within its lease"
@@ -257,6 +264,7 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "ready": record.ready_time,
         "ended": record.end_time,
         "set_aside": record.set_aside,
+        "warnings": record.warnings,
         "serving": now.serving(record.model, record.number),
     }
 

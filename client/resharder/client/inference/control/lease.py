@@ -60,6 +60,7 @@ class LeaseThread:
         status: Returns the contents of a report: the power state, the number of requests in flight, and
             the version that the gate is open on. Called on the thread.
         loop: The engine's event loop.
+        failure: Returns why the engine has ended without an order; empty while it has not. Called on any thread.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class LeaseThread:
         carry_out: Callable[[ControlOrder], Awaitable[Outcome | None]],
         status: Callable[[], tuple[PowerState, int, int]],
         loop: asyncio.AbstractEventLoop,
+        failure: Callable[[], str] = lambda: "",
     ) -> None:
         self._channel, self._identity, self._lease = channel, identity, lease
-        self._carry_out, self._status, self._loop = carry_out, status, loop
+        self._carry_out, self._status, self._loop, self._failure = carry_out, status, loop, failure
         self.model = identity.model
         """The model's id; the daemon's answer to the first claim fills an empty one."""
         self._stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
@@ -102,7 +104,10 @@ class LeaseThread:
         self._channel.close()
 
     def leave(self) -> None:
-        """Announce the end of this process, and close. The daemon removes a server whose control sides have all left."""
+        """Announce the end of this process, and close.
+
+        The daemon removes a server whose control sides have all left. If the engine has failed, the server is LOST instead.
+        """
         with self._changed:
             self._leaving = self._report_due = True
             attending = self._call is not None
@@ -130,7 +135,7 @@ class LeaseThread:
 
     def _run(self) -> None:
         pause, last = 0.1, ""
-        while not self._closing.is_set():
+        while not self._closing.is_set() and not self._failure():
             renewed = self._lease.until
             problem = self._attend()
             if self._closing.is_set():
@@ -189,9 +194,8 @@ class LeaseThread:
         """Yield the reports of one stream: the identity, then outcomes, and a renewal at least every third of the lease."""
         message = server_pb2.ControlReport(install=self._busy)
         while True:
-            leaving = self._leaving
             yield self._report(message)
-            if leaving:  # the report has announced it
+            if message.leaving or message.failure:
                 return
             with self._changed:
                 outcome = self._next_outcome(number, time.monotonic())
@@ -219,7 +223,8 @@ class LeaseThread:
         identity = self._identity
         message.server, message.control = identity.server, identity.nonce
         message.world_size, message.address, message.passes_kv = identity.world_size, identity.address, identity.passes_kv
-        message.leaving = self._leaving
+        message.failure = self._failure()
+        message.leaving = self._leaving and not message.failure
         power, message.in_flight, message.serving = self._status()
         message.power, message.term = power.value, self._lease.term
         with self._changed:

@@ -30,7 +30,7 @@ from resharder.client.inference.power import PowerState
 from resharder.client.inference.settings import CONFIG_CHANGE, PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import native_updates, outputs, refusals
-from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
+from resharder.client.inference.vllm.engine_core import EngineEnd, engines_are_here, guard, passes_kv
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.inference.worker.errors import InstallError, refuse_config
@@ -89,7 +89,7 @@ class AttachedEngine:
         return answering()
 
     def leave(self) -> None:
-        """Announce the end of this process to the daemon, which then removes the server instead of listing it as LOST."""
+        """Announce the end of this process to the daemon, which then removes the server. If the engine has failed, it is LOST."""
         self._closed = True
         self._thread.leave()
         self._control.release()
@@ -154,6 +154,11 @@ async def attach(
             return str(error)
         return ""
 
+    def close_and_end() -> None:
+        thread.close()
+        if end is not None:
+            end()
+
     async def carry_out(order: ControlOrder) -> Outcome | None:
         nonlocal restarting
         outcome = await control.carry_out(order)
@@ -162,7 +167,7 @@ async def attach(
             restarting = restarting or outcome.restarting
         if end is not None and restarting and order.kind is Kind.CLOSE:  # the daemon has noted it, and this side is closed
             logger.warning("this process ends, to start again on the version's config: %s", order.reason)
-            threading.Thread(target=lambda: (thread.close(), end()), name="resharder-end", daemon=True).start()
+            threading.Thread(target=close_and_end, name="resharder-end", daemon=True).start()
         return outcome
 
     def status() -> tuple[PowerState, int, int]:
@@ -170,7 +175,9 @@ async def attach(
 
     guard(getattr(engine, "engine_core", None))
     channel = Channel(settings.endpoint)
-    thread = LeaseThread(channel, identity, gate.lease, carry_out, status, asyncio.get_running_loop())
+    engine_end = EngineEnd(engine, lambda: thread.report_now())
+    loop = asyncio.get_running_loop()
+    thread = LeaseThread(channel, identity, gate.lease, carry_out, status, loop, lambda: engine_end.failure)
     control = OrderExecutor(
         engine,
         gate,
@@ -188,6 +195,7 @@ async def attach(
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again
         logger.warning("cannot determine yet whether the engine sleeps: %s", error)
+    await engine_end.find_processes()
     thread.start()
     return AttachedEngine(gate, thread, control)
 

@@ -83,7 +83,7 @@ def end_process() -> None:
 
 
 def _exit() -> None:
-    multiprocessing.util._exit_function()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

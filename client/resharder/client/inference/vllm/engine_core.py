@@ -2,6 +2,9 @@
 
 import functools
 import logging
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 from resharder.client.errors import UsageError
@@ -10,15 +13,18 @@ from resharder.client.inference.power import STAY_PAUSED
 
 _RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
 _PAUSED = "_resharder_paused"  # attribute of an engine core that an order has paused
+_PROCESS = "resharder_process"  # name of the engine core's method for its process
+_ORDERLY = (None, 0, -signal.SIGTERM)  # exit codes of engine cores that run, or that got the server's SIGTERM too
 logger = logging.getLogger("vllm.resharder.engine_core")
 
 
 def fence_engine_core() -> None:
-    """Add `resharder_fenced` and `resharder_resume` to the engine core."""
+    """Add `resharder_fenced`, `resharder_resume` and `resharder_process` to the engine core."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, FENCED, resharder_fenced)
     setattr(EngineCore, _RESUME, resharder_resume)
+    setattr(EngineCore, _PROCESS, resharder_process)
 
 
 def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -49,6 +55,16 @@ def resharder_resume(self: Any) -> None:
         logger.warning("ignoring resume_generation by another caller: %s", refusal)
     else:
         self.resume_scheduler()
+
+
+def resharder_process(self: Any) -> list[Any]:
+    """Return the process namespace and the id of the engine core's process: a method of the engine core."""
+    return [_namespace(), os.getpid()]
+
+
+def _namespace() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def paused_by_order(core: Any) -> bool:
@@ -96,6 +112,73 @@ def guard(client: Any) -> None:
 
     guarded.resharder = True  # type: ignore[attr-defined]
     client._call_utility_async = guarded
+
+
+class EngineEnd:
+    """Whether an engine has ended, and whether by an order.
+
+    An order shuts a healthy engine's client down: vLLM's API server does so on SIGTERM and SIGINT, a program by itself. A client
+    whose engine core dies marks the engine as dead first, and then shuts itself down as well (`v1/engine/core_client.py`,
+    `start_engine_core_monitor`). If there are several API servers, only their parent has the engine cores' processes; it ends
+    the API servers by SIGTERM when an engine core has died, so they look for the processes.
+
+    Args:
+        engine: vLLM's `AsyncLLM`.
+        failed: Called on any thread when the engine's client shuts down after a failure.
+    """
+
+    def __init__(self, engine: Any, failed: Callable[[], None]) -> None:
+        self._engine, self._client, self._failed = engine, getattr(engine, "engine_core", None), failed
+        self._processes: list[int] = []  # of the engine cores, where another process watches them
+        self._ordered = False
+        shut_down = getattr(self._client, "shutdown", None)
+        if shut_down is None:
+            return
+
+        @functools.wraps(shut_down)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            self._ordered = self._ordered or not self._found()
+            if not self._ordered:
+                self._failed()
+            shut_down(*args, **kwargs)
+
+        self._client.shutdown = watched  # type: ignore[union-attr]
+
+    async def find_processes(self) -> None:
+        """Ask engine cores on this host for their processes, if another process watches them."""
+        if self._manager() is None:
+            found = [
+                await self._client._call_utility_async(_PROCESS, engine=core)  # type: ignore[union-attr]
+                for core in getattr(self._client, "core_engines", ())
+            ]
+            self._processes = [process for namespace, process in found if namespace == _namespace()]
+
+    @property
+    def failure(self) -> str:
+        """Why the engine has ended without an order; empty while it has not, and once it was shut down by an order."""
+        return "" if self._ordered else self._found()
+
+    def _found(self) -> str:
+        codes = [process.exitcode for process in getattr(self._manager(), "processes", ())]
+        if wrong := [code for code in codes if code not in _ORDERLY]:
+            return f"its engine core ended with code {wrong[0]}"
+        if ended := [process for process in self._processes if not _runs(process)]:
+            return f"its engine core, process {ended[0]}, ended"
+        stopped = any(code is not None for code in codes)
+        return "its engine died" if getattr(self._engine, "errored", False) and not stopped else ""
+
+    def _manager(self) -> Any:
+        return getattr(getattr(self._client, "resources", None), "engine_manager", None)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs as another user
+        return True
+    return True
 
 
 def engines_are_here(vllm_config: Any) -> bool:

@@ -116,9 +116,9 @@ class EngineConfig:
         """Return whether any code reads a value that only one of the two has; tools write others into a config.json."""
         if difference.first is not None and difference.second is not None:
             return True
-        return self._config.trust_remote_code or _is_read(
-            difference.name.rpartition(".")[2], type(self._config.hf_config).__module__
-        )
+        if self._config.trust_remote_code:
+            return True
+        return _is_read(difference.name.rpartition(".")[2], type(self._config.hf_config).__module__)
 
 
 def _read(model_config: Any) -> dict[str, Any]:
@@ -127,9 +127,10 @@ def _read(model_config: Any) -> dict[str, Any]:
 
     path = getattr(model_config, "hf_config_path", None) or model_config.model
     try:
-        return get_hf_file_to_dict(_CONFIG, path, model_config.revision) or {}
+        found: dict[str, Any] | None = get_hf_file_to_dict(_CONFIG, path, model_config.revision)
     except Exception:
         return {}
+    return found or {}
 
 
 @cache

@@ -7,8 +7,7 @@ transfer nothing.
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from megatron.core import activations, parallel_state
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -20,11 +19,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from resharder.converters.allowances import refuse
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.checkpoint import HFConfig
 from resharder.converters.architectures.recipe import Extras, Recipe
 from resharder.converters.errors import UnsupportedModel
+from resharder.converters.models.megatron.computation import activation
 from resharder.converters.models.megatron.extras import change_model, change_specs
+from resharder.converters.models.megatron.release import refuse_untested_release
 
 Spec = Literal["local", "te"]
 """Megatron's own layers, or TransformerEngine's."""
@@ -63,11 +65,13 @@ def build_chunks(
         device: torch device; "meta" for a model without memory.
         **overrides: Further arguments of TransformerConfig.
 
-    Raises UnsupportedModel for a family without a recipe, and the errors of megatron-core for a layout that it refuses.
+    Raises UnsupportedModel for a family without a recipe and an untested release, and the errors of megatron-core for a layout
+    that it refuses.
     """
+    refuse_untested_release()
     recipe = architecture_of(config).recipe(config)
-    if (limit := recipe.extras.clip_qkv) is not None:
-        raise UnsupportedModel(f"config: clip_qkv={limit!r}: megatron-core does not clip queries, keys and values")
+    for value in recipe.beyond:
+        refuse("config-mismatch", UnsupportedModel(f"config: {value}: megatron-core cannot compute with it"))
     etp = etp or (1 if ep > 1 else tp)
     _set_up_groups(tp, pp, vpp, cp, ep, etp)
     experts = "num_moe_experts" in recipe.transformer
@@ -141,9 +145,7 @@ class LatentAttention(DotProductAttention):  # type: ignore[misc]  # megatron-co
 
 def _transformer_config(recipe: Recipe, settings: dict[str, Any]) -> Any:
     arguments = recipe.transformer | settings
-    name = arguments["activation_func"]
-    if isinstance(name, str):
-        arguments["activation_func"] = getattr(activations, name, None) or getattr(F, name)
+    arguments["activation_func"] = activation(arguments["activation_func"])
     kind = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
     config = kind(**arguments)
     vars(config).update(recipe.attributes)

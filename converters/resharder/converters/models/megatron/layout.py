@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.agreement import disagreements, is_padding
 from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
@@ -22,6 +23,7 @@ from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
+from resharder.converters.models.megatron.computation import other_computation
 from resharder.converters.models.megatron.live import LocalTensors
 from resharder.converters.models.megatron.masters import master_part
 from resharder.converters.models.tensor_io import DTYPES, read_piece
@@ -51,7 +53,7 @@ def local_layout(
         UnsupportedModel: No table; other quantised, sharded or offloaded parameters; an unknown wrapper.
         UnknownTensor: A parameter that is not in the table.
         LayoutError: A parameter without placement, or with another shape than the config's; a model built with other sizes
-            than the config's.
+            than the config's, or one that computes otherwise, unless the environment allows it.
     """
     config = config_dict(hf_config)
     table, shapes = table_of(config)
@@ -61,8 +63,11 @@ def local_layout(
     tensors: dict[str, torch.Tensor] = {}
     parts: dict[str, MasterPart] = {}
     modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
-    for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
+    for number, module in enumerate(modules):
+        _refuse_blocks(module)
         _refuse_other_sizes(module, number, recipe)
+    _refuse_other_computation(modules, recipe)
+    for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
         wrappers = _data_parallel(chunk)
         one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
         for name, (tensor, shards, memory) in _placed(module, number, fp8).items():
@@ -254,6 +259,27 @@ def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> 
     tied = {name: value for name, value in vars(module).items() if name == "share_embeddings_and_output_weights"}
     if different := disagreements(recipe, vars(module.config) | tied):
         raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
+
+
+def _refuse_blocks(module: MegatronModule) -> None:
+    """Raise UnsupportedModel for gated MLPs with gate and up in blocks, an option of megatron-core after 0.16."""
+    for name, value in vars(module.config).items():
+        if name.endswith("glu_interleave_size") and value:
+            raise UnsupportedModel(
+                f"{name}={value}: rows of gate and up alternate in blocks, tables have gate before up: train without this option"
+            )
+
+
+def _refuse_other_computation(modules: Sequence[MegatronModule], recipe: Recipe) -> None:
+    """Raise LayoutError for a model that computes otherwise than its config says, unless the environment allows it."""
+    beyond = [f"{value} is in the config, megatron-core cannot compute with it" for value in recipe.beyond]
+    found = [*beyond, *(sentence for module in modules for sentence in other_computation(module, recipe))]
+    if found:
+        error = LayoutError(
+            f"{'; '.join(dict.fromkeys(found))}: servers compute as the config says, so their log-probabilities would differ "
+            f"from the trainer's. Attach with the config of the model that is trained, or set {VARIABLE}=config-mismatch"
+        )
+        refuse("config-mismatch", error)
 
 
 def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:

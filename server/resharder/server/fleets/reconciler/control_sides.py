@@ -9,8 +9,11 @@ from resharder.server.state.server import Control, InstallState, OrderKind, Powe
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 
 
-def claimed(server: Server, event: Claimed, now: float) -> Server:
-    """Apply a claim: assign the boot version, and reset a server whose processes have all ended."""
+def claimed(server: Server, event: Claimed, now: float, settings: Settings) -> Server:
+    """Apply a claim: assign the boot version, and reset a server whose processes have all ended.
+
+    If they ended in an install, it has failed, although the server is back before its lease ends.
+    """
     if not server.attached:
         server = replace(server, seen=now, lost_at=None, renews=server.renews or event.renews)
     if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
@@ -18,6 +21,10 @@ def claimed(server: Server, event: Claimed, now: float) -> Server:
     if server.controls or (server.booting and not server.boot_version):
         return replace(server, boot_version=server.boots)
     # A server that booted before and has no process left: the same id starts again.
+    crashed = {}
+    if server.install is not None and server.changes_now:
+        version, error = server.install.version, server.failure or _ended_while(server)
+        crashed = {version: note_failure(server, version, error, now, settings).failures[version]}
     return Server(
         id=server.id,
         model=server.model,
@@ -29,6 +36,7 @@ def claimed(server: Server, event: Claimed, now: float) -> Server:
         boot_version=server.boots,
         gone=server.gone | processes(server),
         installs=server.installs,
+        failures=crashed,
         goal=server.goal,
         restarts=server.restarts,
         changes=server.changes,
@@ -47,8 +55,8 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
         controls = (*server.controls, control)
     if event.world_size != server.world_size:
         server = _resized(server, event.world_size, now, orders)
-    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, left=False, ending=False)
-    server = replace(server, passes_kv=event.passes_kv)
+    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, left=False, failure="", ending=False)
+    server = replace(server, address=event.address or server.address, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
     if event.term > server.term:  # assigned by a daemon on another store; the engine refuses lower terms
@@ -130,12 +138,40 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
     server = replace(_powered(server, control.nonce, event.power), lingers=_lingering(server))
     orders.append(Order(control.nonce, OrderKind.RENEWED))
     leads = control.nonce == server.controls[0].nonce
-    if event.leaving:
-        server = detach(server, {control.nonce}, orders)
-        return replace(server, left=not server.controls and not server.ending)
+    if event.leaving or event.failure:
+        return _ended(server, control, event.failure, now, orders)
     if was_busy and idle:
         return _greet(server, control, orders, leads=leads)
     return _order_done(server, event, now, settings, orders) if leads and event.done is not None else server
+
+
+def _ended(server: Server, control: Control, failure: str, now: float, orders: list[Order]) -> Server:
+    """Detach a control side that ends, with a failure or by an order. Once the last one has, the server has left, or is LOST.
+
+    A server that ends in the middle of a change has not left, unless an operator drained it. Where versions must not mix, it
+    is LOST when its lease ends, because clients may still reach a control side of which the daemon has lost sight.
+    """
+    server = detach(server, {control.nonce}, orders)
+    if server.ending:  # to start again on another config, for which its fleet waits
+        return server
+    failure = failure or server.failure
+    if not failure and not server.controls and server.changes_now and server.goal.open:
+        failure = _ended_while(server)
+    server = replace(server, failure=failure, left=not server.controls and not failure)
+    return lose(server, now) if failure and not server.controls and not server.goal.strict else server
+
+
+def _ended_while(server: Server) -> str:
+    if server.change is not None:
+        return f"it ended while it changed its power to {server.change.power.name}"
+    return f"it ended while it installed version {server.install.version if server.install else 0}"
+
+
+def lose(server: Server, now: float) -> Server:
+    """Return the server as LOST. Its install has ended, and no client gets a version from it by order."""
+    if server.install is not None and server.install.active:
+        server = end_install(server, server.install, server.failure or "the server's lease ended", now)
+    return replace(server, lost_at=now, opened=0, resumed=False, lingers=0, change=None, ending=False, restarts=False)
 
 
 def _order_done(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:

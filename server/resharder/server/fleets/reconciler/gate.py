@@ -61,7 +61,8 @@ def open_gate(server: Server, orders: list[Order]) -> Server:
     if server.power not in (Power.AWAKE, Power.UNKNOWN) or server.change is not None:
         return server
     controls = tuple(replace(control, closing=False) for control in server.controls)
-    server = replace(server, opened=held, confirmed=held, resumed=False, controls=controls)
+    failures = {version: failure for version, failure in server.failures.items() if version != held}
+    server = replace(server, opened=held, confirmed=held, resumed=False, controls=controls, failures=failures)
     server = replace(server, opened_by=_opening(server))
     orders += [resume_order(server, control) for control in server.controls if not server.busy_elsewhere(control)]
     return server

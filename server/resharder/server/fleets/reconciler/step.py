@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from resharder.server.fleets.reconciler.control_sides import attached, claimed, detach, reported
+from resharder.server.fleets.reconciler.control_sides import attached, claimed, detach, lose, reported
 from resharder.server.fleets.reconciler.gate import close_gate, leave_aborted, open_gate
 from resharder.server.fleets.reconciler.installs import (
     advance_install,
     begin_install,
     drop_unwanted,
-    end_install,
     is_at_rest,
     stage,
 )
@@ -35,7 +34,7 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
     orders: list[Order] = []
     match event:
         case Claimed():
-            server = claimed(server, event, now)
+            server = claimed(server, event, now, settings)
         case Attached():
             server = attached(server, event, now, orders)
         case Reported():
@@ -74,6 +73,4 @@ def _ticked(server: Server, now: float, settings: Settings, orders: list[Order])
     server = detach(server, {c.nonce for c in server.controls if now > c.seen + settings.lease}, orders)
     if server.controls or server.lost_at is not None or now <= server.seen + server.lease(settings):
         return server
-    if server.install is not None and server.install.active:
-        server = end_install(server, server.install, "the server's lease ended", now)
-    return replace(server, lost_at=now, opened=0, resumed=False, lingers=0, change=None, ending=False, restarts=False)
+    return lose(server, now)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from resharder.server.fleets.reconciler.installs import end_install
+from resharder.server.fleets.reconciler.installs import end_install, fail
 from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
 
 
@@ -48,10 +48,15 @@ def _worker_taken(server: Server, report: Worker, now: float, settings: Settings
         return _keep_worker(replace(server, gone=server.gone - {report.process}), _holding(report))
     if known.process != report.process:
         altered = {rank: found for rank, found in server.altered.items() if rank != report.rank}
+        returns, install = report.process in server.gone, server.install
         gone, torn = (server.gone | {known.process}) - {report.process}, server.torn - {report.rank}
         server = replace(server, gone=gone, torn=torn, altered=altered, failures={})
-        if server.install is not None and server.install.active:
-            server = end_install(server, server.install, f"worker {report.rank} was replaced by another process", now)
+        if install is not None and install.active:
+            if returns:
+                server = end_install(server, install, f"worker {report.rank} was replaced by another process", now)
+            else:
+                ended = f"worker {report.rank} ended, and another process has taken its place"
+                server = fail(server, install, ended, now, settings)
             server = replace(server, torn=server.torn - {report.rank})
         return _keep_worker(server, _holding(report))
     if report.altered:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from resharder.server.direct.exchange import Cause
+from resharder.server.direct.direct import Cause
 from resharder.server.fleets.ports import FleetObserver
 from resharder.server.infra.event_log import Event, Kind
 from resharder.server.ingest.shared import IngestObserver, Phase
@@ -20,7 +20,7 @@ CONTROL_PHASES = ("pause", "reset", "resume")
 InstallOutcome = Literal["committed", "failed", "given_up"]
 TRANSPORTS = ("grpc", "http", "node", "shared-memory", "direct")
 EVENTS: dict[Kind, tuple[str, ...]] = {
-    "daemon": ("started",),
+    "daemon": ("started", "store_lost", "store_back"),
     "version": tuple(state.lower() for state in (UPLOADING, READY, RETIRED, ABORTED)),
     "server": (*(name.lower() for name, state in resources_pb2.Server.State.items() if state), "left", "differs", "altered"),
     "move": tuple(state.name.lower() for state in MoveState),

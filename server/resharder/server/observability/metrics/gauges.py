@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from resharder.server.ingest.publisher import current
 from resharder.server.node.reports import NodeState
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import MoveState
@@ -51,7 +52,11 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         "Time at which it became READY, in seconds since 1970",
         labels=["model"],
     )
+    stuck = GaugeMetricFamily(
+        "resharder_versions_not_retired", "READY versions beyond retention whose files cannot be moved", labels=["model"]
+    )
     for model, records in now.versions.items():
+        stuck.add_metric([model], len(now.not_retired(model)))
         counts = Counter(record.state for record in records)
         for state in (UPLOADING, READY, RETIRED, ABORTED):
             states.add_metric([model, state], counts[state])
@@ -59,7 +64,7 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         newest.add_metric([model], last.number if last else 0)
         if last:
             ready.add_metric([model], last.ready_time)
-    yield from (states, newest, ready)
+    yield from (states, newest, ready, stuck)
 
 
 def _number(record: VersionRecord) -> int:
@@ -71,9 +76,11 @@ def _publishers(now: Snapshot) -> Iterator[Metric]:
     live = GaugeMetricFamily(
         "resharder_publisher_live_ranks", "Ranks of the model's publisher within their lease", labels=["model"]
     )
+    shown = current(publisher for publisher, _ in now.publishers)
     for publisher, alive in now.publishers:
-        ranks.add_metric([publisher.model], publisher.world_size)
-        live.add_metric([publisher.model], alive)
+        if publisher is shown[publisher.model]:
+            ranks.add_metric([publisher.model], publisher.world_size)
+            live.add_metric([publisher.model], alive)
     yield from (ranks, live)
 
 

@@ -165,10 +165,10 @@ function drawLine(versions, now) {
     const track = div("track", place(span(one.state === "ABORTED" ? "failed" : "came"), one.created, ends));
     if (one.state === "READY") track.append(place(span("kept"), one.ready, now));
     if (one.state === "RETIRED") track.append(place(span("left"), one.ready, one.ended || one.ready));
-    track.title = one.reason;
+    track.title = [one.reason, ...one.warnings].filter(Boolean).join("; ");
     const until = one.ended ? clock(one.ended) : one.state === "READY" ? "now" : "";
     const life = one.ready ? `published ${clock(one.ready)}${until && ` .. ${until}`}` : "";
-    const aside = one.set_aside ? ", set aside" : "";
+    const aside = (one.set_aside ? ", set aside" : "") + (one.warnings.length ? ", with warnings" : "");
     const served = one.serving ? `, served by ${one.serving}${one.state === "UPLOADING" ? " ahead of READY" : ""}` : "";
     return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
       span("", chip(one.state), soft(` ${bytes(one.size)}${served}${aside}`), life && element("small", { class: "soft" }, life)));

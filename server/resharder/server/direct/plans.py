@@ -1,4 +1,4 @@
-"""Declared memories of ranks and workers, and the plans between them."""
+"""Layouts that ranks and workers have declared, and the plans between them."""
 
 import threading
 import time
@@ -6,15 +6,75 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import structlog
-from resharder.converters.geometry.copy_table import copies_of
+from resharder.converters.geometry.copy_table import Copies, copies_of
 from resharder.converters.geometry.piece_arrays import Pieces, join
-from resharder.converters.geometry.plan import plan_pieces
-from resharder.server.direct.state import Member, Planned
+from resharder.converters.geometry.plan import Plan, plan_pieces
 from resharder.server.state.errors import FailedPrecondition
 
 _log = structlog.get_logger("resharder.direct")
 _PLANS = 8
+Digests = npt.NDArray[np.uint64]
+
+
+class Member(NamedTuple):
+    """Rank of a publisher or worker of a server, in one lifetime of its process.
+
+    `owner` is the resource name of the publisher or server, `process` a nonce.
+    """
+
+    owner: str
+    rank: int
+    process: str
+
+
+class Planned(NamedTuple):
+    """Plan between the ranks of a publisher and the workers of a server, and the copies that it takes.
+
+    Digests of workers' boxes are derived from those that ranks report: they are additive over boxes
+    (`converters/storage/digest.py`), and a plan fills every element of a worker's box once.
+    """
+
+    copies: Copies
+    senders: tuple[int, ...]  # ranks, in the order of the group
+    plan: Plan[int, int]  # between numbers of ranks and of workers
+
+    def sent_by(self, source: int) -> Pieces[int]:
+        """Return the pieces that a process sends, at their places in its memory, in the plan's order."""
+        which, sources = self._of(source), self.plan.sources
+        have = self.plan.have[which]
+        offsets, strides = self.plan.source_views
+        return Pieces(
+            sources.specs,
+            (sources.processes[source],),
+            sources.locals,
+            sources.tensor[have],
+            np.zeros(len(which), np.int64),
+            sources.local[have],
+            self.plan.boxes.take(which),
+            offsets[which],
+            strides[which],
+            sources.plus[have] - self.plan.targets.plus[self.plan.want[which]],
+        )
+
+    def sent_count(self, source: int) -> int:
+        """Return the number of pieces that a process sends, which is the number of digests that it reports."""
+        return len(self._of(source))
+
+    def held_by(self, target: int, reported: Mapping[int, Digests]) -> list[int]:
+        """Return the digest of each piece of one target, from the reported digests of every source."""
+        totals = np.zeros(len(self.plan.targets), np.uint64)
+        for source, digests in reported.items():
+            np.add.at(totals, self.plan.want[self._of(source)], digests)
+        found: list[int] = totals[self.plan.targets.process == target].tolist()
+        return found
+
+    def _of(self, source: int) -> npt.NDArray[np.int64]:
+        return np.flatnonzero(self.plan.sources.process[self.plan.have] == source).astype(np.int64)
+
+
 Side = Mapping[int, tuple[Member, str]]  # members by rank, each with the fingerprint of its layout
 
 
@@ -24,7 +84,7 @@ class _Memory(NamedTuple):
     pieces: Pieces[int]
 
 
-class Memories:
+class Plans:
     """Declared layouts of members, and a cache of plans between them. Thread-safe; no other lock is taken under its own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,12 +92,17 @@ class Memories:
         self._known: dict[tuple[str, int], _Memory] = {}
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
-    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Replace a member's declared layout. A rank's declaration removes the layouts of its model's other publishers."""
+    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = ()) -> None:
+        """Replace a member's declared layout.
+
+        A rank's declaration removes the layouts of its model's other publishers, except those of `publishers`.
+        """
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
             if is_rank:
-                for key in [key for key in self._known if key[0] != member.owner and key[0].startswith(f"{model}/publishers/")]:
+                kept = {member.owner, *publishers}
+                gone = [key for key in self._known if key[0].startswith(f"{model}/publishers/") and key[0] not in kept]
+                for key in gone:
                     del self._known[key]
             self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
 

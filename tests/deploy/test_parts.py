@@ -1,0 +1,69 @@
+"""The runner of `make test`: what it does when a part fails or takes too long, and where continuous integration begins."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import parts
+from tools.parts import REST, TEST, Part, Run, rotated
+
+
+@pytest.fixture(autouse=True)
+def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LOGS", tmp_path)
+
+
+def shell(name: str, script: str, minutes: float = 1.0, *, beside: bool = False) -> Part:
+    return Part(name, ["sh", "-c", script], minutes, beside)
+
+
+def test_a_part_that_fails_keeps_no_other_from_running_and_the_exit_code_tells(capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run()
+    run.all([shell("checks", "exit 3", beside=True), shell("first", "echo the reason; exit 1"), shell("second", "true")])
+    assert run.report() == 1
+    said = capfd.readouterr().out
+    assert "FAILED with 3" in said
+    assert "FAILED with 1" in said
+    assert "the reason" in said
+    assert [line.split()[-1] for line in said.splitlines() if line.startswith("  second")] == ["passed"]
+
+
+def test_a_run_of_parts_that_pass_passes() -> None:
+    run = Run()
+    run.all([shell("one", "true"), shell("two", "true")])
+    assert run.report() == 0
+
+
+def test_a_part_that_hangs_is_ended_with_its_children_and_fails(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    run = Run()
+    run.all([shell("hangs", f"sleep 1000 & echo $! > {pid}; wait", minutes=1 / 120)])
+    assert run.report() == 1
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_end_of_the_time_cuts_a_part_off_and_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(end=0.2)
+    run.while_time_is_left([shell("long", "sleep 1000"), shell("never", "false")], 0.1)
+    assert run.report() == 0
+    said = capfd.readouterr().out
+    assert "long: cut off" in said
+    assert "not run, for want of time: never" in said
+
+
+def test_every_part_comes_first_for_some_commit() -> None:
+    orders = [[part.name for part in rotated(REST, f"{number:040x}".replace("0" * 28, "", 1))] for number in range(len(REST))]
+    assert {order[0] for order in orders} == {part.name for part in REST}
+    assert all(sorted(order) == sorted(part.name for part in REST) for order in orders)
+
+
+def test_every_test_is_in_make_test_or_in_the_rest() -> None:
+    """By their marks and folders."""
+    folders = {path.name for path in (parts.ROOT / "tests").iterdir() if list(path.glob("test_*.py"))} - {"gpu", "integrations"}
+    given = [part.command for part in REST if part.command[0].endswith("pytest")]
+    for mark, where in (("full and not storm", folders), ("full and storm", {"chaos", "failpoints"})):
+        paths = {word for command in given if mark in command for word in command if word.startswith("tests/")}
+        assert {path.removeprefix("tests/") for path in paths} >= where - {"soak"}, mark
+    marks = {word for part in TEST if part.command[0].endswith("pytest") for word in part.command if word.startswith("not full")}
+    assert marks == {"not full and not storm", "not full and storm"}

@@ -1,0 +1,203 @@
+"""Real vLLM servers that die in a move: the move names them and is not done, and whoever waits for it hears so.
+
+Each test kills another process of one server, at another moment, in a fleet that moves in another way; two simulated servers
+are the rest of the fleet. The whole table, as pure logic: `tests/server/test_lost_in_moves.py`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from resharder.client import Publisher
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import MoveStatus
+from resharder.client.operator.states import MovePhase, ServerState
+
+from tests.support.command import resharder, running
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
+from tests.support.simulated_server import SimulatedServer
+from tests.support.single_rank_job import CONFIG, job
+from tests.support.tiny_hf import save_tokenizer
+from tests.support.vllm_server import VllmServer
+from tests.support.weights import random_weights
+
+LEASE = 12.0
+LONG = 300.0
+OTHERS = {"b": 1, "c": 1}
+
+
+@dataclass
+class Site:
+    """A daemon, a fleet of two simulated servers, and a real one, `a`, that each test starts."""
+
+    daemon: Daemon
+    folder: Path
+    publisher: Publisher
+    operator: Operator
+    version: int = 0
+    killed: list[psutil.Process] = field(default_factory=list)
+
+    def publish(self) -> int:
+        self.version += 1
+        handle = self.publisher.publish_tensors(self.version, random_weights(CONFIG, self.version).items())
+        handle.wait_ready(LONG)
+        assert handle.version == self.version
+        return self.version
+
+    @contextmanager
+    def server(self, *args: str) -> Iterator[VllmServer]:
+        """The real server, which serves what the others serve."""
+        environment = {
+            "RESHARDER_ENDPOINT": self.daemon.endpoint,
+            "RESHARDER_SERVER_ID": "a",
+            "VLLM_PLUGINS": "resharder,raw_mode",
+            "PYTHONPATH": str(Path(__file__).parents[1] / "support" / "raw_mode"),
+        }
+        with VllmServer(self.folder, ["--load-format", "resharder", *args], environment, timeout=900) as server:
+            wait_until(lambda: set(self.serving().values()) == {self.version}, "all serve", LONG)
+            yield server
+
+    def serving(self) -> dict[str, int]:
+        servers = self.operator.servers("policy")
+        return {
+            server.name.removeprefix("servers/"): server.version if server.state == ServerState.SERVING else 0
+            for server in servers
+        }
+
+    def state(self) -> ServerState:
+        return self.operator.server("a").state
+
+    def wait(self, *states: ServerState) -> None:
+        wait_until(lambda: self.state() in states, f"a is {states}", LONG)
+
+    def ends(self, state: MovePhase) -> MoveStatus:
+        def ended() -> bool:
+            move = self.operator.fleet("policy").move
+            return move is not None and (move.to_version, move.state) == (self.version, state)
+
+        wait_until(ended, f"the move is {state}; it is {self.operator.fleet('policy')}", LONG)
+        move = self.operator.fleet("policy").move
+        assert move is not None
+        return move
+
+
+def process(server: VllmServer, title: str) -> psutil.Process:
+    """A process of a server, by the beginning of the title that vLLM gives it."""
+    assert server.process is not None
+    found = [one for one in psutil.Process(server.process.pid).children(recursive=True) if title in " ".join(one.cmdline())]
+    assert found, [one.cmdline() for one in psutil.Process(server.process.pid).children(recursive=True)]
+    return found[-1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("config")
+    save_tokenizer(folder, CONFIG["vocab_size"])
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    with Daemon(lease_seconds=LEASE, keep_count=4) as daemon, Operator(daemon.endpoint) as operator:
+        made = Site(daemon, folder, job(daemon, folder, "job"), operator)
+        made.publish()
+        with SimulatedServer(daemon, "b"), SimulatedServer(daemon, "c"):
+            yield made
+        made.publisher.close()
+
+
+@pytest.fixture(autouse=True)
+def _endpoint(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARDER_ENDPOINT", site.daemon.endpoint)
+
+
+@contextmanager
+def waits_for_move() -> Iterator[Callable[[], tuple[int, str]]]:
+    """`resharder update --wait`, begun before a server dies; its exit code and output once it has ended."""
+    with running(["update", "--wait", "--timeout", "280"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+
+        def ended() -> tuple[int, str]:
+            out, err = command.communicate(timeout=LONG)
+            return command.returncode, out + err
+
+        yield ended
+
+
+def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site: Site) -> None:
+    assert resharder("fleet", "set", "policy", "--rolling", 1, "--max-failures", 1).code == 0
+    with site.server("--tensor-parallel-size", "2") as server:
+        worker = process(server, "VLLM::Worker")
+        worker.send_signal(signal.SIGSTOP)
+        site.publish()
+        site.wait(ServerState.STAGING)
+        with waits_for_move() as ended:
+            worker.kill()
+            move = site.ends(MovePhase.STOPPED)
+            code, said = ended()
+        assert code == 5
+        assert "servers/a" in said or "a: " in said
+        assert list(move.failed) == ["a"]
+        site.wait(ServerState.LOST)
+        assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version - 1)}
+        assert "fleet policy has LOST 1 of 3 servers: a (" in resharder("status").out.splitlines()[0]
+    assert resharder("approve", "--wait").code == 0, "it goes on without the one that is lost"
+    assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
+    assert resharder("forget", "a").code == 0
+
+
+def test_an_atomic_move_goes_back_when_an_engine_core_dies(site: Site) -> None:
+    assert resharder("fleet", "set", "policy", "--atomic").code == 0
+    with site.server() as server:
+        core = process(server, "VLLM::EngineCore")
+        before = site.version
+        core.send_signal(signal.SIGSTOP)
+        site.publish()
+        site.wait(ServerState.STAGING)
+        core.kill()
+        move = site.ends(MovePhase.FAILED)
+        assert "a: its engine core ended with code -9" in move.reason
+        site.wait(ServerState.LOST)
+        assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, before)}
+    assert resharder("forget", "a").code == 0
+    assert resharder("update", "--accept-refused", "--wait").code == 0
+
+
+def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
+    assert resharder("fleet", "set", "policy", "--canary", 1, "--approve").code == 0
+    with site.server() as server:
+        before = site.version
+        site.publish()
+        assert site.ends(MovePhase.HOLDING).servers == ("a",)
+        assert server.process is not None
+        core = process(server, "VLLM::EngineCore")
+        os.kill(server.process.pid, signal.SIGKILL)
+        core.kill()  # vLLM leaves it behind
+        assert "a: its lease ended" in site.ends(MovePhase.FAILED).reason
+        assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, before)}
+    assert resharder("forget", "a").code == 0
+    assert resharder("update", "--accept-refused").code == 0
+    assert resharder("approve", "--wait").code == 0
+
+
+def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_and_say_so(site: Site) -> None:
+    assert resharder("fleet", "set", "policy", "--all-at-once").code == 0
+    with site.server() as server:
+        core = process(server, "VLLM::EngineCore")
+        core.send_signal(signal.SIGSTOP)
+        site.publish()
+        site.wait(ServerState.STAGING)
+        with waits_for_move() as ended:
+            server.kill()
+            move = site.ends(MovePhase.STOPPED)
+            code, said = ended()
+        assert code == 5
+        assert "1 of 3 servers are missing: a: " in move.reason
+        assert "2/3 serve" in said
+        assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
+    with site.server():
+        site.ends(MovePhase.DONE)  # it is back, and has booted from where the others are
+        assert set(site.serving().values()) == {site.version}

@@ -1,0 +1,195 @@
+"""Processes of a module's `main`, forked from one that has imported the module and done nothing else: the imports of a daemon
+take more of a processor than most tests need for all the rest.
+
+`start("resharder.server.main", environment, log)` is like a `subprocess.Popen` of `python -m resharder.server.main`. A
+`sitecustomize` in a folder that is new in PYTHONPATH runs at its start.
+`python -m tests.support.forked` is what they are forked from; it ends with the process that started it.
+"""
+
+import atexit
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import IO
+
+from resharder.converters import failpoints
+
+MODULES = ("resharder.server.main", "resharder.server.node_main")
+_BYTES = 1 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+def start(module: str, environment: Mapping[str, str], log: IO[bytes], umask: int = -1) -> "ForkedProcess":
+    """Start `main` of a module of `MODULES`, with its standard output and error in `log`."""
+    return ForkedProcess(_Source.of_this_process(), module, environment, log, umask)
+
+
+def end_source() -> None:
+    """End the process that others are forked from, and with it those that are left."""
+    if _Source.running is not None:
+        _Source.running.end()
+
+
+class ForkedProcess:
+    """The part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, source: "_Source", module: str, environment: Mapping[str, str], log: IO[bytes], umask: int) -> None:
+        self.args = [sys.executable, "-m", module]
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._ended, theirs = os.pipe()
+        try:
+            request = {"module": module, "environment": dict(environment), "folder": os.getcwd(), "umask": umask}
+            self.pid = source.fork(request, log.fileno(), theirs)
+        finally:
+            os.close(theirs)
+
+    def poll(self) -> int | None:
+        return self._status(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._status(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def _status(self, timeout: float | None) -> int | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._ended], [], [], left)[0]:
+                return None
+            with self._lock:
+                if self.returncode is None:
+                    written = os.read(self._ended, 16)  # none if what it was forked from was killed
+                    self.returncode = int(written) if written else -signal.SIGKILL
+        return self.returncode
+
+    def __del__(self) -> None:
+        os.close(self._ended)
+
+
+class _Source:
+    """The process that the others are forked from."""
+
+    running: "_Source | None" = None
+    _starting = threading.Lock()
+
+    def __init__(self) -> None:
+        self._own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BYTES)
+        with theirs:
+            command = [sys.executable, "-m", "tests.support.forked", str(theirs.fileno())]
+            self._started = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2])
+        atexit.register(self.end)
+
+    @classmethod
+    def of_this_process(cls) -> "_Source":
+        with cls._starting:
+            if cls.running is None or cls.running._process != os.getpid() or cls.running._started.poll() is not None:
+                cls.running = cls()
+            return cls.running
+
+    def fork(self, request: dict[str, object], *descriptors: int) -> int:
+        with self._lock:
+            socket.send_fds(self._own, [json.dumps(request).encode()], list(descriptors))
+            return int(self._own.recv(16))
+
+    def end(self) -> None:
+        if self._process == os.getpid():
+            self._own.close()
+            self._started.wait()
+
+
+def _serve(requests: socket.socket) -> str:
+    """Fork for each request; return, in the forked process alone, the module to run."""
+    children: dict[int, int] = {}
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        ready, _, _ = select.select([requests, woken], [], [])
+        if woken in ready:
+            os.read(woken, 1 << 10)
+            for pid in list(children):
+                if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    os.write(children[pid], str(os.waitstatus_to_exitcode(ended[1])).encode())
+                    os.close(children.pop(pid))
+        if requests not in ready:
+            continue
+        message, (log, status), _, _ = _received(requests)
+        if not message:
+            os._exit(0)
+        if pid := os.fork():
+            os.close(log)
+            children[pid] = status
+            requests.send(str(pid).encode())
+            continue
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, interrupt)
+        request = json.loads(message)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for descriptor in (log, status, woken, wake, requests.detach(), *children.values()):
+            os.close(descriptor)
+        _end_with_parent()
+        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        for path in reversed([path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in before]):
+            sys.path.insert(0, path)
+            if (customization := Path(path, "sitecustomize.py")).exists():
+                runpy.run_path(str(customization))
+        os.chdir(request["folder"])
+        if request["umask"] >= 0:
+            os.umask(request["umask"])
+        return str(request["module"])
+
+
+def _received(requests: socket.socket) -> tuple[bytes, tuple[int, int], int, object]:
+    message, descriptors, flags, address = socket.recv_fds(requests, _BYTES, 2)
+    return message, (descriptors[0], descriptors[1]) if descriptors else (-1, -1), flags, address
+
+
+def _end_with_parent() -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def main(descriptor: str) -> None:
+    for name in MODULES:
+        import_module(name)
+    module = _serve(socket.socket(fileno=int(descriptor)))
+    failpoints.arm(os.environ.get("RESHARDER_FAILPOINT", ""), os.environ.get("RESHARDER_FAILPOINT_MARK", ""))  # as on its import
+    sys.argv = [module]
+    import_module(module).main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

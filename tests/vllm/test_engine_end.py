@@ -1,0 +1,103 @@
+"""An engine that dies is told from one that was shut down by an order. With vLLM's own: `test_control_server.py`."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from resharder.client.inference.vllm import engine_core
+from resharder.client.inference.vllm.engine_core import EngineEnd, resharder_process
+
+
+@dataclass
+class Process:
+    exitcode: int | None = None
+
+
+@dataclass
+class Manager:
+    processes: Sequence[Process]
+
+
+@dataclass
+class Resources:
+    engine_manager: Manager | None
+
+
+@dataclass
+class Client:
+    """vLLM's client of engine cores."""
+
+    resources: Resources
+    core_engines: tuple[bytes, ...] = (b"0",)
+    shut_down: int = 0
+    answers: list[Any] = field(default_factory=lambda: resharder_process(None))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.shut_down += 1
+
+    async def _call_utility_async(self, method: str, *, engine: bytes) -> Any:
+        assert (method, engine) == ("resharder_process", b"0")
+        return self.answers
+
+
+class Engine:
+    def __init__(self, *processes: Process) -> None:
+        self.errored = False
+        self.engine_core = Client(Resources(Manager(processes) if processes else None))
+        self.failures = 0
+        self.end = EngineEnd(self, self.failed)
+
+    def failed(self) -> None:
+        self.failures += 1
+
+
+def test_a_healthy_engine_that_is_shut_down_has_not_failed() -> None:
+    engine = Engine(Process())
+    assert engine.end.failure == ""
+    engine.engine_core.shutdown(timeout=1)
+    engine.errored = True
+    engine.engine_core.resources.engine_manager.processes[0].exitcode = -signal.SIGKILL  # type: ignore[union-attr]
+    assert (engine.end.failure, engine.failures, engine.engine_core.shut_down) == ("", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        (-signal.SIGKILL, "its engine core ended with code -9"),
+        (1, "its engine core ended with code 1"),
+        (None, "its engine died"),  # it has said so, and has not ended yet
+        (0, ""),  # it got the SIGTERM of the whole process group
+        (-signal.SIGTERM, ""),
+    ],
+)
+def test_an_engine_core_that_dies_is_a_failure_and_one_that_got_the_same_sigterm_is_not(code: int | None, failure: str) -> None:
+    engine = Engine(Process(), Process(code))
+    engine.errored = True
+    engine.engine_core.shutdown()  # by the client itself
+    assert engine.end.failure == failure
+    assert engine.failures == (1 if failure else 0)
+
+
+def test_among_several_api_servers_the_engine_cores_process_is_looked_for() -> None:
+    engine = Engine()
+    core = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    engine.engine_core.answers = [engine_core._namespace(), core.pid]
+    asyncio.run(engine.end.find_processes())
+    assert engine.end.failure == ""
+    core.kill()
+    core.communicate()
+    assert engine.end.failure == f"its engine core, process {core.pid}, ended"
+
+
+def test_an_engine_core_on_another_host_is_not_looked_for() -> None:
+    engine = Engine()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    engine.engine_core.answers = ["elsewhere", ended.pid]
+    asyncio.run(engine.end.find_processes())
+    assert engine.end.failure == ""

@@ -1,0 +1,203 @@
+"""The parts of `make test`, `make test-all` and continuous integration, run to the end whatever fails.
+
+    python3 tools/parts.py test         # each promise once
+    python3 tools/parts.py all          # every test that there is
+    python3 tools/parts.py ci           # `test`, then as much of the rest as its time allows; the commit says where it begins
+
+Checks (lint, types, docs) run beside the tests. The output of each part goes to `.parts/NAME.log`, and is
+printed where the part fails.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / ".parts"
+SHOWN_LINES = 200
+MINUTE = 60.0
+CI_LAST_START, CI_END = 58 * MINUTE, 80 * MINUTE
+"""When continuous integration, which has 90 minutes with its set-up, begins no further part, and when it ends all."""
+ALSO = os.environ.get("PYTEST", "").split()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, and how long it may take. `beside`: it runs while other parts do."""
+
+    name: str
+    command: Sequence[str]
+    minutes: float
+    beside: bool = False
+    in_ci: bool = True
+
+
+def make(name: str, minutes: float, target: str = "", *, beside: bool = False, in_ci: bool = True) -> Part:
+    return Part(name, ["make", "--no-print-directory", target or name], minutes, beside, in_ci)
+
+
+def pytest(name: str, marks: str, minutes: float, *folders: str, jobs: int = 2) -> Part:
+    """Two files at a time, the costliest first (`tests/conftest.py`)."""
+    spread = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"] if jobs > 1 else []
+    paths = [f"tests/{folder}" for folder in folders or ("",)]
+    return Part(name, [".venv/bin/pytest", "-q", "--durations", "8", *spread, "-m", marks, *paths, *ALSO], minutes)
+
+
+TEST = [
+    make("proto-check", 5),  # not beside tests: it writes the generated files again
+    *(make(name, 20, beside=True) for name in ("lint", "types", "docs")),
+    pytest("tests", "not full and not storm", 40),
+    pytest("storms", "not full and storm", 15, "chaos", "failpoints", "soak", jobs=1),
+]
+REST = [
+    pytest("converters, in full", "full and not storm", 20, "converters"),
+    pytest("client, in full", "full and not storm", 20, "client"),
+    pytest("server, in full", "full and not storm", 20, "server", "deploy", "simulation"),
+    pytest("engines, in full", "full and not storm", 25, "vllm"),
+    pytest("end to end, in full", "full and not storm", 25, "e2e", "chaos", "failpoints"),
+    pytest("storms, in full", "full and storm", 25, "chaos", "failpoints", jobs=1),
+    make("oldest vLLM", 25, "test-compat"),
+    make("training frameworks", 40, "integrations", in_ci=False),
+    make("transfer engine", 20, "test-mooncake", in_ci=False),
+]
+
+
+@dataclass
+class Result:
+    part: Part
+    seconds: float
+    status: int | None
+    """None: its time was over."""
+    cut: bool = False
+    """The run's time was over, not its own."""
+
+    @property
+    def failed(self) -> bool:
+        return self.status != 0 and not self.cut
+
+    @property
+    def outcome(self) -> str:
+        if self.cut:
+            return "cut off at the end of the run's time"
+        if self.status is None:
+            return f"FAILED: not done after {self.part.minutes:g} minutes"
+        return "passed" if not self.status else f"FAILED with {self.status}"
+
+
+class Run:
+    """One run of parts, begun `before` seconds ago. `end`: seconds after its beginning when whatever still runs is ended."""
+
+    def __init__(self, end: float = float("inf"), before: float = 0.0) -> None:
+        self._began, self._end = time.monotonic() - before, end
+        self._results, self._lock = list[Result](), threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def failed(self) -> bool:
+        return any(result.failed for result in self._results)
+
+    def all(self, parts: Iterable[Part]) -> None:
+        """Run parts one after the other, and beside them, also one after the other, those that say so."""
+        parts = list(parts)
+        lanes = [[part for part in parts if part.beside is beside] for beside in (True, False)]
+        threads = [threading.Thread(target=lambda lane=lane: [self._one(part) for part in lane]) for lane in lanes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def while_time_is_left(self, parts: Iterable[Part], last_start: float) -> None:
+        """Run parts until `last_start`; print those that are left."""
+        left = list(parts)
+        while left and self.seconds < last_start:
+            self._one(left.pop(0))
+        if left:
+            say("not run, for want of time: " + "; ".join(part.name for part in left))
+
+    def _one(self, part: Part) -> None:
+        say(f"{part.name} ...")
+        began, log = time.monotonic(), LOGS / f"{part.name.replace(' ', '-').replace(',', '')}.log"
+        left = max(1.0, min(part.minutes * MINUTE, self._end - self.seconds))
+        with log.open("wb") as output:
+            process = subprocess.Popen(part.command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+            try:
+                status: int | None = process.wait(left)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                end_session(process)
+        result = Result(part, time.monotonic() - began, status, cut=status is None and left < part.minutes * MINUTE)
+        with self._lock:
+            self._results.append(result)
+            say(f"{part.name}: {result.outcome}, {duration(result.seconds)}")
+            if result.failed:
+                lines = log.read_text(errors="replace").splitlines()
+                print(*lines[-SHOWN_LINES:], f"--- the whole output of {part.name}: {log}", sep="\n", flush=True)
+
+    def report(self) -> int:
+        """Print what ran, and return the exit code."""
+        print()
+        width = max((len(result.part.name) for result in self._results), default=0)
+        for result in self._results:
+            print(
+                f"  {result.part.name:{width}}  {duration(result.seconds):>8}  {result.outcome}  {summary(result.part)}".rstrip()
+            )
+        print(f"{'FAILED' if self.failed else 'passed'} after {duration(self.seconds)}", flush=True)
+        return int(self.failed)
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End what a part has left in its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+
+
+def summary(part: Part) -> str:
+    """The last line of pytest's output."""
+    log = LOGS / f"{part.name.replace(' ', '-').replace(',', '')}.log"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip("= ") if lines and " in " in lines[-1] and "pytest" in part.command[0] else ""
+
+
+def rotated(parts: Sequence[Part], commit: str) -> Iterator[Part]:
+    """Yield all parts, beginning at another one for another commit."""
+    first = int(commit[:12] or "0", 16) % len(parts)
+    yield from (*parts[first:], *parts[:first])
+
+
+def duration(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def main(what: str) -> int:
+    LOGS.mkdir(exist_ok=True)
+    before = max(0.0, time.time() - float(os.environ.get("RESHARDER_CI_BEGAN", time.time())))
+    run = Run(CI_END, before) if what == "ci" else Run()
+    run.all(TEST)
+    if what == "all":
+        run.all(REST)
+    elif what == "ci":
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        run.while_time_is_left(rotated([part for part in REST if part.in_ci], head.stdout.strip()), CI_LAST_START)
+    return run.report()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
