@@ -31,19 +31,7 @@ from resharder.server.state.server_events import (
 )
 from resharder.v1 import resources_pb2
 
-from tests.support.reconciler_versions import SETTINGS, STORE, fingerprint, versions
-
-
-def serving(version: int, *, world_size: int = 2) -> Server:
-    """A server that serves `version`, led by control side `a`."""
-    server = Server("s", "m", "m", "life", 0.0, versions(version))
-    server, _ = step(server, Claimed(boot=True), 0, SETTINGS)
-    for rank in range(world_size):
-        server = hear(server, rank, WorkerState.BOOTED, version, "")
-    server, _ = step(server, Attached("a", world_size), 0, SETTINGS)
-    server, _ = step(server, Reported("a", "life-0", OrderKind.RESUME), 0, SETTINGS)
-    assert server.serving == version
-    return server
+from tests.support.reconciler_versions import SETTINGS, STORE, fingerprint, hear, serving, versions
 
 
 @pytest.mark.parametrize(("renews", "lasts"), [(True, SETTINGS.lease), (False, SETTINGS.boot)])
@@ -78,11 +66,6 @@ def test_a_server_is_lost_with_its_gate_its_change_and_the_install_that_was_acti
     assert (lost.lost_at, lost.opened, lost.resumed, lost.lingers, lost.change) == (1000.0, 0, False, 0, None)
     ended = replace(install, state=InstallState.FAILED, error="the server's lease ended", ended=1000.0)
     assert lost.install == (install if state == InstallState.COMMITTED else ended)
-
-
-def hear(server: Server, rank: int, state: WorkerState, version: int, install: str, process: str = "") -> Server:
-    worker = Worker(rank, state, version, install, process=process or f"p{rank}", fingerprint=fingerprint(version))
-    return step(server, WorkerReported(worker), 1, SETTINGS)[0]
 
 
 def applying() -> Server:

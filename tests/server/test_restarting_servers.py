@@ -11,9 +11,8 @@ from resharder.server.state.server import Goal, InstallState, OrderKind, Server,
 from resharder.server.state.server_events import Attached, Claimed, Detached, Order, Reported, Ticked, VersionsChanged, Wanted
 from resharder.v1 import resources_pb2
 
-from tests.server.test_fleet_reconciler import hear, serving
 from tests.support.fleet_states import moving, server, view
-from tests.support.reconciler_versions import SETTINGS, versions
+from tests.support.reconciler_versions import SETTINGS, hear, serving, versions
 
 WHY = "rope_theta is 500000.0 in the version, 10000.0 here"
 
@@ -80,7 +79,7 @@ def test_a_control_side_that_did_not_end_gets_its_orders_again() -> None:
 
 
 def test_a_rolling_move_waits_for_a_server_that_restarts_before_the_next_one() -> None:
-    move = moving(MoveState.MOVING, FleetStrategyKind.ROLLING, at_a_time=1)
+    move = moving(MoveState.MOVING, FleetStrategyKind.ROLLING, at_a_time=1, counted=frozenset("abc"))
     away = server("a", opened=0, resumed=False, controls=(), ending=True, restarts=True)
     seen = view([away, server("b"), server("c")])
     assert [goals(move, seen)[id].version for id in ("b", "c")] == [1, 1]

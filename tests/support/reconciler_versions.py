@@ -1,6 +1,8 @@
-"""Versions of a store, and settings, for tests of the reconciler."""
+"""Versions of a store, servers and settings, for tests of the reconciler."""
 
-from resharder.server.state.server import Settings
+from resharder.server.fleets.reconciler.step import step
+from resharder.server.state.server import OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Claimed, Reported, WorkerReported
 
 STORE = "a store"
 
@@ -14,3 +16,20 @@ def versions(*numbers: int, store: str = STORE) -> dict[int, str]:
 
 
 SETTINGS = Settings(lease=10, grace=10, boot=100, install_step=50, attempts=3, first_retry=1, last_retry=4)
+
+
+def serving(version: int, *, world_size: int = 2) -> Server:
+    """A server that serves `version`, led by control side `a`."""
+    server = Server("s", "m", "m", "life", 0.0, versions(version))
+    server, _ = step(server, Claimed(boot=True), 0, SETTINGS)
+    for rank in range(world_size):
+        server = hear(server, rank, WorkerState.BOOTED, version, "")
+    server, _ = step(server, Attached("a", world_size), 0, SETTINGS)
+    server, _ = step(server, Reported("a", "life-0", OrderKind.RESUME), 0, SETTINGS)
+    assert server.serving == version
+    return server
+
+
+def hear(server: Server, rank: int, state: WorkerState, version: int, install: str, process: str = "") -> Server:
+    worker = Worker(rank, state, version, install, process=process or f"p{rank}", fingerprint=fingerprint(version))
+    return step(server, WorkerReported(worker), 1, SETTINGS)[0]

@@ -11,7 +11,9 @@ import torch
 from resharder.client.inference.vllm.endpoint import CONFIG_CHANGED
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.model_part import MODEL, ModelParts
 from resharder.client.operator import Operator
+from resharder.converters.allowances import collecting
 from vllm.config import ModelConfig
 
 from tests.support.daemon import Daemon
@@ -168,6 +170,28 @@ def test_a_config_that_vllm_cannot_read_is_refused(tmp_path: Path) -> None:
     engine = engine_config(tmp_path / "model", on_disk("qwen3"))
     with pytest.raises(InstallError, match="cannot read the version's config"):
         found(engine, {"model_type": "no_such_type", "architectures": ["None"]})
+
+
+def test_a_worker_refuses_such_a_version_before_it_records_or_stages_it_unless_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_disk("qwen3_moe")
+    parts = ModelParts(SimpleNamespace(config_differences=engine_config(tmp_path / "model", config).differences))
+    content = json.dumps(config | {"num_experts_per_tok": 3}).encode()
+    manifest = SimpleNamespace(name="models/m/versions/2", config=content)
+    text = "models/m/versions/2 has another config.json .*: num_experts_per_tok is 3 in the version, 2 here; restart the server"
+    with pytest.raises(InstallError, match=text):
+        parts.check(manifest)
+    parts.part = lambda name: SimpleNamespace(share=lambda shared: False, recording=None)
+    with pytest.raises(InstallError, match=text):
+        parts.record_running({MODEL: torch.nn.Linear(1, 1)}, lambda: manifest)
+    with pytest.raises(InstallError, match="start it on the version's config"):
+        parts.check_config(manifest.name, content, booting=True)
+    parts.check_config(manifest.name, b"")  # of a daemon that does not send it
+    monkeypatch.setenv("RESHARDER_ALLOW", "server-config")
+    with collecting() as texts:
+        parts.check(manifest)
+    assert [t for t in texts if "num_experts_per_tok is 3" in t] == texts != []
 
 
 class Running:

@@ -43,9 +43,9 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Dif
     return list(_differences(_plain(first), _plain(second), ""))
 
 
-def described(found: Sequence[Difference]) -> str:
-    """Return the first few differences as part of a sentence, for the second file's reader: a version and a server."""
-    values = [f"{name} is {_text(second)} in the version, {_text(first)} here" for name, first, second in found[:6]]
+def described(found: Sequence[Difference], where: str = "here") -> str:
+    """Return the first few differences as part of a sentence about a version, the second one; the first one is `where`."""
+    values = [f"{name} is {_text(second)} in the version, {_text(first)} {where}" for name, first, second in found[:6]]
     return "; ".join(values + ([f"and {len(found) - 6} more"] if len(found) > 6 else []))
 
 
@@ -98,7 +98,7 @@ def _with_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
 
     transformers 4 has `rope_theta` and `partial_rotary_factor` beside `rope_scaling`.
     """
-    given = next((found for name in _ROPE if isinstance(found := config.get(name), Mapping)), {})
+    given: Mapping[str, Any] = next((found for name in _ROPE if isinstance(found := config.get(name), Mapping)), {})
     if not given and all(config.get(name) is None for name in _OF_ROPE):
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in (*_ROPE, *_OF_ROPE)}

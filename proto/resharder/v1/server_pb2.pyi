@@ -227,7 +227,9 @@ class BoxDigests(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
-    __slots__ = ("model",)
+    __slots__ = ("model", "fleet")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    FLEET_FIELD_NUMBER: _ClassVar[int]
     model: str
-    def __init__(self, model: _Optional[str] = ...) -> None: ...
+    fleet: str
+    def __init__(self, model: _Optional[str] = ..., fleet: _Optional[str] = ...) -> None: ...

@@ -148,7 +148,8 @@ class ServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Returns the files of a model: config.json and those of the tokenizer.
+        """Returns config.json and the tokenizer's files of the version that a server of a fleet boots now; before a version is READY, those
+        of the newest publisher.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

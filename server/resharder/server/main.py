@@ -254,6 +254,8 @@ class Daemon:
 
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
+        if record.state == READY and (change := self.store.reader.config_change(record)):
+            self.events.add("version", record.name, "config", change)
 
     def start(self) -> None:
         """Read the archive, listen for calls, and report ready. Returns once calls are accepted."""

@@ -104,16 +104,19 @@ def _import_model(operator: Operator) -> str:
 @command(Section.VERSIONS, "fetch-config")
 def fetch_config(
     arguments: Annotated[list[str], typer.Argument(metavar="[MODEL] DIR", help="MODEL is not needed where the daemon has one.")],
+    fleet: Annotated[
+        str, typer.Option(envvar="RESHARDER_FLEET", metavar="NAME", help="The server's fleet; by default the model's.")
+    ] = "",
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model's config and tokenizer into a folder for `vllm serve`."""
+    """Write the config and tokenizer of the version that a server boots now into a folder for `vllm serve`."""
     if len(arguments) > 2:
         raise UsageError(f"expected [MODEL] DIR, got {len(arguments)} arguments")
     *models, folder = arguments
     with Operator(endpoint) as operator:
         model = models[0] if models else operator.only_model()
-        files = operator.fetch_config(Path(folder), model=model)
+        files = operator.fetch_config(Path(folder), model=model, fleet=fleet)
     if as_json:
         return print_json({"model": model, "folder": folder, "files": files})
     say(f"{model}: {', '.join(files)} in {folder}")

@@ -33,8 +33,6 @@ class PluginSettings:
     """The fleet to join; empty selects the fleet that has the model's name."""
     prefer: bool = False
     """Start on vLLM's own weights if the daemon has no version, and serve them until the first one arrives."""
-    restarts: bool = False
-    """End the process for a version of another config.json, so that its supervisor starts it again, instead of refusing it."""
     hold_seconds: float = 30.0
     """Time for which requests wait at the gate for an install."""
     boot_wait_seconds: float = 600.0
@@ -51,6 +49,8 @@ class PluginSettings:
     """Time for which `finish_weight_update` of vLLM's API waits for a version to be served."""
     address: str = ""
     """Address at which others reach the server, as host or host:port; empty selects the host's routable address."""
+    restarts: bool = False
+    """End the process for a version of another config.json, so that its supervisor starts it again, instead of refusing it."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:

@@ -46,12 +46,13 @@ class VersionCommands(OperatorQueries):
             files, size = write_parts(beside, parts, lambda done: progress(done, max(done, found.size_bytes)))
         return ExportedVersion(found, folder, files, size)
 
-    def fetch_config(self, folder: Path, *, model: str = "") -> list[str]:
-        """Write config.json and the tokenizer's files into a folder for `vllm serve`.
+    def fetch_config(self, folder: Path, *, model: str = "", fleet: str = "") -> list[str]:
+        """Write config.json and the tokenizer's files of the version that a server boots now into a folder for `vllm serve`.
 
         Args:
             folder: New or empty folder, or one that has these files already.
             model: Name of the model; may be omitted if the daemon has one.
+            fleet: Name of the server's fleet, by default the model's.
 
         Returns:
             The names of the files.
@@ -61,7 +62,7 @@ class VersionCommands(OperatorQueries):
             NotFound: No such model.
         """
         stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
-        found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model or self.only_model()))
+        found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model or self.only_model(), fleet=fleet))
         files = {plain_name(file.path): file.content for file in found.files}
         if not same_files(folder, files):
             with appearing(folder) as beside:

@@ -7,6 +7,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_frame import frame
 from resharder.server.fleets.attachments import Attachment
 from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.goals import boots
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
@@ -118,9 +119,17 @@ class ServerService:
                 yield message
 
     def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
-        """Return `config.json` and the tokenizer's files of a model; without a name, of the only one."""
-        name = request.model.removeprefix("models/") or self._fleets.roster.only_model()
-        files = self._store.reader.model_files(name)
+        """Return `config.json` and the tokenizer's files of the version that a server of a fleet boots now.
+
+        Without a READY version, they are those of the newest publisher; without a model's name, those of the only one.
+        """
+        roster = self._fleets.roster
+        name = request.model.removeprefix("models/") or roster.only_model()
+        with roster.lock:
+            fleet = roster.by_name.get(request.fleet or name)
+            followed = fleet is not None and fleet.model == name
+            number = boots(fleet, roster.see(fleet)) if fleet is not None and followed else 0
+        files = self._store.reader.model_files(name, number)
         return resources_pb2.Model(
             name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
         )

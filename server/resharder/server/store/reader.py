@@ -5,11 +5,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from resharder.converters.hf_config import described, differences
+from resharder.converters.json_input import parse_json
 from resharder.converters.storage.files import INDEX_FILE, MappedFiles
 from resharder.server.infra.filesystem import touching
 from resharder.server.infra.medium import medium_errors
-from resharder.server.state.errors import ResourceNotFound
-from resharder.server.state.version import VersionRecord
+from resharder.server.state.errors import DaemonError, ResourceNotFound
+from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
@@ -105,12 +107,33 @@ class VersionReader:
             except FileNotFoundError:
                 return b""
 
+    def config_change(self, record: VersionRecord) -> str:
+        """Return how the config.json of a READY version differs from that of the one before it; empty if it does not."""
+        known = self._catalogue.find(record.model)
+        before = max((each.number for each in known.of(READY) if each.number < record.number), default=0) if known else 0
+        try:
+            old, new = (self.config(record.model, number) if number else b"" for number in (before, record.number))
+            found = differences(parse_json(old), parse_json(new)) if old and new and old != new else []
+        except (DaemonError, ValueError, AttributeError, RecursionError):  # a medium that fails, or no config at all
+            return ""
+        if not found:
+            return ""
+        values = described(found, "there").encode(errors="backslashreplace").decode()[:2000]
+        return f"its config.json is not that of version {before}, on which servers may run: {values}"
+
     @medium_errors()
-    def model_files(self, name: str) -> dict[str, bytes]:
-        """Return the contents of `config.json` and tokenizer files of the newest ACTIVE publisher, by name.
+    def model_files(self, name: str, number: int = 0) -> dict[str, bytes]:
+        """Return the contents of `config.json` and tokenizer files, by name.
+
+        They are those of a READY version, by default the newest one, and before there is one, of the newest ACTIVE publisher.
 
         Raises ResourceNotFound (MODEL_UNKNOWN), Unavailable (STORE_FAILED), ResourceExhausted (NO_DESCRIPTORS).
         """
+        newest = self._catalogue.newest(name)
+        number = number or (newest.number if newest is not None else 0)
+        if number:
+            with self.folder(name, number) as (found, folder), touching(folder, "reading"):
+                return {file: (folder / file).read_bytes() for file in found.other_files if file != INDEX_FILE}
         with self._catalogue.changed:
             model = self._catalogue.model(name)
             folders = model_files.folders(model.folder, model.files_epoch)

@@ -59,13 +59,14 @@ class EngineConfig:
             InstallError: This vLLM cannot read the version's config.
         """
         if version != self._compared[0]:
-            self._compared = version, self._compare(json.loads(version))
+            self._compared = version, self._compare(version)
         return self._compared[1]
 
-    def _compare(self, version: dict[str, Any]) -> list[Difference]:
-        if not differences(self._content, version):
-            return []
+    def _compare(self, content: bytes) -> list[Difference]:
         try:
+            version = json.loads(content)
+            if not differences(self._content, version):
+                return []
             theirs = self._parsed(version)
         except Exception as error:
             raise InstallError(f"vLLM {vllm.__version__} cannot read the version's config.json: {error}") from error
@@ -115,9 +116,9 @@ class EngineConfig:
         """Return whether any code reads a value that only one of the two has; tools write others into a config.json."""
         if difference.first is not None and difference.second is not None:
             return True
-        return self._config.trust_remote_code or _is_read(
-            difference.name.rpartition(".")[2], type(self._config.hf_config).__module__
-        )
+        if self._config.trust_remote_code:
+            return True
+        return _is_read(difference.name.rpartition(".")[2], type(self._config.hf_config).__module__)
 
 
 def _read(model_config: Any) -> dict[str, Any]:
@@ -126,9 +127,10 @@ def _read(model_config: Any) -> dict[str, Any]:
 
     path = getattr(model_config, "hf_config_path", None) or model_config.model
     try:
-        return get_hf_file_to_dict(_CONFIG, path, model_config.revision) or {}
+        found: dict[str, Any] | None = get_hf_file_to_dict(_CONFIG, path, model_config.revision)
     except Exception:
         return {}
+    return found or {}
 
 
 @cache
