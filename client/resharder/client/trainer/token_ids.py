@@ -40,7 +40,7 @@ def refuse_ids_in_padding(
 
 def _ids_of(tokenizer: object) -> list[int]:
     """Return the ids of a tokenizer in memory, of which files may be in a form that is not read here (SentencePiece)."""
-    vocabulary = getattr(tokenizer, "get_vocab", dict)()
+    vocabulary: object = getattr(tokenizer, "get_vocab", dict)()
     return [number for number in vocabulary.values() if isinstance(number, int)] if isinstance(vocabulary, Mapping) else []
 
 

@@ -393,7 +393,7 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
 Those of ModelParallelConfig, from which they inherit, are about placement, precision and communication, all of them.
 """
 
-UNUSED_FIELDS: Mapping[str, tuple[str, ...]] = {
+UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "tokens, labels, outputs and caches": (
         "bos_token_id",
         "eos_token_id",
@@ -422,6 +422,9 @@ UNUSED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "deepseek_v3.qk_head_dim",
         "kimi_k2.head_dim",
         "kimi_k2.qk_head_dim",
+        "deepseek_v2.num_key_value_heads",
+        "deepseek_v3.num_key_value_heads",
+        "kimi_k2.num_key_value_heads",
     ),
     "no dense MLP is in the model": (
         "qwen2_moe.intermediate_size",
@@ -448,6 +451,14 @@ UNUSED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "kimi_k2.n_group",
         "kimi_k2.topk_group",
     ),
-    "scaling of the rotary embeddings of windows has no name in megatron-core": ("gemma3_text.rope_type",),
+    "megatron-core has no argument for it; compared in models of Megatron-Bridge": (
+        "gemma2.attn_logit_softcapping",
+        "gemma2.final_logit_softcapping",
+        "gemma3_text.rope_theta",
+    ),
+    "megatron-core has no argument for it, nor has Megatron-Bridge": (
+        "gemma3_text.final_logit_softcapping",
+        "gemma3_text.rope_type",
+    ),
 }
 """Fields of config.json of which another value is taken, by the reason; after a model type, for it alone."""

@@ -75,7 +75,7 @@ def completed(config: HFConfig) -> dict[str, Any]:
     if config.get("rope_parameters") or config.get("rope_scaling"):
         return dict(config)
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-    return config | {"rope_parameters": yarn | {"rope_theta": config.get("rope_theta") or 150000.0}}
+    return {**config, "rope_parameters": yarn | {"rope_theta": config.get("rope_theta") or 150000.0}}
 
 
 def experts(config: HFConfig) -> int:
