@@ -14,13 +14,13 @@ import torch
 from resharder.client.errors import StaleParameters
 from resharder.client.operator import Operator
 from resharder.client.trainer.connect import Publisher, connect
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError, UnsupportedModel
 from transformer_engine.pytorch.float8_tensor import Float8Tensor
 
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.observing import versions
-from tests.support.tiny_hf import tiny_config
+from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.weights import random_weights
 
 CONFIG = tiny_config("qwen3")
@@ -73,3 +73,15 @@ def test_fp8_parameters_are_refused_before_anything_is_registered(daemon: Daemon
     assert publisher.epoch == 0
     with Operator(daemon.endpoint) as operator:
         assert operator.fleets() == [], "the daemon knows of no model"
+
+
+def test_a_tokenizer_with_ids_in_what_the_config_makes_padding_is_refused_with_the_numbers(
+    daemon: Daemon, publisher: Publisher, tmp_path: Path
+) -> None:
+    chunks = build_model(tiny_config("qwen3", vocab_size=1013), vocab_multiple=128)
+    save_tokenizer(tmp_path, 1013)
+    numbers = r"ids up to 1012, the config has vocab_size=1003, the model has 1024 rows.* rows 1003 to 1012 as padding"
+    with pytest.raises(LayoutError, match=numbers):
+        publisher.attach(chunks, CONFIG, tmp_path)
+    assert publisher.epoch == 0
+    publisher.attach(chunks, CONFIG | {"vocab_size": 1013}, tmp_path)

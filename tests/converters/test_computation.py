@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg, tiny_hf
+from tests.support.megatron_logits import difference
 from tests.support.megatron_models import build_model
 
 # isort: split
@@ -269,6 +270,21 @@ def test_rotary_embeddings_of_windows_are_compared_where_a_module_has_them() -> 
 
 
 # Values of the config
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 1e9}}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}, "hidden_act": "gelu"}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "layer_types": None}),
+    ],
+)
+def test_a_model_of_the_recipe_computes_what_transformers_does(family: str, changes: Config, tmp_path: Path) -> None:
+    config = tiny_hf.tiny_config(family, **changes)
+    folder = tiny_hf.save_checkpoint(tmp_path, config)
+    assert difference((config, tiny_hf.load_checkpoint(folder)), folder, "local") < tiny_hf.tolerance(family)
 
 
 @pytest.mark.parametrize(

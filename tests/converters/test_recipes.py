@@ -116,6 +116,29 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ("mixtral", {"sliding_window": 9}, {"window_size": (8, 0), "window_attn_skip_freq": None}),
     ("mistral", {"sliding_window": None}, {"window_size": None}),
     ("gpt_oss", {"layer_types": None}, {"window_size": (6, 0), "window_attn_skip_freq": None}),
+    *(
+        (family, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "layer_types": None}, expected)
+        for family, layers in (
+            ("qwen2", [0, 0, 0, 1]),
+            ("qwen3", [0, 0, 0, 1]),
+            ("qwen2_moe", [1, 0, 1, 0]),
+            ("qwen3_moe", [1] * 4),
+        )
+        for expected in ({"window_size": (4, 0), "window_attn_skip_freq": layers},)
+    ),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}, {"window_size": None}),
+    ("qwen3", {"use_sliding_window": False, "sliding_window": 5}, {"window_size": None}),
+    ("qwen3_moe", {"use_sliding_window": None, "sliding_window": 5}, {"window_size": None}),
+    # What megatron-core cannot compute with
+    (
+        "deepseek_v3",
+        {"norm_topk_prob": False, "rope_interleave": False},
+        {"beyond": ("norm_topk_prob=False", "rope_interleave=False")},
+    ),
+    ("glm4_moe", {"norm_topk_prob": False}, {"beyond": ("norm_topk_prob=False",)}),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, {"beyond": ("swiglu_alpha=1.5",)}),
+    ("gemma2", {"use_bidirectional_attention": True}, {"beyond": ("use_bidirectional_attention=True",)}),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, {"beyond": ("rope_type='yarn'",)}),
     # What configs leave out
     ("gemma2", {"query_pre_attn_scalar": None}, {"softmax_scale": 256**-0.5}),
     ("gpt_oss", {"swiglu_limit": None}, {"activation_func_clamp_value": 7.0}),

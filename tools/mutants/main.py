@@ -44,6 +44,7 @@ QUICK = ("tables", "checkpoint", "megatron_tables", "architectures")
 FAMILIES = (
     "recipes",
     "agreement",
+    "computation",
     "megatron",
     "families_dense",
     "families_hybrid",

@@ -32,6 +32,7 @@ from resharder.client.trainer.rank_layout import (
     rank_layout_of,
 )
 from resharder.client.trainer.session import PublisherSession
+from resharder.client.trainer.token_ids import refuse_ids_in_padding
 from resharder.client.transport.selection import CHOICES, SHARING, TransportSelector
 from resharder.converters.allowances import collecting
 from resharder.converters.geometry.layout import ITEM_SIZES
@@ -120,11 +121,13 @@ class Publisher:
             StaleEpoch: A newer job has taken over the model.
             UsageError: An argument is wrong.
         """
-        from resharder.converters.models import local_layout, megatron_chunks
+        from resharder.converters.models import local_layout, megatron_chunks, vocabulary_rows
 
         with self._alone(), collecting() as warnings:
             self.attach_config(hf_config, tokenizer)
-            layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks, fp8=bool(self._scheme))
+            config = plain_config(hf_config)
+            layout, tensors = local_layout(model, config, rename=rename, ranks=ranks, fp8=bool(self._scheme))
+            refuse_ids_in_padding(tokenizer, self._files, config.get("vocab_size", 0), vocabulary_rows(model))
             if check_replicas:
                 compare_replicas(layout, tensors, self.identity.world_size)
             rank_layout = rank_layout_of(layout)

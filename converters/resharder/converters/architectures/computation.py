@@ -392,3 +392,73 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
 
 Those of ModelParallelConfig, from which they inherit, are about placement, precision and communication, all of them.
 """
+
+UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "tokens, labels, outputs and caches": (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+        "is_encoder_decoder",
+        "chunk_size_feed_forward",
+        "architectures",
+    ),
+    "training only": ("attention_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise"),
+    "the longest sequence, which a server bounds by `--max-model-len`": ("max_position_embeddings",),
+    "no program computes with it": ("pretraining_tp", "_sliding_window_pattern", "nemotron.rms_norm_eps", "gpt_oss.hidden_act"),
+    "another field decides": (
+        "partial_rotary_factor",
+        "minimax_m2.rotary_dim",
+        "deepseek_v2.head_dim",
+        "deepseek_v2.qk_head_dim",
+        "deepseek_v3.head_dim",
+        "deepseek_v3.qk_head_dim",
+        "kimi_k2.head_dim",
+        "kimi_k2.qk_head_dim",
+        "deepseek_v2.num_key_value_heads",
+        "deepseek_v3.num_key_value_heads",
+        "kimi_k2.num_key_value_heads",
+    ),
+    "no dense MLP is in the model": (
+        "qwen2_moe.intermediate_size",
+        "qwen3_moe.intermediate_size",
+        "qwen3_next.intermediate_size",
+        "qwen3_5_moe_text.intermediate_size",
+    ),
+    "there is no window": (
+        "qwen2.use_sliding_window",
+        "qwen2.max_window_layers",
+        "qwen2_moe.use_sliding_window",
+        "qwen2_moe.max_window_layers",
+        "qwen3.use_sliding_window",
+        "qwen3.max_window_layers",
+        "qwen3_moe.use_sliding_window",
+        "mimo.use_sliding_window",
+        "mimo.max_window_layers",
+    ),
+    "there is one group, or no limit to groups": (
+        "deepseek_v2.n_group",
+        "deepseek_v2.topk_group",
+        "glm4_moe.n_group",
+        "glm4_moe.topk_group",
+        "kimi_k2.n_group",
+        "kimi_k2.topk_group",
+    ),
+    "megatron-core has no argument for it; compared in models of Megatron-Bridge": (
+        "gemma2.attn_logit_softcapping",
+        "gemma2.final_logit_softcapping",
+        "gemma3_text.rope_theta",
+    ),
+    "megatron-core has no argument for it, nor has Megatron-Bridge": (
+        "gemma3_text.final_logit_softcapping",
+        "gemma3_text.rope_type",
+    ),
+}
+"""Fields of config.json of which another value is taken, by the reason; after a model type, for it alone."""

@@ -32,7 +32,7 @@ def table(config: HFConfig) -> Table:
 def recipe(config: HFConfig) -> Recipe:
     """Return the recipe with softmax scores before the choice of experts, and groups of experts for `group_limited_greedy`."""
     groups = router_groups(config) if config.get("topk_method") == "group_limited_greedy" else {}
-    return latent_recipe(config, moe_router_pre_softmax=True, **groups)
+    return latent_recipe(config, moe_router_pre_softmax=True, **groups).unless(config, norm_topk_prob=False)
 
 
 def latent_attention(size: Sizes, config: HFConfig) -> Layer:

@@ -21,7 +21,8 @@ def table(config: HFConfig) -> Table:
 
 def recipe(config: HFConfig) -> Recipe:
     """Return DeepSeek-V2's recipe with the router of `balanced_router`, and the number of MTP layers."""
-    return latent_recipe(config, **balanced_router(config), mtp_num_layers=further_tokens(config) or None)
+    made = latent_recipe(config, **balanced_router(config), mtp_num_layers=further_tokens(config) or None)
+    return made.unless(config, norm_topk_prob=True, rope_interleave=True)
 
 
 def balanced_mixture(size: Sizes, config: HFConfig) -> Layer:

@@ -40,7 +40,7 @@ def recipe(config: HFConfig, period: int = 2, **transformer: Any) -> Recipe:
         attention_softcap=config.get("attn_logit_softcapping"),
         logit_softcap=config.get("final_logit_softcapping"),
     )
-    return replace(built, extras=extras)
+    return replace(built, extras=extras).unless(config, use_bidirectional_attention=False)
 
 
 def completed(config: HFConfig, period: int = 2) -> dict[str, Any]:

@@ -20,7 +20,11 @@ def recipe(config: HFConfig) -> Recipe:
     built = gemma2.recipe(config, integer(config, "sliding_window_pattern", default=6), qk_layernorm=True)
     rope = config.get("rope_parameters") or {}
     everywhere, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
-    scaling = everywhere.get("factor") or (config.get("rope_scaling") or {}).get("factor")
+    scaled = everywhere or config.get("rope_scaling") or {}
+    kind = scaled.get("rope_type") or scaled.get("type") or ("linear" if "factor" in scaled else "default")
+    scaling = scaled.get("factor") if kind == "linear" else None
     model = {"rotary_base": everywhere.get("rope_theta") or config.get("rope_theta") or 1e6}
     extras = replace(built.extras, local_rotary_base=local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
-    return replace(built.but(model | ({"seq_len_interpolation_factor": scaling} if scaling else {})), extras=extras)
+    other = () if kind in ("default", "linear") else (f"rope_type={kind!r}",)
+    made = built.but(model | {"seq_len_interpolation_factor": scaling})
+    return replace(made, extras=extras, beyond=(*made.beyond, *other))

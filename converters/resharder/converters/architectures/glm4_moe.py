@@ -26,4 +26,5 @@ def recipe(config: HFConfig) -> Recipe:
     part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.5
     bias, norms = bool(config.get("attention_bias")), bool(config.get("use_qk_norm"))
     made = decoder_recipe(config, add_qkv_bias=bias, qk_layernorm=norms, mtp_num_layers=further_tokens(config) or None)
-    return made.but({"rotary_percent": part}, **mixture_recipe(config, **balanced_router(config)))
+    made = made.but({"rotary_percent": part}, **mixture_recipe(config, **balanced_router(config)))
+    return made.unless(config, norm_topk_prob=True)

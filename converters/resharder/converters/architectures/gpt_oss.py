@@ -56,7 +56,7 @@ def stacked_experts(size: Sizes, ffn: int, experts: int) -> Layer:
 def recipe(config: HFConfig) -> Recipe:
     """Return the recipe with learnable sinks, clamped quick GELU, experts in every layer, and YaRN."""
     sparse = [True] * integer(config, "num_hidden_layers")
-    return decoder_recipe(
+    built = decoder_recipe(
         completed(config),
         add_bias_linear=True,
         softmax_type="learnable",
@@ -67,6 +67,7 @@ def recipe(config: HFConfig) -> Recipe:
         **window(config),
         **routed(config, experts(config), integer(config, "intermediate_size"), sparse=sparse),
     )
+    return built.unless(config, swiglu_alpha=1.702)
 
 
 def completed(config: HFConfig) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def completed(config: HFConfig) -> dict[str, Any]:
     if config.get("rope_parameters") or config.get("rope_scaling"):
         return dict(config)
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-    return dict(config) | {"rope_parameters": yarn | {"rope_theta": config.get("rope_theta") or 150000.0}}
+    return {**config, "rope_parameters": yarn | {"rope_theta": config.get("rope_theta") or 150000.0}}
 
 
 def experts(config: HFConfig) -> int:

@@ -2,7 +2,7 @@
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, expert_mlp, integer, shared_expert
 from resharder.converters.architectures.qwen3_moe import experts, sparse_layers
-from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe, optional_window, routed
 from resharder.converters.architectures.table import HFConfig, Table
 
 
@@ -24,6 +24,7 @@ def recipe(config: HFConfig) -> Recipe:
         add_qkv_bias=bool(config.get("qkv_bias", True)),
         moe_shared_expert_intermediate_size=shared_ffn(config),
         moe_shared_expert_gate=True,
+        **optional_window(config, lambda n, most: n % 2 == 0 and n < most),
         **routed(config, experts(config), ffn, sparse=sparse, moe_router_pre_softmax=before),
     )
 

@@ -1,7 +1,7 @@
 """Qwen3: norms of each query head and key head; `head_dim` is independent of the hidden size."""
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer, refuse
-from resharder.converters.architectures.recipe import Recipe, decoder_recipe
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe, optional_window
 from resharder.converters.architectures.table import HFConfig, Table
 
 
@@ -14,5 +14,5 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
-    """Return a decoder's recipe with `qk_layernorm`."""
-    return decoder_recipe(config, qk_layernorm=True)
+    """Return a decoder's recipe with `qk_layernorm`, and a window in the last layers if the config turns it on."""
+    return decoder_recipe(config, qk_layernorm=True, **optional_window(config, lambda n, most: n >= most))

@@ -15,4 +15,4 @@ def table(config: HFConfig) -> Table:
 def recipe(config: HFConfig) -> Recipe:
     """Return Qwen3-Next's recipe with experts in every layer, whose weights add up to one."""
     sparse = [True] * integer(config, "num_hidden_layers")
-    return mixture_recipe(config, qwen3_5.predictions(config), sparse, normalised=True)
+    return mixture_recipe(config, qwen3_5.predictions(config), sparse, normalised=True).unless(config, norm_topk_prob=True)

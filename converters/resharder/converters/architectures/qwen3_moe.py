@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3 with routed experts in all or some layers."""
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, expert_mlp, integer, refuse
-from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe, optional_window, routed
 from resharder.converters.architectures.table import HFConfig, Table
 
 
@@ -17,9 +17,8 @@ def table(config: HFConfig) -> Table:
 def recipe(config: HFConfig) -> Recipe:
     """Return Qwen3's recipe with routed experts. Softmax precedes the choice of experts unless `norm_topk_prob` is set."""
     ffn, sparse, before = integer(config, "moe_intermediate_size"), sparse_layers(config), not config.get("norm_topk_prob", False)
-    return decoder_recipe(
-        config, qk_layernorm=True, **routed(config, experts(config), ffn, sparse=sparse, moe_router_pre_softmax=before)
-    )
+    mixture = routed(config, experts(config), ffn, sparse=sparse, moe_router_pre_softmax=before)
+    return decoder_recipe(config, qk_layernorm=True, **optional_window(config, lambda n, most: True), **mixture)
 
 
 def experts(config: HFConfig) -> int:

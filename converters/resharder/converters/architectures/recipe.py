@@ -4,7 +4,7 @@
 those of transformers. A trainer builds its own model, which `attach` compares with the recipe as `agreement.py` says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,8 +170,22 @@ def window(config: HFConfig) -> dict[str, Any]:
     if not config.get("sliding_window"):
         return {}
     layers = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
+    if layers and not any(layers):
+        return {}
     arguments: dict[str, Any] = {"window_size": (integer(config, "sliding_window") - 1, 0)}
     return arguments | ({"window_attn_skip_freq": [int(layer) for layer in layers]} if layers else {})
+
+
+def optional_window(config: HFConfig, has_window: Callable[[int, int], bool]) -> dict[str, Any]:
+    """Return `window` for families in which `use_sliding_window` turns it on.
+
+    Without `layer_types`, `has_window` says whether the layer n has a window, given `max_window_layers`.
+    """
+    if not config.get("use_sliding_window"):
+        return {}
+    most, layers = config.get("max_window_layers", 28), range(integer(config, "num_hidden_layers"))
+    kinds = ["sliding_attention" if has_window(n, most) else "full_attention" for n in layers]
+    return window({**config, "layer_types": config.get("layer_types") or kinds})
 
 
 def routed(config: HFConfig, experts: int, ffn: int, *, sparse: list[bool], **transformer: Any) -> dict[str, Any]:

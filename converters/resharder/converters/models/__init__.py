@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import torch
-from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig
+from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.models import dtensor
+from resharder.converters.models.hf_config import refuse_other_config
 from resharder.converters.models.hf_names import Model, Rename
 
 
@@ -36,6 +37,7 @@ def local_layout(
     """
     chunks = megatron_chunks(model)
     if not chunks:
+        refuse_other_config(model, config_dict(hf_config))
         return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks)
     if rename is not None or ranks is not None:
         raise UnsupportedModel("expected no rename and no ranks for a Megatron model: its table and process groups have both")
@@ -54,6 +56,11 @@ def megatron_chunks(model: Model) -> list[torch.nn.Module]:
         return []
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     return chunks if any(isinstance(_innermost(chunk), core.MegatronModule) for chunk in chunks) else []
+
+
+def vocabulary_rows(model: Model) -> int:
+    """Return the number of rows of a Megatron model's embeddings over all ranks, padding included; 0 for any other model."""
+    return max((getattr(_innermost(chunk), "vocab_size", 0) for chunk in megatron_chunks(model)), default=0)
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:
