@@ -11,11 +11,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
-REFUSALS: Mapping[str, str] = {}
+UNWRITTEN = "unwritten-parameters"
+REFUSALS: Mapping[str, str] = {
+    UNWRITTEN: "A vLLM server installs a version that does not write all of its parameters; the rest keep what is in memory.",
+}
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 
 _log = logging.getLogger("resharder")
 _collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
+
+
+def unknown(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what is wrong with RESHARDER_ALLOW; empty if it has only names of REFUSALS."""
+    names = [name for name in environment.get(VARIABLE, "").split(",") if name]
+    wrong = ", ".join(repr(name) for name in names if name not in REFUSALS)
+    return (
+        f"{VARIABLE} has {wrong}, which is no refusal's name; expected one or more of {', '.join(sorted(REFUSALS))}"
+        if wrong
+        else ""
+    )
 
 
 def refuse(name: str, error: Exception) -> None:

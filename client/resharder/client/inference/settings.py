@@ -9,6 +9,7 @@ from typing import Self
 
 from resharder.client.errors import UsageError
 from resharder.client.rpc.tls import Tls
+from resharder.converters import allowances
 
 GRPC, HTTP = "grpc", "http"
 FAULTS = ("skip", "misplace", "swap", "half-way")
@@ -57,6 +58,8 @@ class PluginSettings:
         """
         given = {name: value for name, value in environment.items() if value}
         fault(given)
+        if problem := allowances.unknown(given):
+            raise UsageError(problem)
         Tls.from_environment(given)
         return cls(
             endpoint=_endpoint(given),
