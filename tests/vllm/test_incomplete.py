@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,16 +11,16 @@ import pytest
 import torch
 from resharder.client.inference import version_page
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.recording.recorder import record
+from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Installed
-from resharder.client.inference.worker.model_part import MODEL, ModelPart
+from resharder.client.inference.worker.model_part import MODEL, ModelPart, ModelParts
 from resharder.client.trainer import connect
 from resharder.client.versions.remote import VersionManifest
-from resharder.converters.geometry.layout import TensorSpec
+from resharder.converters.geometry.layout import Layout, TensorSpec
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
@@ -130,3 +131,13 @@ def test_what_the_environment_allows_is_installed_and_goes_into_the_report(
     monkeypatch.setattr(agent.reporter, "report", lambda worker, **how: sent.append(worker))
     agent.booted(VERSION, Installed(0, 0, 0.0), 0.0)
     assert list(sent[0].warnings) == [warning]
+
+
+def test_a_later_version_with_other_tensors_is_refused_by_their_names() -> None:
+    specs = {name: TensorSpec(name, "F32", (4, 4)) for name in ("a", "b", "c")}
+    parts = ModelParts(VLLMHost(SimpleNamespace(model_config=None), torch.device("cpu"), 0))
+    parts.part(MODEL).recording = Recording(Layout(specs, ()), {}, {}, {})
+    later = {"a": specs["a"], "b": specs["b"]._replace(shape=(4, 5)), "d": TensorSpec("d", "F32", (1,))}
+    parts.check(replace(VERSION, specs=specs))
+    with pytest.raises(InstallError, match=r"it lacks c; new are d; of another shape or dtype are b\. If the model has changed"):
+        parts.check(replace(VERSION, specs=later))

@@ -19,7 +19,7 @@ from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
 from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
 from resharder.converters.allowances import UNWRITTEN, VARIABLE, collecting, refuse
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, TensorSpec, box_size
 
 MODEL, DRAFTER = "model", "drafter"
 Models = Mapping[str, torch.nn.Module]
@@ -228,8 +228,19 @@ class ModelParts:
         for part in self.by_name.values():
             known = part.known.layout.tensors
             if manifest.specs != known:
-                wrong = sorted(set(manifest.specs.items()) ^ set(known.items()))[:3]
                 raise InstallError(
-                    f"expected {manifest.name} to have the tensors of the versions before it, these differ: {wrong}; "
-                    "restart the server"
+                    f"{manifest.name} has other tensors than the version from which this server has learnt the layout: "
+                    f"{_compared(known, manifest.specs)}. If the model has changed, restart the server"
                 )
+
+
+def _compared(known: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> str:
+    """Describe how the tensors of a version differ from the known ones."""
+    kinds = {
+        "it lacks": known.keys() - found.keys(),
+        "new are": found.keys() - known.keys(),
+        "of another shape or dtype are": {name for name in known.keys() & found.keys() if known[name] != found[name]},
+    }
+    return "; ".join(
+        f"{what} {', '.join(sorted(names)[:4])}{', …' if len(names) > 4 else ''}" for what, names in kinds.items() if names
+    )
