@@ -93,6 +93,24 @@ def test_what_was_not_compared_is_counted_with_the_reason(scene: Scene) -> None:
     }
 
 
+def test_a_part_of_a_parameter_that_no_box_covers_is_not_taken_for_compared(scene: Scene) -> None:
+    """One tensor fills half of `weight` by a box, another one the rest with a cast."""
+    half = TensorSpec("w", "F32", (3, 8))
+    known, piece = scene.part.known, Piece("w", full_box((3, 8)), "weight", 0, (8, 1))
+    specs = known.layout.tensors | {"w": half, "cast": TensorSpec("cast", "BF16", (3, 8))}
+    reads = known.reads | {"cast": frozenset(["weight"])}
+    scene.part.recording = Recording(Layout(specs, (piece, *known.layout.pieces[1:])), known.locals, reads, {"cast": "a cast"})
+    scene.part.route = Route((), frozenset(specs), frozenset(["", "loaded"]), (piece,))
+    digest = digest_torch(scene.model.weight.detach()[:3], full_box((3, 8)), (3, 8))
+    with scene.verifier.exclusive():
+        scene.verifier.expect(scene.part, {("w", full_box((3, 8))): digest})
+        scene.verifier.installed({MODEL: scene.model})
+    found = scene.verify()
+    assert (found.covered_bytes, found.digested_bytes) == (found.total_bytes, 4 * 3 * 8)
+    scene.model.weight.detach()[4].zero_()
+    assert list(scene.verify().different) == ["weight"]
+
+
 def test_a_model_whose_loader_cannot_be_recorded_is_not_said_to_be_compared(scene: Scene) -> None:
     specs = scene.part.known.layout.tensors
     scene.part.recording = Recording(Layout(specs, ()), scene.part.known.locals, {}, {"": "it reads values"})

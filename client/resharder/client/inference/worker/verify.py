@@ -42,7 +42,7 @@ _MAX_NAMES = 8  # of different tensors in a report
 _HIDDEN = "the engine has packed them into memory of a kernel, which cannot be read"
 _EARLY = "the version is served ahead of READY, and the store's digests are not known yet"
 _UNRECORDED = "where the model's loader puts them could not be recorded"
-_OTHER = "their memory was not known at the last install"
+_OTHER = "the engine keeps them in a form that cannot be compared"
 
 
 @dataclass
@@ -241,7 +241,7 @@ class Verifier:
                 if tensor is None or self._print(tensor, epoch) != expected:
                     wrong.add(path)
             found.tensors += len(compared)
-            _count(found, part, compared, set(baseline.prints), live, early=baseline.digests is None)
+            _count(found, part, baseline, live)
             found.different += [path if name == MODEL else f"{name}: {path}" for path in sorted(wrong)]
         return found
 
@@ -300,7 +300,9 @@ class Verifier:
         """Return the tensors that the model reads and that no box verifies."""
         notes, everything = inventory.NOTES.get(model), inventory.reachable(model)
         known = set(notes.constant) | set(notes.made) if notes else set()
-        boxed = {piece.local for piece in Baseline(part.route).pieces}
+        # A parameter that a tensor without boxes fills too is fingerprinted as a whole.
+        beside = {name for tensor in part.known.impure for name in part.known.reads.get(tensor, ())}
+        boxed = {piece.local for piece in Baseline(part.route).pieces} - beside
         storages = {f.tensor.untyped_storage()._cdata for f in everything if f.path in boxed}
         return [
             f
@@ -314,18 +316,18 @@ class Verifier:
         ]
 
 
-def _count(
-    found: Comparison, part: ModelPart, compared: set[str], printed: set[str], live: Mapping[str, torch.Tensor], *, early: bool
-) -> None:
-    """Add how much of the version was compared: the needed bytes of the HF tensors whose locals were all compared."""
+def _count(found: Comparison, part: ModelPart, baseline: Baseline, live: Mapping[str, torch.Tensor]) -> None:
+    """Add how much of the version was compared: the needed bytes of HF tensors of which every element was."""
+    digested = {(piece.tensor, piece.local) for piece in baseline.pieces} if baseline.digests is not None else set()
     for tensor in part.known.needs:
-        size, locals_ = _needed_bytes(part, tensor), part.known.reads.get(tensor)
-        if locals_ and locals_ <= compared:
+        size, locals_ = _needed_bytes(part, tensor), part.known.reads.get(tensor, frozenset())
+        by_digest = {name for name in locals_ if (tensor, name) in digested}
+        if locals_ and locals_ <= by_digest | baseline.prints.keys():
             found.covered_bytes += size
-            found.digested_bytes += 0 if locals_ & printed else size
+            found.digested_bytes += size if locals_ == by_digest else 0
             continue
-        gone = any(name not in live or not live[name].numel() for name in locals_ or ())
-        reason = _UNRECORDED if not locals_ else _HIDDEN if gone else _EARLY if early else _OTHER
+        gone = any(name not in live or not live[name].numel() for name in locals_)
+        reason = _UNRECORDED if not locals_ else _HIDDEN if gone else _EARLY if baseline.digests is None else _OTHER
         found.uncompared[reason].append((tensor, size))
 
 
