@@ -115,6 +115,11 @@ def test_a_loader_that_does_more_than_copying_is_said_to(
     assert {piece.tensor for piece in recording.layout.pieces} == {"gate", "up"}
 
 
+def test_a_tensor_of_another_shape_is_refused_by_its_name_before_it_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"norm: the loader copies \(3,\) into \(4,\) of norm\.weight, which does not fit"):
+        recorded(lambda parameter, tensor: parameter.data.copy_(tensor[:3]))
+
+
 def test_a_contiguous_copy_of_a_view_is_still_a_copy_until_it_is_written_to() -> None:
     def turned(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         parameter.data.copy_(tensor[1::2].transpose(0, 1).contiguous().narrow(0, 1, 2).reshape(4))

@@ -111,6 +111,9 @@ def record(
 
     Returns:
         The recording; with the key "" in `impure` if the loader reads values.
+
+    Raises:
+        ValueError: A tensor does not have the shape that the loader copies. Errors of the loader propagate too.
     """
     tape = _Tape(specs, _locals(model))
     with _tagged_loaders(model, tape, original_loader), torch.no_grad(), _Constants(tape):
@@ -317,6 +320,11 @@ class _Tape:
             self._overwritten(target)
             self._made_of[_storage(target)] = self._sources(target) | names
             return
+        if target.numel() != source.numel() and not _expands(source.shape, target.shape):  # as torch's own copy refuses it
+            raise ValueError(
+                f"{', '.join(sorted(names))}: the loader copies {tuple(source.shape)} into {tuple(target.shape)}"
+                f" of {self._owner(target) or 'a tensor'}, which does not fit"
+            )
         self.wrote(target)
         local = self._by_storage.get(_storage(target))
         why = ""
@@ -388,6 +396,12 @@ class _Constants(TorchFunctionMode):
         if writes and next(_tapes((args, kwargs or {})), None) is None:
             self._tape.wrote(args[0][args[1]] if name == "__setitem__" else args[0])
         return function(*args, **(kwargs or {}))
+
+
+def _expands(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Return whether a tensor of `shape` can be broadcast to `target`."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, to) for n, to in pairs)
 
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__", "__setitem__"}
