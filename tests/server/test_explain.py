@@ -64,6 +64,12 @@ def test_a_sleep_that_failed_is_not_reported_as_an_install_that_went_wrong() -> 
     assert said(goal, failed).startswith("closed; could not go ASLEEP_2: the engine has ended; tries again")
 
 
+def test_refusals_that_a_workers_environment_allows_are_said_with_it_and_once() -> None:
+    allowed = ("allowed by RESHARDER_ALLOW=some: lm_head.weight is not written",)
+    worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one", warnings=allowed * 2)
+    assert said(WorkerReported(worker)) == f"serving version 1; it is the newest; worker 0: {allowed[0]}"
+
+
 def test_a_worker_that_read_by_the_slower_way_is_named_with_the_reason() -> None:
     worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one", transport="grpc", transport_reason="refused")
     assert said(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC: refused")

@@ -25,7 +25,7 @@ from resharder.server.state.server import Goal, OrderKind, Server, Settings, Wor
 from resharder.server.state.server_events import Attached, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
-from resharder.server.web.status import status as page_data
+from resharder.server.web.status import status
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -362,7 +362,7 @@ def test_a_version_that_cannot_be_retired_is_a_problem_on_the_page_and_a_number_
     now = replace(metrics.gauges.NOTHING, versions=versions, stuck={"/store/pool/1-7": 4096})
     found = {family.name: family for family in metrics.gauges.families(now)}["resharder_versions_not_retired"]
     assert {sample.labels["model"]: sample.value for sample in found.samples} == {"policy": 1, "other": 0}
-    assert page_data(now, [])["problems"] == [
+    assert status(now, [])["problems"] == [
         f"{stays.name} is {stays.reason}",
         "/store/pool/1-7 cannot be removed, and takes 4096 bytes of the store: remove what protects it",
     ]
@@ -374,3 +374,28 @@ def test_families_are_declared_before_anything_has_happened() -> None:
     names = {family.name for family in registry.collect()}
     assert {"resharder_fleet_lag_seconds", "resharder_installs", "resharder_store_used_bytes"} <= names
     assert all(name.startswith(("resharder_", "process_")) for name in names)
+
+
+def test_metrics_and_the_page_say_how_much_of_a_version_was_compared_and_why_the_rest_was_not() -> None:
+    packed = resources_pb2.Uncompared(reason="packed", tensors=2, bytes=60)
+    found = [
+        resources_pb2.Verification(covered_bytes=40, digested_bytes=30, total_bytes=100, uncompared=[packed]),
+        resources_pb2.Verification(covered_bytes=100, digested_bytes=100, total_bytes=100),
+        resources_pb2.Verification(total_bytes=100, skipped="asleep"),
+    ]
+    workers = {rank: Worker(rank, WorkerState.APPLIED, 5, verification=one) for rank, one in enumerate(found)}
+    view = serving(5)
+    view = replace(view, server=replace(view.server, workers=workers))
+    fleet = FleetView(Fleet("policy", "policy"), 5, (), "")
+    now = replace(metrics.gauges.NOTHING, fleets=(fleet,), servers={"policy": (view,)}, versions={"policy": [record(5)]})
+    registry, _ = metrics.make("1.2.3")
+    metrics.show(registry, lambda: now)
+    sizes = {
+        sample.labels["compared_with"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if family.name == "resharder_verified_bytes"
+    }
+    assert sizes == {"digest": 130, "fingerprint": 10, "nothing": 160}
+    (server,) = status(now, [])["fleets"][0]["servers"]
+    assert server["verification"] == {"time": 0, "compared": 140, "needed": 300, "why": "packed; asleep"}

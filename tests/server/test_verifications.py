@@ -59,6 +59,19 @@ def test_an_operator_gets_what_every_worker_found(daemon: Daemon) -> None:
         assert wait_serving(daemon, 1).workers[0].verification.tensors == 5
 
 
+def test_how_much_was_compared_and_the_workers_warnings_arrive_with_bounds(daemon: Daemon) -> None:
+    with SimulatedServer(daemon, "a"):
+        wait_serving(daemon, 1)
+        left = resources_pb2.Uncompared(reason="packed" * 200, tensors=9, bytes=7, names=["w"] * 9)
+        partial = resources_pb2.Verification(covered_bytes=3, digested_bytes=2, total_bytes=10, uncompared=[left] * 9)
+        (found,) = verified(daemon, verification=partial, warnings=["allowed by RESHARDER_ALLOW=some: w"] * 9)
+        assert (found.covered_bytes, found.digested_bytes, found.total_bytes, len(found.uncompared)) == (3, 2, 10, 8)
+        one = found.uncompared[0]
+        assert (len(one.reason), one.tensors, one.bytes, one.names) == (500, 9, 7, ("w",) * 8)
+        assert servers(daemon)[0].workers[0].warnings == ["allowed by RESHARDER_ALLOW=some: w"] * 8
+        assert servers(daemon)[0].reason.endswith("; worker 0: allowed by RESHARDER_ALLOW=some: w")
+
+
 def test_a_server_whose_worker_was_altered_leaves_service_with_the_reason_and_gets_its_version_again(daemon: Daemon) -> None:
     with SimulatedServer(daemon, "a") as server:
         wait_serving(daemon, 1)

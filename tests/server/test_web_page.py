@@ -68,7 +68,7 @@ def differences(page: "Chrome", operator: Operator) -> list[object]:
             numbers = [server.version] + [server.wanted_version] * (server.version != server.wanted_version)
             state, version = server.state.value, " → ".join(map(str, numbers))
             servers[server.name.removeprefix("servers/")] = (state, version, server.reason, str(server.in_flight))
-        seen = {id: (state, version, why, requests) for id, (state, version, why, _, requests) in shown.items()}
+        seen = {id: (state, version, why, requests) for id, (state, version, why, _, requests, _) in shown.items()}
         found += [] if seen == servers else [(fleet.name, servers, seen)]
     lines = page.execute_script("return [...document.querySelectorAll('#models .line:not(.axis)')].map(line => line.innerText)")
     listed = [version for model in operator.daemon().models for version in operator.versions(model)]

@@ -1,6 +1,6 @@
 """Speculative decoding with MTP layers of the model's own checkpoint: the drafter is brought to each version with the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,9 +69,11 @@ class Model(torch.nn.Module):
         return loaded
 
 
-def recorded(model: Model, *names: str) -> tuple[Recording, VersionManifest]:
+def recorded(
+    model: Model, *names: str, defaults: Callable[[torch.nn.Module], Collection[str]] = lambda module: ()
+) -> tuple[Recording, VersionManifest]:
     specs = {name: TensorSpec(name, "F32", (4, 4)) for name in names}
-    recording = record(model, specs, lambda parameter: lambda p, tensor: p.data.copy_(tensor))
+    recording = record(model, specs, lambda parameter: lambda p, tensor: p.data.copy_(tensor), defaults)
     return recording, VersionManifest("models/m/versions/1", 1, "", "", specs, {}, ())
 
 
@@ -98,10 +100,17 @@ def test_what_the_drafter_shares_is_the_models_to_write() -> None:
     assert {name: len(boxes) for name, boxes in needs(parts).items()} == dict.fromkeys(names, 1)
 
 
-def test_a_version_without_the_drafters_layers_is_refused_by_their_names() -> None:
-    model, part = Model(layer=torch.nn.Linear(4, 4, bias=False)), part_of(DRAFTER)
-    with pytest.raises(InstallError, match=r"models/m/versions/1 .* the drafter loads, got none for 1 parameters: layer\.weight"):
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_version_without_the_drafters_layers_is_refused_by_their_names(quantization: str | None) -> None:
+    model, part = Model(layer=torch.nn.Linear(4, 4, bias=False)), part_of(DRAFTER, quantization)
+    with pytest.raises(
+        InstallError, match=r"models/m/versions/1 .* the drafter loads: .* layer\.weight \(0 of its 16 elements\)"
+    ):
         part.record(*recorded(model, "body.weight"))
-    quantized = part_of(DRAFTER, "fp8")  # its scales need not be in a checkpoint
-    quantized.record(*recorded(model, "body.weight"))
-    assert quantized.known.needs == {}
+
+
+def test_scales_of_a_kv_cache_need_not_be_in_a_checkpoint() -> None:
+    model, part = Model(attn=torch.nn.Linear(4, 4, bias=False), body=torch.nn.Linear(4, 4, bias=False)), part_of(DRAFTER, "fp8")
+    recording, manifest = recorded(model, "body.weight", defaults=lambda module: ["weight"] if module is model.attn else [])
+    part.record(recording, manifest)
+    assert part.known.needs.keys() == {"body.weight"}

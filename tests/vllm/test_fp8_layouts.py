@@ -32,7 +32,7 @@ def test_a_worker_takes_the_scales_of_the_blocks_that_it_takes(family: str, serv
     taken: set[str] = set()
     for worker in range(server.workers):
         recording = worker_recording(config, specs, server, worker, dtype="bfloat16")
-        assert recording.unfit == {}
+        assert (recording.unwritten, recording.unfit) == ({}, {})
         assert set(recording.impure) <= {name for name in specs if "correction_bias" in name}
         taken |= recording.needs.keys()
         for name, boxes in recording.needs.items():

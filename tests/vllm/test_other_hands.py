@@ -179,7 +179,12 @@ def test_packed_weights_are_no_difference_and_not_said_to_be_covered(packed: Dep
         packed.server.generate(PROMPT)
         found = packed.verify()
         no_difference(found, packed.version)
-        assert all(0 < one.covered_bytes < one.total_bytes for one in found)
+        for one in found:
+            assert 0 < one.covered_bytes < one.total_bytes
+            (packed_away,) = one.uncompared
+            assert "packed them into memory of a kernel" in packed_away.reason
+            assert one.covered_bytes + packed_away.bytes == one.total_bytes
+            assert all(name.endswith("_proj.weight") or name == "lm_head.weight" for name in packed_away.names)
 
 
 @needs_native_versions

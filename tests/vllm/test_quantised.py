@@ -47,35 +47,48 @@ FP8 = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "unfit"),
+    ("changes", "unwritten", "unfit"),
     [
-        ({}, {}),
-        ({"up.scale": None}, {"fused.scale": "1 of its 2 elements have values"}),
-        ({"up.scale": None, "down.scale": None}, {"fused.scale": "0 of its 2 elements have values"}),
-        ({"up.weight": None}, {"fused.weight": "12 of its 24 elements have values"}),
+        ({}, {}, {}),
+        ({"up.scale": None}, {"fused.scale": "1 of its 2 elements, from down.scale"}, {}),
+        ({"up.scale": None, "down.scale": None}, {"fused.scale": "0 of its 2 elements"}, {}),
+        ({"up.weight": None}, {"fused.weight": "12 of its 24 elements, from down.weight"}, {}),
         (
             {"up.weight": ("BF16", (3, 4))},
+            {},
             {"fused.weight": "up.weight is torch.bfloat16, stored as torch.float8_e4m3fn"},
         ),
-        ({"gate.weight": ("F8_E4M3", (2, 4))}, {"gate.weight": "gate.weight is torch.float8_e4m3fn, stored as torch.float32"}),
-        ({"gate.weight": ("F32", (2, 4))}, {}),
+        (
+            {"gate.weight": ("F8_E4M3", (2, 4))},
+            {},
+            {"gate.weight": "gate.weight is torch.float8_e4m3fn, stored as torch.float32"},
+        ),
+        ({"gate.weight": ("F32", (2, 4))}, {}, {}),
     ],
 )
-def test_parameters_of_quantised_modules_that_a_checkpoint_does_not_fill_exactly_are_written_down(
-    changes: dict[str, tuple[str, tuple[int, ...]] | None], unfit: dict[str, str]
+def test_parameters_that_a_checkpoint_does_not_fill_exactly_are_written_down(
+    changes: dict[str, tuple[str, tuple[int, ...]] | None], unwritten: dict[str, str], unfit: dict[str, str]
 ) -> None:
     given = {name: spec for name, spec in (FP8 | changes).items() if spec is not None}
     specs = {name: TensorSpec(name, *spec) for name, spec in given.items()}
     recording = record(Quantised(), specs, lambda parameter: None)
     assert recording.quantised == {"fused"}
-    assert recording.unfit == unfit
-    assert recording.without(frozenset(["fused", "gate"])).unfit == {}
+    assert (recording.unwritten, recording.unfit) == (unwritten, unfit)
+    rest = recording.without(frozenset(["fused", "gate"]))
+    assert (rest.unwritten, rest.unfit) == ({}, {})
 
 
 def test_a_version_without_a_scale_is_refused_by_its_name() -> None:
     specs = {name: TensorSpec(name, *spec) for name, spec in FP8.items() if name != "up.scale"}
     part = ModelPart(MODEL, SimpleNamespace(quantization="fp8"))
-    with pytest.raises(InstallError, match=r"models/m/versions/1 .*: fused\.scale: 1 of its 2 elements"):
+    with pytest.raises(InstallError, match=r"models/m/versions/1 lacks .*fused\.scale \(1 of its 2 elements, from down\.scale\)"):
+        part.record(record(Quantised(), specs, lambda parameter: None), SimpleNamespace(name="models/m/versions/1"))
+
+
+def test_a_version_in_another_format_is_refused_by_the_names_of_its_tensors() -> None:
+    specs = {name: TensorSpec(name, *spec) for name, spec in (FP8 | {"up.weight": ("BF16", (3, 4))}).items()}
+    part = ModelPart(MODEL, SimpleNamespace(quantization="fp8"))
+    with pytest.raises(InstallError, match=r"1 parameters do not fit: fused\.weight: up\.weight is torch\.bfloat16"):
         part.record(record(Quantised(), specs, lambda parameter: None), SimpleNamespace(name="models/m/versions/1"))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from resharder.client.inference.recording.coverage import covered_elements
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.recording.view_boxes import boxes_of_view
 from resharder.converters.geometry.layout import StridedView, TensorSpec, box_index
@@ -114,6 +115,11 @@ def test_a_loader_that_does_more_than_copying_is_said_to(
     assert {piece.tensor for piece in recording.layout.pieces} == {"gate", "up"}
 
 
+def test_a_tensor_of_another_shape_is_refused_by_its_name_before_it_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"norm: the loader copies \(3,\) into \(4,\) of norm\.weight, which does not fit"):
+        recorded(lambda parameter, tensor: parameter.data.copy_(tensor[:3]))
+
+
 def test_a_contiguous_copy_of_a_view_is_still_a_copy_until_it_is_written_to() -> None:
     def turned(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         parameter.data.copy_(tensor[1::2].transpose(0, 1).contiguous().narrow(0, 1, 2).reshape(4))
@@ -149,3 +155,58 @@ def test_recording_leaves_parameters_and_loaders_as_they_were() -> None:
 def test_what_a_recording_needs_is_found_once_for_whoever_asks_of_thousands_of_tensors_one_by_one() -> None:
     recording = recorded(lambda parameter, tensor: parameter.data.copy_(tensor))
     assert recording.needs is recording.needs
+
+
+@given(views(), views())
+def test_elements_that_writes_cover_are_counted_once(
+    first: tuple[torch.Tensor, torch.Tensor, bool], second: tuple[torch.Tensor, torch.Tensor, bool]
+) -> None:
+    taken = torch.zeros(2 * 512, dtype=torch.bool)
+    places = [StridedView(tuple(v.shape), tuple(v.stride()), int(v.storage_offset())) for _, v, _ in (first, second, second)]
+    for place in places:
+        taken.as_strided(*place).fill_(True)
+    assert covered_elements(places) == int(taken.sum())
+
+
+class Padded(torch.nn.Module):
+    """A vocabulary of 6 rows, of which a checkpoint has 4; a loader like vLLM's fills the rest with zeros, if it says so."""
+
+    def __init__(self, *, zeros: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.register_buffer("table", torch.arange(3.0))
+        self.zeros = zeros
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "embed":
+                self.embed.weight[:4].data.copy_(tensor)
+                if self.zeros:
+                    self.embed.weight[4:].data.fill_(0)
+            else:
+                self.table[:2] = tensor
+
+
+def test_what_the_loader_writes_itself_is_written_and_what_it_leaves_is_not() -> None:
+    specs = {"embed": TensorSpec("embed", "F32", (4, 4)), "table": TensorSpec("table", "F32", (2,))}
+    only = {"embed": specs["embed"]}
+    assert record(Padded(zeros=True), only, lambda parameter: None).unwritten == {}, "a buffer that nothing fills is a constant"
+    assert record(Padded(zeros=False), only, lambda parameter: None).unwritten == {
+        "embed.weight": "16 of its 24 elements, from embed"
+    }
+    assert record(Padded(zeros=True), specs, lambda parameter: None).unwritten == {"table": "2 of its 3 elements, from table"}
+
+
+def test_a_parameter_that_vllm_has_padded_is_written_by_as_many_elements_as_it_states() -> None:
+    model = Padded(zeros=False)
+    model.embed.weight.weight_loader_numel = 16
+    specs = {"embed": TensorSpec("embed", "F32", (4, 4))}
+    assert record(model, specs, lambda parameter: None).unwritten == {}
+
+
+def test_tensors_that_the_loader_computes_with_count_for_the_part_that_they_fill() -> None:
+    model = Model(lambda parameter, tensor: parameter.data.narrow(0, 1, 3).copy_(tensor.half().float()[1:]))
+    specs = {name: TensorSpec(name, "F32", shape) for name, shape in (("gate", (6, 4)), ("up", (6, 4)), ("norm", (4,)))}
+    recording = record(model, specs, lambda parameter: None)
+    assert "norm" in recording.impure
+    assert recording.unwritten == {"norm.weight": "3 of its 4 elements, from norm"}

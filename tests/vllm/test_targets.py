@@ -1,8 +1,11 @@
 """What each worker of a vLLM server takes of a version, for every family: recorded without a server, and held against what the
 model's own `load_weights` does with random weights in the same worker."""
 
+import random
+import re
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -14,7 +17,7 @@ import pytest
 import torch
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_model, worker_recording
-from resharder.client.inference.vllm.reload import original_loader
+from resharder.client.inference.vllm.reload import defaults, original_loader
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
@@ -138,13 +141,13 @@ def proven_recording(
     parameter is filled by one piece, by an impure tensor, or is padding of the vocabulary."""
     readable = readable_config(config)
     with worker_model(readable, server, worker, memory=True, dtype="bfloat16") as model, torch.no_grad():
-        recording = record(model, specs, original_loader)
+        recording = record(model, specs, original_loader, defaults)
         parameters = dict(model.named_parameters())
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
         model.load_weights(iter({n: w.clone() for n, w in weights.items()}.items()))
     assert "" not in recording.impure
-    assert not recording.unloaded
+    assert recording.unwritten == {}, "a healthy checkpoint is never refused"
     filled = {name: torch.zeros(parameter.shape, dtype=torch.bool) for name, parameter in parameters.items()}
     for piece in recording.layout.pieces:
         view = piece.view(piece.box)
@@ -162,3 +165,42 @@ def proven_recording(
             assert bool(rows[: int(rows.sum())].all()), "padding comes last"
     assert worker_recording(readable, specs, server, worker, dtype="bfloat16") == recording
     return recording
+
+
+def one_of_each_kind(names: Iterable[str]) -> list[str]:
+    """A tensor of each kind, of any layer and expert."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[re.sub(r"\d+", "*", name)].append(name)
+    chance = random.Random(0)
+    return [chance.choice(of_kind) for of_kind in kinds.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters_that_it_would_fill(family: str) -> None:
+    """One tensor, the half of one, an expert, or all experts of one of two workers."""
+    config = published_config(family)
+    specs = specs_of(published_weights(config))
+    server = ServerSizes(tp=2, ep=any(".experts." in name for name in specs))
+    with worker_model(readable_config(config), server, 1, dtype="bfloat16") as model:
+        whole = record(model, specs, original_loader, defaults)
+
+        def unwritten(*left_out: str) -> set[str]:
+            left = {name: spec for name, spec in specs.items() if name not in left_out}
+            return set(record(model, left, original_loader, defaults).unwritten)
+
+        for name in one_of_each_kind(whole.reads):
+            assert unwritten(name) == whole.reads[name], f"without {name}"
+            shape = specs[name].shape
+            try:
+                half = specs | {name: specs[name]._replace(shape=(shape[0] // 2, *shape[1:]))}
+                recording = record(model, half, original_loader, defaults)
+            except (AssertionError, RuntimeError, ValueError, IndexError):
+                continue  # vLLM's own loader refuses it
+            assert recording.unwritten, f"half of {name}"
+        experts = defaultdict[str, list[str]](list)
+        for name in whole.reads:
+            if found := re.search(r"\.experts\.(\d+)\.", name):
+                experts[found[1]].append(name)
+        for names in (*list(experts.values())[:1], [name for one in experts.values() for name in one]):
+            assert unwritten(*names) == {local for name in names for local in whole.reads[name]}

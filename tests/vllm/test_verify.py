@@ -74,7 +74,53 @@ def test_memory_as_it_was_installed_is_verified_in_full(scene: Scene) -> None:
     found = scene.verify()
     assert (found.skipped, found.different_tensors, found.tensors, found.version, found.rank) == ("", 0, 3, 3, 1)
     assert found.covered_bytes == found.total_bytes == 4 * (6 * 8 + 4 * 4)
+    assert found.digested_bytes == 4 * 6 * 8, "what went through a loader is compared with what the install left"
+    assert not found.uncompared
     assert (scene.told, scene.altered) == ([found], [])
+
+
+def test_what_was_not_compared_is_counted_with_the_reason(scene: Scene) -> None:
+    with scene.verifier.exclusive():
+        scene.model.loaded.weight.data = torch.empty(0)  # as vLLM's CPU build does when it packs a weight
+        scene.verifier.expect(scene.part, None)
+        scene.verifier.installed({MODEL: scene.model})
+    found = scene.verify()
+    assert (found.skipped, found.covered_bytes, found.digested_bytes, found.total_bytes) == ("", 0, 0, 4 * (6 * 8 + 4 * 4))
+    why = {one.reason: (one.tensors, one.bytes, list(one.names)) for one in found.uncompared}
+    assert why == {
+        "the version is served ahead of READY, and the store's digests are not known yet": (1, 4 * 6 * 8, ["w"]),
+        "the engine has packed them into memory of a kernel, which cannot be read": (1, 4 * 4 * 4, ["l"]),
+    }
+
+
+def test_a_part_of_a_parameter_that_no_box_covers_is_not_taken_for_compared(scene: Scene) -> None:
+    """One tensor fills half of `weight` by a box, another one the rest with a cast."""
+    half = TensorSpec("w", "F32", (3, 8))
+    known, piece = scene.part.known, Piece("w", full_box((3, 8)), "weight", 0, (8, 1))
+    specs = known.layout.tensors | {"w": half, "cast": TensorSpec("cast", "BF16", (3, 8))}
+    reads = known.reads | {"cast": frozenset(["weight"])}
+    scene.part.recording = Recording(Layout(specs, (piece, *known.layout.pieces[1:])), known.locals, reads, {"cast": "a cast"})
+    scene.part.route = Route((), frozenset(specs), frozenset(["", "loaded"]), (piece,))
+    digest = digest_torch(scene.model.weight.detach()[:3], full_box((3, 8)), (3, 8))
+    with scene.verifier.exclusive():
+        scene.verifier.expect(scene.part, {("w", full_box((3, 8))): digest})
+        scene.verifier.installed({MODEL: scene.model})
+    found = scene.verify()
+    assert (found.covered_bytes, found.digested_bytes) == (found.total_bytes, 4 * 3 * 8)
+    scene.model.weight.detach()[4].zero_()
+    assert list(scene.verify().different) == ["weight"]
+
+
+def test_a_model_whose_loader_cannot_be_recorded_is_not_said_to_be_compared(scene: Scene) -> None:
+    specs = scene.part.known.layout.tensors
+    scene.part.recording = Recording(Layout(specs, ()), scene.part.known.locals, {}, {"": "it reads values"})
+    scene.part.route = Route((), frozenset(specs), frozenset([""]), ())
+    scene.install()
+    found = scene.verify()
+    assert (found.covered_bytes, found.total_bytes) == (0, 4 * (6 * 8 + 4 * 4))
+    assert [(one.reason, one.tensors) for one in found.uncompared] == [
+        ("where the model's loader puts them could not be recorded", 2)
+    ]
 
 
 @pytest.mark.parametrize(

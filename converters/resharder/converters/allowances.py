@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
+UNWRITTEN = "unwritten-parameters"
 REFUSALS: Mapping[str, str] = {
     "config-mismatch": "a model that computes otherwise than its config.json says",
     "megatron-release": "a release of megatron-core that Resharder was not tested with",
-    "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
-    "server-config": "a version whose config.json differs from the one that the server computes with",
     "no-gate": "an API server that boots from the daemon without the gate and the control side: its program attaches the engine",
+    "server-config": "a version whose config.json differs from the one that the server computes with",
+    "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
+    UNWRITTEN: "a version that does not write all parameters of a vLLM server; the rest keep what is in memory",
 }
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 
@@ -28,23 +30,12 @@ def refuse(name: str, error: Exception) -> None:
     """Raise `error`, or log and record its text if the environment allows the refusal `name`, one of REFUSALS."""
     if name not in REFUSALS:
         raise KeyError(f"{name} is not in REFUSALS")
-    if name not in _allowed():
+    if name not in _allowed(os.environ):
         raise error
     text = f"allowed by {VARIABLE}={name}: {error}"
     _log.warning("%s", text)
     if (collected := _collected.get()) is not None:
         collected.append(text)
-
-
-def unknown_names() -> str:
-    """Return what is wrong with the names in RESHARDER_ALLOW; empty if REFUSALS has all of them."""
-    unknown = [name for name in _allowed() if name not in REFUSALS]
-    known = f"this release knows {', '.join(sorted(REFUSALS))}" if REFUSALS else "this release knows none"
-    return f"{VARIABLE}: no refusal is called {', '.join(unknown)}; {known}" if unknown else ""
-
-
-def _allowed() -> list[str]:
-    return [name for part in os.environ.get(VARIABLE, "").split(",") if (name := part.strip())]
 
 
 @contextmanager
@@ -56,3 +47,14 @@ def collecting() -> Iterator[list[str]]:
         yield texts
     finally:
         _collected.reset(token)
+
+
+def unknown_names(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what is wrong with RESHARDER_ALLOW; empty if all of its names are in REFUSALS."""
+    unknown = [name for name in _allowed(environment) if name not in REFUSALS]
+    known = ", ".join(sorted(REFUSALS))
+    return f"{VARIABLE}: no refusal is called {', '.join(unknown)}; this release has {known}" if unknown else ""
+
+
+def _allowed(environment: Mapping[str, str]) -> list[str]:
+    return [name for part in environment.get(VARIABLE, "").split(",") if (name := part.strip())]

@@ -408,7 +408,7 @@ class Fleet(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ..., serve_ahead_setting: _Optional[_Union[ServeAhead, str]] = ..., serve_ahead_reason: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "released_bytes", "memory", "path", "transport_reason")
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "released_bytes", "memory", "path", "transport_reason", "warnings")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Worker.State]
@@ -445,6 +445,7 @@ class Worker(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: Worker.State
     version: int
@@ -467,10 +468,11 @@ class Worker(_message.Message):
     memory: str
     path: str
     transport_reason: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verified_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., released_bytes: _Optional[int] = ..., memory: _Optional[str] = ..., path: _Optional[str] = ..., transport_reason: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verified_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., released_bytes: _Optional[int] = ..., memory: _Optional[str] = ..., path: _Optional[str] = ..., transport_reason: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("rank", "request", "time", "seconds", "version", "tensors", "covered_bytes", "total_bytes", "different_tensors", "different", "skipped")
+    __slots__ = ("rank", "request", "time", "seconds", "version", "tensors", "covered_bytes", "total_bytes", "different_tensors", "different", "skipped", "digested_bytes", "uncompared")
     RANK_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +484,8 @@ class Verification(_message.Message):
     DIFFERENT_TENSORS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENT_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNCOMPARED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     request: str
     time: _timestamp_pb2.Timestamp
@@ -493,7 +497,21 @@ class Verification(_message.Message):
     different_tensors: int
     different: _containers.RepeatedScalarFieldContainer[str]
     skipped: str
-    def __init__(self, rank: _Optional[int] = ..., request: _Optional[str] = ..., time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., version: _Optional[int] = ..., tensors: _Optional[int] = ..., covered_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., different_tensors: _Optional[int] = ..., different: _Optional[_Iterable[str]] = ..., skipped: _Optional[str] = ...) -> None: ...
+    digested_bytes: int
+    uncompared: _containers.RepeatedCompositeFieldContainer[Uncompared]
+    def __init__(self, rank: _Optional[int] = ..., request: _Optional[str] = ..., time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., version: _Optional[int] = ..., tensors: _Optional[int] = ..., covered_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., different_tensors: _Optional[int] = ..., different: _Optional[_Iterable[str]] = ..., skipped: _Optional[str] = ..., digested_bytes: _Optional[int] = ..., uncompared: _Optional[_Iterable[_Union[Uncompared, _Mapping]]] = ...) -> None: ...
+
+class Uncompared(_message.Message):
+    __slots__ = ("reason", "tensors", "bytes", "names")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    tensors: int
+    bytes: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[str] = ..., tensors: _Optional[int] = ..., bytes: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Install(_message.Message):
     __slots__ = ("id", "version", "state", "error", "start_time", "end_time", "stage_seconds", "apply_seconds", "pause_seconds")

@@ -40,14 +40,34 @@ def verify(
 def _code(found: Sequence[WorkerVerification]) -> int:
     if any(one.different_tensors for one in found):
         return _DIFFERS
-    return _SKIPPED if any(one.skipped for one in found) else 0
+    return _SKIPPED if any(one.skipped or _nothing(one) for one in found) else 0
+
+
+def _nothing(one: WorkerVerification) -> bool:
+    return one.total_bytes > 0 and not one.covered_bytes
 
 
 def _line(one: WorkerVerification) -> str:
     if one.skipped:
         return f"worker {one.rank}: not verified: {one.skipped}"
-    covered = f"{size(one.covered_bytes)} of {size(one.total_bytes)} in {one.tensors} tensors, {one.seconds:.2f} s"
-    if not one.different_tensors:
-        return f"worker {one.rank}: holds version {one.version} ({covered})"
-    names = ", ".join(one.different) + (", …" if one.different_tensors > len(one.different) else "")
-    return f"worker {one.rank}: {one.different_tensors} tensors differ from version {one.version}: {names} ({covered})"
+    covered = f"{size(one.covered_bytes)} of {size(one.total_bytes)} compared, {one.tensors} tensors, {one.seconds:.2f} s"
+    if one.different_tensors:
+        names = ", ".join(one.different) + (", …" if one.different_tensors > len(one.different) else "")
+        result = f"{one.different_tensors} tensors differ from version {one.version}: {names}"
+    elif _nothing(one):
+        result = f"not verified: nothing of version {one.version} could be compared"
+    elif one.covered_bytes < one.total_bytes:
+        result = f"a part of version {one.version} was compared, and is as it should be"
+    else:
+        result = f"holds version {one.version}"
+    return "\n".join([f"worker {one.rank}: {result} ({covered})", *_rest(one)])
+
+
+def _rest(one: WorkerVerification) -> list[str]:
+    """Return what was compared with the memory that the install left, and what was not compared, with the reasons."""
+    weaker = one.covered_bytes - one.digested_bytes
+    lines = [f"  {size(weaker)} only with what the install left in memory: the engine has changed their form"] if weaker else []
+    for left in one.uncompared:
+        names = ", ".join(left.names[:3]) + (", …" if left.tensors > 3 else "")
+        lines.append(f"  {size(left.bytes)} not compared ({left.tensors} tensors: {names}): {left.reason}")
+    return lines

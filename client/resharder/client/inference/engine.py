@@ -4,7 +4,7 @@
 reach engines through these protocols only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -63,6 +63,9 @@ class Host(Protocol):
 
     def original_loader(self, tensor: "torch.Tensor") -> Loader:
         """Return the tensor's own weight loader, without the wrappers that the engine's reload puts around it."""
+
+    def defaults(self, module: "torch.nn.Module") -> Collection[str]:
+        """Return the names of the module's parameters that a checkpoint need not have, because the engine has defaults."""
 
     def reloading(
         self, model: "torch.nn.Module", model_config: ModelConfig, modules: frozenset[str]

@@ -9,6 +9,7 @@ from typing import Self
 
 from resharder.client.errors import UsageError
 from resharder.client.rpc.tls import Tls
+from resharder.converters.allowances import unknown_names
 from resharder.converters.wire.endpoint import check_endpoint, route_options
 
 GRPC, HTTP = "grpc", "http"
@@ -61,6 +62,8 @@ class PluginSettings:
         """
         given = {name: value for name, value in environment.items() if value}
         fault(given)
+        if problem := unknown_names(given):
+            raise UsageError(problem)
         Tls.from_environment(given)
         return cls(
             endpoint=_endpoint(given),

@@ -220,6 +220,17 @@ class PhaseTiming:
 
 
 @dataclass(frozen=True)
+class UncomparedTensors:
+    """Tensors of a version that a verification did not compare, for one reason."""
+
+    reason: str
+    tensors: int
+    bytes: int
+    names: tuple[str, ...]
+    """Names of the first few."""
+
+
+@dataclass(frozen=True)
 class WorkerVerification:
     """Comparison of a worker's memory with its version."""
 
@@ -233,11 +244,16 @@ class WorkerVerification:
     covered_bytes: int
     """Bytes of `total_bytes` that were read from memory."""
     total_bytes: int
+    """Bytes of the version that the worker needs."""
     different_tensors: int
     different: tuple[str, ...]
     """Names of the first few tensors that differ."""
     skipped: str
     """Reason for comparing nothing; empty if tensors were compared."""
+    digested_bytes: int
+    """Bytes of `covered_bytes` that were compared with the store's digests. The rest was compared with what the install left."""
+    uncompared: tuple[UncomparedTensors, ...]
+    """The rest of `total_bytes`, by reason."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +296,8 @@ class WorkerStatus:
     """Device memory that the current sleep released, as measured."""
     path: str
     """Links of the direct path that `install` came over: `peer-memory`, `nccl` or `gloo`, joined by `+`; empty for the store."""
+    warnings: tuple[str, ...]
+    """Refusals that `RESHARDER_ALLOW` in its environment has turned into warnings."""
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,9 @@ def _workers(
         if recording.unfit:
             local, why = next(iter(sorted(recording.unfit.items())))
             raise LayoutError(f"worker {worker}: vLLM's {local} does not fit the checkpoint's quantised tensors: {why}")
+        if recording.unwritten:
+            local, how = next(iter(sorted(recording.unwritten.items())))
+            raise LayoutError(f"worker {worker}: vLLM's {local} has elements that no tensor of this model fills; it gets {how}")
         impure = tuple(name for name in recording.impure if name in specs)
         through.update(dict.fromkeys(impure))
         layouts[worker] = Layout(dict(specs), recording.layout.pieces + _whole(specs, impure).pieces)

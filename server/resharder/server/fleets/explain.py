@@ -65,7 +65,7 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         if server.failure:
             return f"{server.failure}; it is LOST in {left:.0f} s, when its lease ends"
         return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
-    return _serving(server) + _doing(server, now, settings) + _slow_reads(server)
+    return _serving(server) + _doing(server, now, settings) + _slow_reads(server) + _warnings(server)
 
 
 def _slow_reads(server: Server) -> str:
@@ -75,6 +75,15 @@ def _slow_reads(server: Server) -> str:
             way = "by gRPC" if worker.transport == "grpc" else "by HTTP from the daemon"
             return f"; worker {rank} read its version {way}: {worker.transport_reason}"
     return ""
+
+
+def _warnings(server: Server) -> str:
+    """Return the refusals that workers' environments have turned into warnings, each once."""
+    found: dict[str, int] = {}
+    for rank, worker in sorted(server.workers.items()):
+        for text in worker.warnings:
+            found.setdefault(text, rank)
+    return "".join(f"; worker {rank}: {text}" for text, rank in found.items())
 
 
 def _serving(server: Server) -> str:

@@ -46,16 +46,16 @@ class Verifications:
             self._requests[server] = request
         while True:
             seen = self._roster.changed.count
-            workers = [worker for _, worker in sorted(self._roster.server(server).workers.items())]
-            found = [worker.verification for worker in workers if worker.verification is not None]
-            answered = [one for one in found if one.request == request]
-            if len(answered) == len(workers):
+            known = self._roster.server(server)
+            answered = [one for one in known.verifications if one.request == request]
+            if len(answered) == len(known.workers):
                 return answered
             if self.requested(server) != request:
                 raise FailedPrecondition("NOT_SERVING", f"another verification of server {server} was asked for: try again")
             if self._clock() > deadline:
                 raise DeadlineExceeded(
                     "NO_VERIFICATION",
-                    f"expected {len(workers)} workers of server {server} to verify in {wait_seconds:g} s, {len(answered)} have",
+                    f"expected {len(known.workers)} workers of server {server} to verify in {wait_seconds:g} s, "
+                    f"{len(answered)} have",
                 )
             yield self._roster.changed.pause(seen, _LOOK)

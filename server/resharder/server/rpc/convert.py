@@ -99,6 +99,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         verified_tensors=message.verified_tensors,
         transport=message.transport,
         transport_reason=message.transport_reason[:500],
+        warnings=tuple(text[:1000] for text in message.warnings[:8]),
         stage_seconds=possible(message.stage_seconds),
         apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],
@@ -123,6 +124,10 @@ def _verification(message: resources_pb2.Worker) -> resources_pb2.Verification |
     found.seconds = possible(given.seconds)
     found.ClearField("different")
     found.different.extend(name[:500] for name in given.different[:8])
+    found.ClearField("uncompared")
+    for one in given.uncompared[:8]:
+        names = [name[:500] for name in one.names[:8]]
+        found.uncompared.add(reason=one.reason[:500], tensors=one.tensors, bytes=one.bytes, names=names)
     return found
 
 
@@ -141,6 +146,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         verified_tensors=worker.verified_tensors,
         transport=worker.transport,
         transport_reason=worker.transport_reason,
+        warnings=worker.warnings,
         path=worker.path,
         stage_seconds=worker.stage_seconds,
         apply_seconds=worker.apply_seconds,

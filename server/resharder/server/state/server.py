@@ -86,6 +86,7 @@ class Worker:
     verified_tensors: int = 0
     transport: str = ""
     transport_reason: str = ""
+    warnings: tuple[str, ...] = ()  # refusals that its environment allows
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of its declared layout on the direct path
@@ -266,6 +267,12 @@ class Server:
     def is_ahead(self, version: int) -> bool:
         """Return whether a version is UPLOADING and may be installed, because the fleet serves ahead."""
         return version not in self.ready and version in self.ahead and self.ahead[version].staging
+
+    @property
+    def verifications(self) -> tuple[resources_pb2.Verification, ...]:
+        """Last verification of each worker that has made one, by rank."""
+        workers = [worker for _, worker in sorted(self.workers.items())]
+        return tuple(worker.verification for worker in workers if worker.verification is not None)
 
     @property
     def unproven(self) -> bool:

@@ -207,7 +207,26 @@ def _server(view: ServerView) -> dict[str, Any]:
         "address": server.controls[0].address if server.controls else "",
         "in_flight": sum(control.in_flight for control in server.controls),
         "install": _install(server, server.install) if server.install is not None else None,
+        "verification": _verification(server),
     }
+
+
+def _verification(server: Server) -> dict[str, Any] | None:
+    """Return what the workers' last verifications compared; None before the first one."""
+    found = server.verifications
+    if not found:
+        return None
+    return {
+        "time": min(one.time.seconds for one in found),
+        "compared": sum(one.covered_bytes for one in found),
+        "needed": sum(one.total_bytes for one in found),
+        "why": "; ".join(dict.fromkeys(reason for one in found for reason in _reasons(one))),
+    }
+
+
+def _reasons(one: resources_pb2.Verification) -> list[str]:
+    """Return why a verification has not compared all that the worker needs."""
+    return [one.skipped] if one.skipped else [left.reason for left in one.uncompared]
 
 
 def _install(server: Server, install: Install) -> dict[str, Any]:

@@ -35,22 +35,37 @@ class Found(NamedTuple):
 
 @dataclass
 class Notes:
-    """The inventories of a model, without parameters."""
+    """The inventories of a model, without parameters that are not small."""
 
     before: dict[str, int] = field(default_factory=dict)
     """Fingerprint of each tensor before loading, by path; empty after loading."""
+    own: frozenset[str] = frozenset()
+    """Paths of small parameters and of other tensors that the engine has loaded from a checkpoint of its own."""
     constant: frozenset[str] = frozenset()
     """Paths of tensors that loading did not change."""
     made: dict[str, str] = field(default_factory=dict)
     """Module of each tensor that loading created or changed, by path."""
 
 
+_SMALL = 64  # elements of a parameter; scales of a KV cache have one, or one for each head
 NOTES: WeakKeyDictionary[torch.nn.Module, Notes] = WeakKeyDictionary()
 
 
 def before_loading(model: torch.nn.Module) -> None:
     """Take the inventory of a model whose weights are not loaded."""
-    NOTES[model] = Notes({f.path: fingerprint(f.tensor) for f in reachable(model) if not f.parameter})
+    NOTES[model] = Notes({f.path: fingerprint(f.tensor) for f in reachable(model) if _is_small(f)})
+
+
+def after_own_checkpoint(model: torch.nn.Module) -> None:
+    """Take the inventory of a model whose weights the engine has loaded from a checkpoint of its own, before post-processing."""
+    notes = NOTES.get(model, Notes())
+    before = notes.before
+    notes.own = frozenset(f.path for f in reachable(model) if f.path in before and before[f.path] != fingerprint(f.tensor))
+
+
+def _is_small(found: Found) -> bool:
+    """Return whether to fingerprint a tensor before it is loaded. A large parameter's memory is not touched before."""
+    return not found.parameter or found.tensor.numel() <= _SMALL
 
 
 def after_loading(model: torch.nn.Module) -> None:

@@ -6,17 +6,18 @@ parameter determines the box and its destination. HF tensors that the loader doe
 """
 
 import functools
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
+from resharder.client.inference.recording.coverage import covered_elements
 from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view
-from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, box_size, full_box
+from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
+from torch.overrides import TorchFunctionMode
 
 
 class Local(NamedTuple):
@@ -53,10 +54,13 @@ class Recording:
     """For each HF tensor that the loader uses, the locals that it fills."""
     impure: dict[str, str]
     """For each HF tensor that is not only copied, the reason. The key "" means that the loader cannot be recorded at all."""
-    unloaded: frozenset[str] = frozenset()
-    """Parameters that no HF tensor fills and that the loader does not report as loaded."""
+    unwritten: dict[str, str] = field(default_factory=dict)
+    """For each parameter or buffer of which the loader leaves elements as they were, how many it writes and from which tensors.
+
+    Empty if the loader cannot be recorded. Left out: buffers that no HF tensor fills, and parameters that have a default.
+    """
     unfit: dict[str, str] = field(default_factory=dict)
-    """For each parameter of a quantised module that the checkpoint does not fill exactly, the reason."""
+    """For each parameter that the loader would cast to or from quantised weights, the reason."""
 
     @property
     def quantised(self) -> frozenset[str]:
@@ -85,12 +89,17 @@ class Recording:
             left,
             reads,
             {name: why for name, why in self.impure.items() if name in reads or not name},
-            frozenset(name for name in self.unloaded if name.rpartition(".")[0] not in modules),
+            {name: why for name, why in self.unwritten.items() if name in left},
             {name: why for name, why in self.unfit.items() if name in left},
         )
 
 
-def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], original_loader: Callable[[torch.Tensor], Any]) -> Recording:
+def record(
+    model: torch.nn.Module,
+    specs: Mapping[str, TensorSpec],
+    original_loader: Callable[[torch.Tensor], Any],
+    defaults: Callable[[torch.nn.Module], Collection[str]] = lambda module: (),
+) -> Recording:
     """Record `model.load_weights`.
 
     Args:
@@ -98,21 +107,22 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], original_loa
             vLLM's `restore_metadata`). Only constants that the loader itself fills in are written.
         specs: The HF tensors of the checkpoint.
         original_loader: Returns the weight loader of a parameter or buffer.
+        defaults: Returns the names of the parameters of a module that a checkpoint need not have.
 
     Returns:
         The recording; with the key "" in `impure` if the loader reads values.
+
+    Raises:
+        ValueError: A tensor does not have the shape that the loader copies. Errors of the loader propagate too.
     """
     tape = _Tape(specs, _locals(model))
-    loaded = None
-    with _tagged_loaders(model, tape, original_loader), torch.no_grad():
+    with _tagged_loaders(model, tape, original_loader), torch.no_grad(), _Constants(tape):
         try:
-            loaded = cast(Any, model).load_weights((name, tape.tensor(spec)) for name, spec in specs.items())
+            cast(Any, model).load_weights((name, tape.tensor(spec)) for name, spec in specs.items())
         except _Unrecordable as error:
             tape.impure[""] = str(error)
-    # A model that does not return its loaded parameters is not checked, as in vLLM's own loader
-    # (DefaultModelLoader.track_weights_loading).
-    not_loaded = {name for name, _ in model.named_parameters()} - loaded if isinstance(loaded, set) else set()
-    return tape.recording(not_loaded)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return tape.recording(lambda path: path.rpartition(".")[2] in defaults(modules[path.rpartition(".")[0]]))
 
 
 class _Unrecordable(Exception):
@@ -197,6 +207,7 @@ class _Tape:
     current: str | None = None  # the local whose loader runs
     pieces: list[Piece] = field(default_factory=list)
     reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    writes: dict[str, list[StridedView]] = field(default_factory=lambda: defaultdict(list))  # by local; from tensors or constants
     impure: dict[str, str] = field(default_factory=dict)
     miscast: dict[str, str] = field(default_factory=dict)  # by local; impure casts to or from quantised weights
 
@@ -279,11 +290,19 @@ class _Tape:
         if isinstance(target, _RecordedTensor):
             self._overwritten(target)
         else:
+            self.wrote(target)
             self._mark_impure(sources, self._owner(target), f"the loader calls {how} on a parameter")
 
     def _overwritten(self, target: torch.Tensor) -> None:
         self._intact.discard(_storage(target))
         self._copies.pop(_storage(target), None)
+
+    def wrote(self, target: torch.Tensor) -> None:
+        """Record that the loader writes to `target`, a parameter, a buffer or a part of one; other tensors are ignored."""
+        local = self._by_storage.get(_storage(target))
+        if local is not None:
+            view = _view(target)
+            self.writes[local].append(view._replace(offset=view.offset - int(self.locals[local][0].storage_offset())))
 
     def _owner(self, tensor: torch.Tensor) -> str | None:
         return self._by_storage.get(_storage(tensor), self.current)
@@ -301,6 +320,12 @@ class _Tape:
             self._overwritten(target)
             self._made_of[_storage(target)] = self._sources(target) | names
             return
+        if target.numel() != source.numel() and not _expands(source.shape, target.shape):  # as torch's own copy refuses it
+            raise ValueError(
+                f"{', '.join(sorted(names))}: the loader copies {tuple(source.shape)} into {tuple(target.shape)}"
+                f" of {self._owner(target) or 'a tensor'}, which does not fit"
+            )
+        self.wrote(target)
         local = self._by_storage.get(_storage(target))
         why = ""
         if local is None:
@@ -330,36 +355,53 @@ class _Tape:
         self.reads[name].add(local)
         self.pieces += [Piece(name, part.box, local, part.offset, part.strides) for part in parts]
 
-    def recording(self, not_loaded: set[str]) -> Recording:
+    def recording(self, has_default: Callable[[str], bool]) -> Recording:
         pieces = tuple(dict.fromkeys(piece for piece in self.pieces if piece.tensor not in self.impure))
-        recording = Recording(
+        return Recording(
             Layout(dict(self.specs), pieces),
             {name: local for name, (_, local) in self.locals.items()},
             {name: frozenset(locals_) for name, locals_ in self.reads.items()},
             dict(self.impure),
-            frozenset(not_loaded.difference(*self.reads.values())),
+            {} if "" in self.impure else self._unwritten(has_default),
+            self.miscast,
         )
-        recording.unfit.update(self.miscast, **_unfilled(recording))
-        return recording
+
+    def _unwritten(self, has_default: Callable[[str], bool]) -> dict[str, str]:
+        sources: dict[str, list[str]] = defaultdict(list)
+        for name, locals_ in self.reads.items():
+            for local_name in locals_:
+                sources[local_name].append(name)
+        found = {}
+        for name, (tensor, local) in self.locals.items():
+            # vLLM states how many elements a loader writes of a parameter that it has padded.
+            whole = int(getattr(tensor, "weight_loader_numel", tensor.numel()))
+            written = covered_elements(self.writes[name])
+            if written < whole and (local.parameter or written) and not (not written and has_default(name)):
+                read = sorted(sources[name])
+                of = f", from {', '.join(read[:3])}{', …' if len(read) > 3 else ''}" if read else ""
+                found[name] = f"{written} of its {whole} elements{of}"
+        return found
 
 
-def _unfilled(recording: Recording) -> dict[str, str]:
-    """Return the parameters of quantised modules of which the checkpoint leaves elements without a value.
+class _Constants(TorchFunctionMode):
+    """Record the constants that a loader writes itself, such as zeros into the padding of a vocabulary."""
 
-    A reload would leave these elements uninitialised.
-    """
-    quantised, filled = recording.quantised, Counter[str]()
-    for piece in recording.layout.pieces:
-        filled[piece.local] += box_size(piece.box)
-    computed = {local for name in recording.impure if name in recording.reads for local in recording.reads[name]}
-    return {
-        name: f"{filled[name]} of its {math.prod(local.shape)} elements have values"
-        for name, local in recording.locals.items()
-        if local.parameter
-        and quantised.intersection(local.modules)
-        and filled[name] < math.prod(local.shape)
-        and name not in computed
-    }
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        if writes and next(_tapes((args, kwargs or {})), None) is None:
+            self._tape.wrote(args[0][args[1]] if name == "__setitem__" else args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def _expands(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Return whether a tensor of `shape` can be broadcast to `target`."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, to) for n, to in pairs)
 
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__", "__setitem__"}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.vllm.reload import original_loader
+from resharder.client.inference.vllm.reload import defaults, original_loader
 from resharder.converters.architectures.checkpoint import HFConfig
 from resharder.converters.geometry.layout import TensorSpec
 from torch.overrides import TorchFunctionMode
@@ -62,7 +62,7 @@ def worker_recording(
         **options: Further options of vLLM's `EngineArgs`.
     """
     with worker_model(config, server, worker, **options) as model:
-        return record(model, specs, original_loader)
+        return record(model, specs, original_loader, defaults)
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class _Booting:
     def load(self, model: torch.nn.Module) -> None:
         """Record the model, stage the version and feed it to `load_weights`."""
         inventory.before_loading(model)
-        self.part.record(recorder.record(model, self.manifest.specs, self.agent.host.original_loader), self.manifest)
+        host = self.agent.host
+        self.part.record(recorder.record(model, self.manifest.specs, host.original_loader, host.defaults), self.manifest)
         self.agent.parts.count_needed_bytes()
         recording = self.part.known
         with timed(self.timings, "stage"):
@@ -166,13 +167,25 @@ def _is_missing(error: ResharderError) -> bool:
 def watch_loading() -> None:
     """Take the inventory of every model before and after its load, also with vLLM's own loaders."""
     for loader in (DefaultModelLoader, DummyModelLoader):
-        loader.load_weights = _around(
-            loader.load_weights, before=lambda _, model, *args, **kwargs: inventory.before_loading(model)
-        )
-    BaseModelLoader.load_model = _around(BaseModelLoader.load_model, after=inventory.after_loading)
+        loader.load_weights = _around(loader.load_weights, before=_before_loading, after=_after_own_loader)
+    BaseModelLoader.load_model = _around(BaseModelLoader.load_model, after=_after_loading)
 
 
-def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None) -> Any:
+def _after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    inventory.after_loading(model)
+
+
+def _before_loading(loader: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    inventory.before_loading(model)
+
+
+def _after_own_loader(result: None, loader: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    if not isinstance(loader, DummyModelLoader):  # random values are no checkpoint's
+        inventory.after_own_checkpoint(model)
+
+
+def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
+    """Call `before` with the method's arguments, and `after` with its result and arguments."""
     if hasattr(method, "resharder"):
         return method
 
@@ -182,7 +195,7 @@ def _around(method: Any, before: Callable[..., None] | None = None, after: Calla
             before(*args, **kwargs)
         result = method(*args, **kwargs)
         if after is not None:
-            after(result)
+            after(result, *args, **kwargs)
         return result
 
     watched.resharder = True  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """vLLM's worker process as the host of a model (`engine.Host`); read against 0.26, 0.28 and 0.32."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,10 @@ class VLLMHost:
     def original_loader(self, tensor: torch.Tensor) -> Loader:
         """Return the tensor's own weight loader."""
         return reload.original_loader(tensor)
+
+    def defaults(self, module: torch.nn.Module) -> Collection[str]:
+        """Return the parameters that vLLM sets itself if a checkpoint lacks them."""
+        return reload.defaults(module)
 
     def reloading(
         self, model: torch.nn.Module, model_config: ModelConfig, modules: frozenset[str]

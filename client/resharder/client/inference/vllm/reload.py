@@ -13,6 +13,7 @@ import torch
 from resharder.client.inference.engine import Loader
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload import layerwise as _layerwise
 
@@ -22,6 +23,16 @@ def original_loader(tensor: torch.Tensor) -> Loader:
     _name_loader(tensor)
     loader: Loader = _layerwise._get_original_loader(tensor)
     return loader
+
+
+def defaults(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the module's parameters that vLLM sets itself if a checkpoint lacks them.
+
+    These are the scales of KV caches, and what follows from the config, as in `DefaultModelLoader.track_weights_loading`.
+    """
+    if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+        return frozenset(module._parameters)
+    return frozenset(["input_scale_ub"]).intersection(module._parameters)
 
 
 def _name_loader(tensor: torch.Tensor) -> None:

@@ -395,6 +395,7 @@ class Agent:
             direct=self._memory is not None and not self.parts.loaded,
             joined=staged is not None and staged.direct is not None,
             timings=staged.timings if staged else (),
+            warnings=self.parts.warnings,
             altered=altered is not None,
         )
         self.reporter.report(worker, installed=installed, verification=altered)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.inference.engine import Host, ModelConfig
-from resharder.client.inference.recording import recorder
+from resharder.client.inference.recording import inventory, recorder
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
 from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
+from resharder.converters.allowances import UNWRITTEN, VARIABLE, collecting, refuse
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, TensorSpec, box_size
 
 MODEL, DRAFTER = "model", "drafter"
 Models = Mapping[str, torch.nn.Module]
@@ -46,6 +47,8 @@ class ModelPart:
     """Evidence from versions that went through `load_weights`."""
     route: Route | None = None
     """The route that follows from `evidence`."""
+    warnings: tuple[str, ...] = ()
+    """Refusals of `record` that the environment allows."""
     _copy: tuple[Route, HostToDevice] | None = None
 
     def prepare(self, source: VersionSource, model: torch.nn.Module, device: torch.device) -> Prepared | None:
@@ -67,29 +70,48 @@ class ModelPart:
         placed = self._copy[1].place(source.arrays, live_now(model, frozenset(p.local for p in self.route.boxed)))
         return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
 
-    def record(self, recording: Recording, manifest: VersionManifest) -> None:
+    def record(self, recording: Recording, manifest: VersionManifest, own: frozenset[str] = frozenset()) -> None:
         """Set the recording, without shared modules.
 
+        Args:
+            recording: The recording of the model's loader with the tensors of `manifest`.
+            manifest: The version.
+            own: Paths of tensors that the running engine has loaded from a checkpoint of its own.
+
         Raises:
-            InstallError: `manifest` lacks a tensor that the model loads or has it in another format, or the loader
-                of a drafter or of a quantised model cannot be recorded, so that shared modules cannot be
-                excluded, or missing tensors not be found.
+            InstallError: `manifest` lacks a tensor or a part of a tensor that the model loads (unless the environment
+                allows it), or has it in another format, or the loader of a drafter or of a quantised model cannot be
+                recorded, so that shared modules cannot be excluded, or missing tensors not be found.
         """
         recording = recording.without(self.shared)
         if recording.unfit:
             reasons = [f"{name}: {why}" for name, why in sorted(recording.unfit.items())]
             raise InstallError(
-                f"expected {manifest.name} to have the quantised tensors that the {self.name} loads, each with its scales; "
+                f"expected {manifest.name} to have the {self.name}'s tensors in the formats in which it loads them; "
                 f"{len(reasons)} parameters do not fit: {'; '.join(reasons[:4])}"
             )
-        if recording.unloaded and self.config.quantization is None:
-            raise InstallError(
-                f"expected {manifest.name} to have every tensor that the {self.name} loads, got none for "
-                f"{len(recording.unloaded)} parameters: {', '.join(sorted(recording.unloaded)[:4])}"
-            )
+        with collecting() as warnings:
+            self._refuse_unwritten(recording, manifest, own)
         if "" in recording.impure and (self.name != MODEL or recording.quantised):
             raise InstallError(f"cannot record the loader of the {self.name}: {recording.impure['']}")
-        self.recording = recording
+        self.recording, self.warnings = recording, tuple(warnings)
+
+    def _refuse_unwritten(self, recording: Recording, manifest: VersionManifest, own: frozenset[str]) -> None:
+        unwritten = dict(recording.unwritten)
+        if "" not in recording.impure:
+            left = own.intersection(recording.locals).difference(unwritten, *recording.reads.values())
+            unwritten |= dict.fromkeys(left, "nothing, but the server has loaded it from a checkpoint of its own")
+        if unwritten:
+            reasons = [f"{name} ({how})" for name, how in sorted(unwritten.items())]
+            refuse(
+                UNWRITTEN,
+                InstallError(
+                    f"{manifest.name} lacks tensors that the {self.name} loads: {len(reasons)} parameters would keep what is in "
+                    f"memory now. They get {'; '.join(reasons[:4])}{'; …' if len(reasons) > 4 else ''}. "
+                    "Publish the whole checkpoint. If the model does not read the rest, "
+                    f"start the server with {VARIABLE}={UNWRITTEN}"
+                ),
+            )
 
     def share(self, shared: frozenset[str]) -> bool:
         """Set the shared modules, and return whether they differ. vLLM shares them after it has loaded a drafter."""
@@ -175,11 +197,17 @@ class ModelParts:
                     manifest = get_manifest()
                     self.check_config(manifest.name, manifest.config)
                 with self._host.calling(), self._host.recordable(model):
-                    recording = recorder.record(model, manifest.specs, self._host.original_loader)
-                part.record(recording, manifest)
+                    recording = recorder.record(model, manifest.specs, self._host.original_loader, self._host.defaults)
+                notes = inventory.NOTES.get(model)
+                part.record(recording, manifest, notes.own if notes else frozenset())
         if manifest is not None or changed:
             self.count_needed_bytes()
         return manifest
+
+    @property
+    def warnings(self) -> list[str]:
+        """Refusals that the environment allows, of all parts."""
+        return [text for part in self.by_name.values() for text in part.warnings]
 
     def count_needed_bytes(self) -> None:
         """Update `needed_bytes` after a recording."""
@@ -214,8 +242,19 @@ class ModelParts:
         for part in self.by_name.values():
             known = part.known.layout.tensors
             if manifest.specs != known:
-                wrong = sorted(set(manifest.specs.items()) ^ set(known.items()))[:3]
                 raise InstallError(
-                    f"expected {manifest.name} to have the tensors of the versions before it, these differ: {wrong}; "
-                    "restart the server"
+                    f"{manifest.name} has other tensors than the version from which this server has learnt the layout: "
+                    f"{_compared(known, manifest.specs)}. If the model has changed, restart the server"
                 )
+
+
+def _compared(known: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> str:
+    """Describe how the tensors of a version differ from the known ones."""
+    kinds = {
+        "it lacks": known.keys() - found.keys(),
+        "new are": found.keys() - known.keys(),
+        "of another shape or dtype are": {name for name in known.keys() & found.keys() if known[name] != found[name]},
+    }
+    return "; ".join(
+        f"{what} {', '.join(sorted(names)[:4])}{', …' if len(names) > 4 else ''}" for what, names in kinds.items() if names
+    )

@@ -7,15 +7,16 @@ Two kinds of memory are compared:
   `load_weights` get a new fingerprint in each install. All others keep that of the first install: no
   install writes them, so no install may hide a change.
 
-Parts of a parameter that no HF tensor fills (padding) and memory that a kernel hides are not compared;
-`covered_bytes` counts the rest. A thread reads memory in slices. Code that writes to memory or frees it
-must use `exclusive`, which waits for the current slice and interrupts the verification.
+Parts of a parameter that no HF tensor fills (padding) and memory that a kernel hides are not compared. `covered_bytes` counts
+the rest, and `uncompared` says why it is less than the version. A thread reads memory in slices. Code that writes to memory or
+frees it must use `exclusive`, which waits for the current slice and interrupts the verification.
 """
 
 import logging
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,11 @@ logger = logging.getLogger("vllm.resharder.verify")
 
 _SLICE_BYTES = 4 << 20  # takes a few milliseconds of one core, and 64 MiB of a GPU's memory
 _MAX_NAMES = 8  # of different tensors in a report
+# Reasons for not comparing a tensor of the version.
+_HIDDEN = "the engine has packed them into memory of a kernel, which cannot be read"
+_EARLY = "the version is served ahead of READY, and the store's digests are not known yet"
+_UNRECORDED = "where the model's loader puts them could not be recorded"
+_OTHER = "the engine keeps them in a form that cannot be compared"
 
 
 @dataclass
@@ -59,10 +65,14 @@ class Baseline:
 
 @dataclass
 class Comparison:
-    """The result of a comparison: how much was compared, and the paths of different tensors."""
+    """The result of a comparison: how much was compared, why the rest was not, and the paths of different tensors."""
 
     tensors: int = 0
     covered_bytes: int = 0
+    digested_bytes: int = 0
+    """Bytes of `covered_bytes` that were compared with the store's digests."""
+    uncompared: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
+    """For each reason, the HF tensors that were not compared, and their bytes."""
     different: list[str] = field(default_factory=list)
 
 
@@ -178,7 +188,14 @@ class Verifier:
                 failpoint("worker.verify")
                 with self._own_stream():
                     found = self._compare(models, epoch)
-                result.tensors, result.covered_bytes = found.tensors, found.covered_bytes
+                result.tensors, result.covered_bytes, result.digested_bytes = (
+                    found.tensors,
+                    found.covered_bytes,
+                    found.digested_bytes,
+                )
+                for reason, tensors in found.uncompared.items():
+                    names, size = [name for name, _ in tensors[:_MAX_NAMES]], sum(size for _, size in tensors)
+                    result.uncompared.add(reason=reason, tensors=len(tensors), bytes=size, names=names)
                 result.different_tensors = len(found.different)
                 result.different.extend(found.different[:_MAX_NAMES])
             except Interrupted as error:
@@ -224,7 +241,7 @@ class Verifier:
                 if tensor is None or self._print(tensor, epoch) != expected:
                     wrong.add(path)
             found.tensors += len(compared)
-            found.covered_bytes += _covered(part, compared)
+            _count(found, part, baseline, live)
             found.different += [path if name == MODEL else f"{name}: {path}" for path in sorted(wrong)]
         return found
 
@@ -283,7 +300,9 @@ class Verifier:
         """Return the tensors that the model reads and that no box verifies."""
         notes, everything = inventory.NOTES.get(model), inventory.reachable(model)
         known = set(notes.constant) | set(notes.made) if notes else set()
-        boxed = {piece.local for piece in Baseline(part.route).pieces}
+        # A parameter that a tensor without boxes fills too is fingerprinted as a whole.
+        beside = {name for tensor in part.known.impure for name in part.known.reads.get(tensor, ())}
+        boxed = {piece.local for piece in Baseline(part.route).pieces} - beside
         storages = {f.tensor.untyped_storage()._cdata for f in everything if f.path in boxed}
         return [
             f
@@ -297,10 +316,19 @@ class Verifier:
         ]
 
 
-def _covered(part: ModelPart, compared: set[str]) -> int:
-    """Return the needed bytes of the HF tensors whose locals were all compared."""
-    reads = part.known.reads
-    return sum(_needed_bytes(part, tensor) for tensor in part.known.needs if reads.get(tensor) and reads[tensor] <= compared)
+def _count(found: Comparison, part: ModelPart, baseline: Baseline, live: Mapping[str, torch.Tensor]) -> None:
+    """Add how much of the version was compared: the needed bytes of HF tensors of which every element was."""
+    digested = {(piece.tensor, piece.local) for piece in baseline.pieces} if baseline.digests is not None else set()
+    for tensor in part.known.needs:
+        size, locals_ = _needed_bytes(part, tensor), part.known.reads.get(tensor, frozenset())
+        by_digest = {name for name in locals_ if (tensor, name) in digested}
+        if locals_ and locals_ <= by_digest | baseline.prints.keys():
+            found.covered_bytes += size
+            found.digested_bytes += size if locals_ == by_digest else 0
+            continue
+        gone = any(name not in live or not live[name].numel() for name in locals_)
+        reason = _UNRECORDED if not locals_ else _HIDDEN if gone else _EARLY if baseline.digests is None else _OTHER
+        found.uncompared[reason].append((tensor, size))
 
 
 def _needed_bytes(part: ModelPart, tensor: str) -> int:

@@ -97,6 +97,12 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
     refused = family("fleet_refused_versions", "Versions that the fleet refuses")
     moves = family("fleet_move", "1 for the state of the current move", "state")
     going = family("fleet_move_age_seconds", "Seconds since the current move began; 0: none")
+    verified = family(
+        "verified_bytes",
+        "Bytes of versions that workers need, by what their last verifications compared them with: digest (the store's), "
+        "fingerprint (of what the install left), nothing (see `resharder verify`)",
+        "compared_with",
+    )
     for view in now.fleets:
         fleet = view.fleet
         names = [fleet.name, fleet.model]
@@ -115,7 +121,11 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
             if move not in (MoveState.DONE, MoveState.FAILED):
                 moves.add_metric([*names, move.name], float(fleet.moving is not None and fleet.moving.state == move))
         going.add_metric(names, view.moving_for)
-    yield from (servers, in_flight, wanted, served, behind, since, refused, moves, going)
+        found = [one for server in group for one in server.server.verifications]
+        verified.add_metric([*names, "digest"], sum(one.digested_bytes for one in found))
+        verified.add_metric([*names, "fingerprint"], sum(one.covered_bytes - one.digested_bytes for one in found))
+        verified.add_metric([*names, "nothing"], sum(one.total_bytes - one.covered_bytes for one in found))
+    yield from (servers, in_flight, wanted, served, behind, since, refused, moves, going, verified)
 
 
 def _nodes(now: Snapshot) -> Iterator[Metric]:

@@ -94,7 +94,7 @@ function drawFleet(fleet) {
 }
 
 function drawServers(servers) {
-  const names = ["server", "state", "version", "why", "last install", "requests"];
+  const names = ["server", "state", "version", "why", "last install", "requests", "last verification"];
   const head = element("thead", {}, element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name))));
   return element("table", {}, head, element("tbody", {}, ...servers.map(drawServer)));
 }
@@ -105,7 +105,13 @@ function drawServer(server) {
   return element("tr", { "data-server": server.id }, element("th", { scope: "row" }, server.id),
     element("td", {}, chip(server.state)), cell("version", `${server.version || "none"}${to}`),
     element("td", {}, server.reason), cell("last install", drawInstall(server.install)),
-    cell("requests", String(server.in_flight)));
+    cell("requests", String(server.in_flight)), cell("last verification", drawVerification(server.verification)));
+}
+
+function drawVerification(verification) {
+  if (!verification) return "";
+  const { compared, needed, why, time } = verification;
+  return `${bytes(compared)} of ${bytes(needed)} compared at ${clock(time)}${why && `; the rest not: ${why}`}`;
 }
 
 function drawInstall(install) {
