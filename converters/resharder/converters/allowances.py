@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "RESHARDER_ALLOW"
-REFUSALS: Mapping[str, str] = {}
+REFUSALS: Mapping[str, str] = {
+    "second-head": "an output layer with memory of its own under a config that ties it; it is not published",
+}
 """Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
 
 _log = logging.getLogger("resharder")

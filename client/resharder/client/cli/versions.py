@@ -16,6 +16,7 @@ from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import CollectedVersions
 from resharder.client.operator.states import VersionState
+from resharder.converters.checkpoint_files import missing_files
 
 
 @command(Section.VERSIONS)
@@ -113,9 +114,12 @@ def fetch_config(
     with Operator(endpoint) as operator:
         model = models[0] if models else operator.only_model()
         files = operator.fetch_config(Path(folder), model=model)
+    missing = missing_files({name: (Path(folder) / name).read_bytes() for name in files})
     if as_json:
-        return print_json({"model": model, "folder": folder, "files": files})
+        return print_json({"model": model, "folder": folder, "files": files, "missing": missing})
     print(f"{model}: {', '.join(files)} in {folder}")
+    if missing:
+        print(f"resharder: {missing}", file=sys.stderr)
 
 
 @command(Section.VERSIONS)
