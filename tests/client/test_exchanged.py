@@ -214,10 +214,9 @@ def test_megatron_parameters_that_were_exchanged_are_read() -> None:
     layout, tensors = local_layout(chunk, config)
     live, positions = LiveTensors(layout, tensors), range(len(layout.pieces))
     chunk.load_state_dict({n: t.clone() + 1 for n, t in chunk.state_dict().items() if t is not None}, assign=True, strict=False)
-    layer: Any = deepcopy(chunk.decoder.layers[0])
-    for parameter in layer.parameters():
-        parameter.data.add_(1)
-    chunk.decoder.layers[0] = layer
+    (other,) = build_model(config)
+    fill_from_hf([other], config, random_weights(config, 2))
+    chunk.decoder.layers[0] = other.decoder.layers[0]
     live.check()
     expected = [tensor for _, _, tensor in local_pieces([chunk], config)]
     assert all(torch.equal(tensor, want) for (_, tensor), want in zip(live.items(positions), expected, strict=True))
