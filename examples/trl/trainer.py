@@ -17,10 +17,11 @@ import json
 import os
 import tempfile
 from typing import Any
+from uuid import uuid4
 
 import trl.trainer.grpo_trainer as grpo
 from datasets import Dataset
-from resharder.client import connect
+from resharder.client import Publisher, connect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
@@ -30,17 +31,22 @@ class PublishingGeneration(grpo.VLLMGeneration):
     """TRL's generation by a server, with the weights by way of the daemon."""
 
     def _init_vllm(self) -> None:
-        self.publisher, self.steps = connect(model=os.environ["RESHARDER_MODEL"]), itertools.count()
-        self.publisher.attach(self.model, self.model.config, self.processing_class)
-        self.publisher.publish(next(self.steps))  # the server starts with this version
-        if self.accelerator.is_main_process:
+        self.publisher: Publisher | None = None
+        if self.accelerator.is_main_process:  # the server starts with this version; the model is whole until training begins
+            with connect(model=os.environ["RESHARDER_MODEL"], job=f"start-{uuid4()}", rank=0, world_size=1) as first:
+                first.attach(self.model, self.model.config, self.processing_class)
+                first.publish(0).wait_ready()
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = VLLMClient(base_url=url, connection_timeout=self.server_timeout)
 
     def sync_weights(self) -> None:
+        if self.publisher is None:  # accelerate has sharded the model by now
+            self.publisher, self.steps = connect(model=os.environ["RESHARDER_MODEL"]), itertools.count()
+            self.publisher.attach(self.model, self.model.config, self.processing_class)
         handle = self.publisher.publish(next(self.steps))
         handle.wait_serving()
-        print(json.dumps({"step": handle.step, "version": handle.version}), flush=True)
+        if self.accelerator.is_main_process:
+            print(json.dumps({"step": handle.step, "version": handle.version}), flush=True)
 
 
 grpo.VLLMGeneration = PublishingGeneration

@@ -1,7 +1,8 @@
 """Four real ranks train transformers' Qwen3 with FSDP2 over tensor parallelism, two by two, and publish before and after a step.
 
 `torchrun --nproc-per-node 4 -m tests.client.dtensor_ranks ENDPOINT FOLDER` with a checkpoint in FOLDER/source; writes the whole
-state dicts as torch gathers them, FOLDER/before.pt and after.pt, and FOLDER/again.pt after filling from the first version.
+state dicts as torch gathers them, FOLDER/before.pt, after.pt and exchanged.pt, and FOLDER/again.pt after filling from the first
+version.
 """
 
 import json
@@ -46,6 +47,11 @@ def main(endpoint: str, folder: Path) -> None:
         publisher.publish(2).wait_ready(120)
         gather(model, folder / "after.pt")
         first.wait_ready(120)
+        exchanged = {name: tensor.clone() * 2 for name, tensor in model.state_dict().items()}
+        model.load_state_dict(exchanged, assign=True)  # as a job that resumes: the parameters are other objects now
+        model(input_ids=tokens)  # leaves the root's parameters whole
+        publisher.publish(3).wait_ready(120)
+        gather(model, folder / "exchanged.pt")
         fill(model, config, f"resharder://{endpoint}/{first.name}", shared=dist.get_rank() % 2 == 0)
         gather(model, folder / "again.pt")
     dist.destroy_process_group()

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from resharder.client.errors import (
@@ -18,6 +20,7 @@ from resharder.client.errors import (
 )
 from resharder.client.trainer import session
 from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
+from resharder.client.trainer.rank_layout import step_number
 from resharder.converters.architectures.checkpoint import expected_shapes
 
 from tests.client.models import CONFIG, connected, declared, parts, spread, together, weights
@@ -177,3 +180,47 @@ def test_half_an_environment_is_not_taken_for_rank_zero(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="RANK=None"):
         connect("127.0.0.1:1", model="policy", job="x")
+
+
+@pytest.mark.parametrize("step", [1 << 63, -1, 1.5, True, "7", None, torch.tensor(1.5)], ids=str)
+def test_a_step_that_is_no_integer_from_0_to_2_63_is_refused_before_anything_is_sent(step: Any) -> None:
+    with connect("127.0.0.1:1", model="policy", job="j", rank=0, world_size=1, config=CONFIG, connect_timeout=0) as publisher:
+        for publish in (lambda: publisher.publish_tensors(step, [("w", torch.ones(2))]), lambda: publisher.publish(step)):
+            with pytest.raises(UsageError, match="expected a step as an integer from 0 to 9223372036854775807, got"):
+                publish()
+        with pytest.raises(UsageError, match="expected a step as an integer"), publisher.generation(step):
+            pass
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(8)[2:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("w", torch.eye(3).to_sparse(), "w has the layout torch.sparse_coo: pass a dense tensor"),
+        ("w", torch.eye(4).to_sparse_csr(), "w has the layout torch.sparse_csr: pass a dense tensor"),
+        ("w", torch.ones(2, device="meta"), "w is on the meta device and has no values"),
+        ("w", freed(), "w: its memory is freed"),
+        ("w\ud800", torch.ones(2), r"expected the name of a tensor as text, got 'w\\ud800'"),
+        (7, torch.ones(2), "expected the name of a tensor as text, got 7"),
+    ],
+    ids=["sparse", "sparse rows", "meta", "freed", "surrogate", "no name"],
+)
+def test_a_tensor_without_elements_or_a_name_is_refused_before_anything_is_sent(name: Any, tensor: Any, message: str) -> None:
+    with connect("127.0.0.1:1", model="policy", job="j", rank=0, world_size=1, config=CONFIG, connect_timeout=0) as publisher:
+        good = ("good", torch.ones(2))
+        for items in ([good, (name, tensor)], lambda: iter([good, (name, tensor)]), iter([good, (name, tensor)])):
+            with pytest.raises(UsageError, match=message):
+                publisher.publish_tensors(1, items)
+        if isinstance(name, str) and not name.isascii():
+            with pytest.raises(UsageError, match=message):
+                publisher.attach_tensors([DeclaredTensor(name, "F32", (2,))])
+
+
+@pytest.mark.parametrize("step", [0, (1 << 63) - 1, np.int64(7), torch.tensor(7)], ids=repr)
+def test_every_integer_of_63_bits_is_a_step(step: Any) -> None:
+    assert step_number(step) == int(step)

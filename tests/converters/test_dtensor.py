@@ -286,8 +286,34 @@ def test_a_tied_output_layer_that_has_memory_of_its_own_is_refused() -> None:
     layout, _ = local_layout(full, config)
     assert "lm_head.weight" not in layout.tensors
     full["lm_head.weight"] = full["model.embed_tokens.weight"].clone()
-    with pytest.raises(UnknownTensor, match=r"1 unexpected: lm_head.weight"):
+    with pytest.raises(UnknownTensor, match=r"lm_head.weight has memory of its own, .* ties it to model.embed_tokens"):
         local_layout(full, config)
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_a_head_that_to_empty_untied_is_refused_for_every_family_until_it_is_tied_or_allowed(
+    table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = tiny("qwen3_tied")
+    family = config if table else NOBODY
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.to_empty(device="cpu")
+    with pytest.raises(UnknownTensor, match=r"lm_head.weight has memory of its own, .*model.tie_weights\(\)"):
+        local_layout(model, family)
+    if not table:
+        assert "lm_head.weight" in local_layout(model, NOBODY | {"tie_word_embeddings": False})[0].tensors
+    monkeypatch.setenv("RESHARDER_ALLOW", "second-head")
+    assert "lm_head.weight" not in local_layout(model, family)[0].tensors
+    monkeypatch.delenv("RESHARDER_ALLOW")
+    model.tie_weights()
+    assert "lm_head.weight" not in local_layout(model, family)[0].tensors
+
+
+def test_a_head_tied_to_embeddings_is_accepted_beside_further_copies_of_them() -> None:
+    full = {name: numbers(3, 2) for name in ("model.embed_tokens.weight", "model.layers.2.embed_tokens.weight")}
+    layout, _ = local_layout(full | {"lm_head.weight": full["model.embed_tokens.weight"]}, NOBODY)
+    assert sorted(layout.tensors) == sorted(full)
 
 
 @pytest.mark.parametrize(("config", "names"), [(NOBODY, ["a"]), (NOBODY | {"tie_word_embeddings": False}, ["a", "b"])], ids=str)

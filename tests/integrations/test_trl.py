@@ -38,7 +38,7 @@ def test_each_optimizer_step_of_trl_samples_from_the_weights_that_it_published(d
             text = (tmp_path / "log").read_text(errors="replace")
             assert status == 0, text[-3000:] + server.log_tail()
             lines = [json.loads(found) for found in re.findall(r'{"step": .*?}', text)]  # beside a progress bar's
-            assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+            assert [line["step"] for line in lines] == list(range(STEPS))
             assert server.generate([5, 17, 42], 2).version == str(lines[-1]["version"])
     finally:
         trainer.kill()

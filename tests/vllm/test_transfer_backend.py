@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for trainers")
 
@@ -18,6 +19,9 @@ from resharder.client.inference.vllm.native_updates import ROUTES, is_selected, 
 from resharder.client.inference.vllm.route_rules import RULES
 from resharder.client.integrations.vllm import ResharderTrainerEngine
 from resharder.client.integrations.weight_sources import DividedStream, owned_names
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import ModuleSource, ParamMeta, WeightSource, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -304,3 +308,16 @@ def test_a_stream_that_was_left_early_is_iterated_to_its_end_for_the_other_ranks
     assert source.passes == 1
     with pytest.raises(UsageError, match="a: expected a tensor, since this rank holds it"):
         list(DividedStream([("a", None)], {"a"}))
+
+
+def test_a_module_that_is_sharded_after_trainer_init_is_refused_with_what_to_do(daemon: Daemon, folder: Path) -> None:
+    model = load_model(folder)
+    engine = start(daemon, folder, ModuleSource(model), Client(), "late")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UsageError, match=r"over a mesh of \(1,\): attach after fully_shard or parallelize_module"):
+            engine.send_weights()
+    finally:
+        engine.shutdown()
+        dist.destroy_process_group()

@@ -16,6 +16,7 @@ REFUSALS: Mapping[str, str] = {
     "config-mismatch": "a model that computes otherwise than its config.json says",
     "megatron-release": "a release of megatron-core that Resharder was not tested with",
     "no-gate": "an API server that boots from the daemon without the gate and the control side: its program attaches the engine",
+    "second-head": "an output layer with memory of its own under a config that ties it; it is not published",
     "server-config": "a version whose config.json differs from the one that the server computes with",
     "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
     UNWRITTEN: "a version that does not write all parameters of a vLLM server; the rest keep what is in memory",

@@ -17,6 +17,7 @@ from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import CollectedVersions
 from resharder.client.operator.states import VersionState
+from resharder.converters.checkpoint_files import missing_files
 
 
 @command(Section.VERSIONS)
@@ -117,9 +118,12 @@ def fetch_config(
     with Operator(endpoint) as operator:
         model = models[0] if models else operator.only_model()
         files = operator.fetch_config(Path(folder), model=model, fleet=fleet)
+    missing = missing_files({name: (Path(folder) / name).read_bytes() for name in files})
     if as_json:
-        return print_json({"model": model, "folder": folder, "files": files})
+        return print_json({"model": model, "folder": folder, "files": files, "missing": missing})
     say(f"{model}: {', '.join(files)} in {folder}")
+    if missing:
+        tell(f"resharder: {missing}")
 
 
 @command(Section.VERSIONS)

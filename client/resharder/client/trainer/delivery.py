@@ -36,6 +36,9 @@ _RESTARTS = 3
 Prepare = Callable[[resources_pb2.Version], None]
 """Called with a version before its tensors are read."""
 
+Check = Callable[[], None]
+"""Called before the tensors of a version are offered and read. Raises ResharderError if they cannot be."""
+
 Wake = Callable[[Handle], None]
 """Called with a version that this rank has delivered, while its memory is still offered: wakes the servers that take it."""
 
@@ -64,6 +67,7 @@ class Delivery:
         sender: Offers versions on the direct path; None without one.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions.
         direct_wait: Seconds that an offer may outlast READY.
+        check: Checks the model's tensors before each version; None without a model.
         prepare: Makes the tensors of a version before they are offered and read; None if they are ready.
     """
 
@@ -76,11 +80,13 @@ class Delivery:
         *,
         staging_timeout: float,
         direct_wait: float,
+        check: Check | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         self._channel, self._session, self._transports, self._sender = channel, session, transports, sender
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
-        self._staging_timeout, self._direct_wait, self._prepare = staging_timeout, direct_wait, prepare
+        self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
+        self._check, self._prepare = check, prepare
 
     @property
     def offers(self) -> bool:
@@ -164,9 +170,14 @@ class Delivery:
             self._session.register_again()
 
     def _prepared(self, version: resources_pb2.Version, rank: int, timings: tracing.Timings) -> None:
-        if self._prepare is not None and version.state != State.ABORTED:
-            with self._aborting(version, rank), tracing.timed(timings, "quantise"):
-                self._prepare(version)
+        if version.state == State.ABORTED:
+            return
+        with self._aborting(version, rank):
+            if self._check is not None:
+                self._check()
+            if self._prepare is not None:
+                with tracing.timed(timings, "quantise"):
+                    self._prepare(version)
 
     @contextmanager
     def _aborting(self, version: resources_pb2.Version, rank: int) -> Iterator[None]:

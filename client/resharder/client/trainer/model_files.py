@@ -1,20 +1,26 @@
 """Files of a model besides its weights: config.json and those of the tokenizer."""
 
 import json
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from resharder.client.errors import UsageError
 from resharder.converters.architectures import ARCHITECTURES
 from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.checkpoint_files import GENERATION, code_files, missing_files
 from resharder.converters.errors import ConversionError
 from resharder.converters.quantization.scheme import Scheme, check_family
 from resharder.v1 import resources_pb2
 
+if TYPE_CHECKING:
+    from resharder.converters.models.hf_names import Model
+
+_log = logging.getLogger(__name__)
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "generation_config.json",
@@ -63,6 +69,56 @@ def known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def plain_config(config: Config) -> dict[str, Any]:
     """Return the content of config.json as a dict."""
     return dict(config) if isinstance(config, Mapping) else dict(json.loads(_saved(config)["config.json"]))
+
+
+def model_files(
+    config: Config, tokenizer: Tokenizer | None, scheme: Scheme | None = None, model: "Model | None" = None
+) -> list[resources_pb2.ModelFile]:
+    """Return config.json, the tokenizer's files, and the generation config and code files that belong to them.
+
+    What neither gives is taken from `model` and from the local folders they were loaded from. A line in the log names what is
+    missing then. Raises as `config_file` and `tokenizer_files` do.
+    """
+    contents = {file.path: file.content for file in (config_file(config, scheme), *tokenizer_files(tokenizer))}
+    generation = getattr(_first_module(model), "generation_config", None)
+    if GENERATION not in contents and generation is not None and hasattr(generation, "to_json_string"):
+        contents[GENERATION] = generation.to_json_string().encode()
+    is_folder = isinstance(tokenizer, str | Path)  # a checkpoint, which has a generation config or is served without one
+    wanted = code_files(contents) | (set() if is_folder or tokenizer is None else {GENERATION})
+    sources = [*_sources(config, tokenizer)] if wanted - contents.keys() else []
+    while found := {name: source[name] for source in sources for name in wanted - contents.keys() if name in source}:
+        contents |= found
+        wanted |= code_files(contents)
+    if wanted - contents.keys() and (missing := missing_files(contents)):
+        _log.warning("%s; pass the checkpoint's folder as tokenizer", missing)
+    return [resources_pb2.ModelFile(path=path, content=content) for path, content in contents.items()]
+
+
+def _first_module(model: "Model | None") -> object:
+    """Return the module of a model, or the first of its parts, without wrappers that hold it as `module`."""
+    if model is None:
+        return None
+    from resharder.converters.models.hf_names import roots_of
+
+    found: object = next(iter(roots_of(model)), None)
+    while not hasattr(found, "generation_config") and hasattr(found, "module"):
+        found = found.module
+    return found
+
+
+def _sources(config: Config, tokenizer: Tokenizer | None) -> Iterator[dict[str, bytes]]:
+    """Yield the small files that objects write, and those of local folders that they were loaded from."""
+    for given in (tokenizer, config):
+        if isinstance(given, str | Path):
+            yield _read(Path(given))
+            continue
+        if given is None or isinstance(given, Mapping):
+            name = given.get("_name_or_path") if given else None
+        else:
+            yield _saved(given)
+            name = getattr(given, "name_or_path", None)
+        if name and Path(str(name)).is_dir():
+            yield _read(Path(str(name)))
 
 
 def tokenizer_files(tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile]:

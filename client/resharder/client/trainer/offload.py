@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from resharder.client.errors import UsageError
-from resharder.converters.models.hf_names import Model, local_of
+from resharder.converters.models.hf_names import Model, roots_of
+from resharder.converters.models.live import local_of
 from torch.distributed.fsdp import FSDPModule
 
 _DEVICE = "cuda"
@@ -83,13 +84,6 @@ def set_aside(model: Model) -> Aside:
             raise UsageError(f"{name}: expected memory that torch may free, found memory that is in use elsewhere")
         storages[storage.data_ptr()] = storage
     return Aside(list(storages.values()))
-
-
-def roots_of(model: Model) -> list[torch.nn.Module]:
-    """Return the modules of a model; an empty list for a state dict."""
-    if isinstance(model, Mapping):
-        return []
-    return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

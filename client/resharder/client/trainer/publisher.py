@@ -20,7 +20,7 @@ from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
-from resharder.client.trainer.model_files import Config, Tokenizer, config_file, known_shapes, plain_config, tokenizer_files
+from resharder.client.trainer.model_files import Config, Tokenizer, known_shapes, model_files, plain_config
 from resharder.client.trainer.rank_layout import (
     DeclaredTensor,
     LiveTensors,
@@ -30,6 +30,8 @@ from resharder.client.trainer.rank_layout import (
     declared_rank_layout,
     opened,
     rank_layout_of,
+    split_item,
+    step_number,
 )
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.trainer.token_ids import refuse_ids_in_padding
@@ -105,7 +107,8 @@ class Publisher:
 
         Args:
             model: Megatron's chunks; or a module with HF names, its parts or a state dict, of DTensors and plain tensors,
-                wrapped or not.
+                wrapped or not. Each publish looks the tensors up by name again. Those of a state dict are published as they are:
+                copies keep their values until others are put into it.
             hf_config: transformers config or content of config.json.
             tokenizer: Object with `save_pretrained`, or a folder.
             rename: For DTensors, a function from names in memory to names on disk.
@@ -124,11 +127,12 @@ class Publisher:
         from resharder.converters.models import local_layout, megatron_chunks, vocabulary_rows
 
         with self._alone(), collecting() as warnings:
-            self.attach_config(hf_config, tokenizer)
+            self._set_files(hf_config, tokenizer, model)
             config = plain_config(hf_config)
             layout, tensors = local_layout(model, config, rename=rename, ranks=ranks, fp8=bool(self._scheme))
             refuse_ids_in_padding(tokenizer, self._files, config.get("vocab_size", 0), vocabulary_rows(model))
             if check_replicas:
+                LiveTensors(layout, tensors).check()
                 compare_replicas(layout, tensors, self.identity.world_size)
             rank_layout = rank_layout_of(layout)
             if self._scheme is not None:
@@ -155,9 +159,7 @@ class Publisher:
         Raises:
             UsageError: The config lacks `architectures`, or there are no tokenizer files.
         """
-        with collecting() as self._file_warnings:
-            self._files = [config_file(hf_config, self._scheme), *tokenizer_files(tokenizer)]
-            self._shapes = known_shapes(hf_config)
+        self._set_files(hf_config, tokenizer)
 
     def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
         """Register the tensors that this rank will pass to `publish_tensors`.
@@ -193,10 +195,10 @@ class Publisher:
 
         Raises:
             StaleParameters: Parameters are stale and `sync` is False.
-            UsageError: No model is attached.
+            UsageError: No model is attached; or a tensor has another form or placement than at `attach`, or no memory.
             StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable: The version is aborted.
         """
-        return self._publish_attached(step, sync=sync, direct=direct)
+        return self._publish_attached(step_number(step), sync=sync, direct=direct)
 
     def publish_tensors(self, step: int, items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> Handle:
         """Deliver HF tensors, divided over the ranks in any way and order, with each element on one rank.
@@ -214,6 +216,10 @@ class Publisher:
         Raises:
             ResharderError: As in `publish`.
         """
+        step = step_number(step)
+        if isinstance(items, Sequence):  # before anything is sent
+            for item in items:
+                split_item(item)
         with self._alone():
             if self._live is not None:
                 raise UsageError("expected publish(step): a model is attached")
@@ -269,6 +275,7 @@ class Publisher:
         from resharder.client.trainer.rendezvous import meet
         from resharder.client.trainer.saved_state import keeping
 
+        step = step_number(step)
         if not self._sharing.acquire(blocking=False):
             raise UsageError("expected the previous generation of this publisher to have ended")
         model, lent = self._model, ""
@@ -352,6 +359,11 @@ class Publisher:
                 )
             yield
 
+    def _set_files(self, hf_config: Config, tokenizer: Tokenizer | None, model: "Model | None" = None) -> None:
+        with collecting() as self._file_warnings:
+            self._files = model_files(hf_config, tokenizer, self._scheme, model)
+            self._shapes = known_shapes(hf_config)
+
     def _ensure_published(self, step: int, wakes: Mapping[str, Wake]) -> None:
         """Publish `step` unless the newest version is that of it. `wakes`: by model, as in `Delivery.deliver`."""
         newest = self._session.newest
@@ -372,8 +384,12 @@ class Publisher:
     def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
         transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
         parts = self._channel, self._session, transports, sender
-        prepare = self._quantised.prepare if self._quantised is not None else None
-        return Delivery(*parts, staging_timeout=self._staging_timeout, direct_wait=self._direct_wait, prepare=prepare)
+        check, prepare = (live.check if live is not None else None), None
+        if self._quantised is not None:
+            check, prepare = self._quantised.check, self._quantised.prepare
+        return Delivery(
+            *parts, staging_timeout=self._staging_timeout, direct_wait=self._direct_wait, check=check, prepare=prepare
+        )
 
     def _register(self, rank_layout: RankLayout, wait: bool, warnings: Sequence[str] = ()) -> None:
         if self._scheme is not None and self._quantised is None:

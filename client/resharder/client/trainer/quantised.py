@@ -9,7 +9,6 @@ written anew only by the next `publish`, which begins when no server needs the l
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +19,8 @@ from resharder.converters.quantization.cast import Floats, QuantisedTensors
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
-    import torch
     from resharder.converters.geometry.layout import Layout
+    from resharder.converters.models.tensor_io import LookedUp
     from resharder.converters.quantization.scheme import Scheme
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class QuantisedModel:
         channel: Channel,
         rank: int,
         layout: "Layout",
-        tensors: "Mapping[str, torch.Tensor]",
+        tensors: "LookedUp",
         scheme: "Scheme",
         timeout: float,
     ) -> None:
@@ -72,17 +71,19 @@ class QuantisedModel:
         plan, plain = self._cast.plan, rank_layout_of(self.layout)
         return RankLayout(plain.tensors, plain.boxes, plan.contributed.blocks, plan.received.blocks)
 
+    def check(self) -> None:
+        """Find the model's tensors again, as `LiveTensors.check` does."""
+        self._source.check()
+
     def prepare(self, version: resources_pb2.Version) -> None:
         """Cast the model's present values for a version.
 
         Raises:
             ConversionError: A matrix has an infinity or NaN.
             Conflict: This rank has brought other values for the version before.
-            UsageError: A tensor has changed its shape, strides or dtype since the model was attached.
             VersionAborted: The version is aborted.
             WaitTimeout: Other ranks have not brought their maxima in time.
         """
-        self._source.check()
         measured, plan = self._cast.measure(), self._cast.plan
         shares = bool(plan.contributed.blocks or plan.received.blocks)
         self._cast.cast(self._exchanged(version, measured) if shares else np.zeros(0, np.float32))

@@ -4,11 +4,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index as integer_of
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from resharder.client.errors import UsageError
 from resharder.client.transport.base import HostArray
 from resharder.client.transport.live_items import LiveItems
+from resharder.converters.errors import ConversionError
 from resharder.converters.geometry.layout import (
     PUBLISHABLE,
     Box,
@@ -20,12 +22,15 @@ from resharder.converters.geometry.layout import (
     format_box,
     full_box,
 )
+from resharder.converters.json_input import is_text
 
+LAST_STEP = (1 << 63) - 1
 Index = tuple[int | slice, ...]
 
 if TYPE_CHECKING:
     import torch
     from resharder.client.transport.base import Item
+    from resharder.converters.models.tensor_io import LookedUp
 
     Elements = torch.Tensor | HostArray
     TensorItem = tuple[str, Elements] | tuple[str, Index, Elements]
@@ -75,6 +80,17 @@ class DeclaredTensor(NamedTuple):
     part: Index | None = None
 
 
+def step_number(step: object) -> int:
+    """Return the label of a version. Raises UsageError for anything but an integer from 0 to `LAST_STEP`."""
+    try:
+        number = integer_of(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= LAST_STEP:
+        raise UsageError(f"expected a step as an integer from 0 to {LAST_STEP}, got {step!r}")
+    return number
+
+
 def rank_layout_of(layout: Layout) -> RankLayout:
     """Return the boxes of a model's layout, in the order of its pieces."""
     return RankLayout(dict(layout.tensors), tuple(RankBox(piece.tensor, piece.box, piece.replica) for piece in layout.pieces))
@@ -89,6 +105,7 @@ def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -
     boxes: dict[tuple[str, Box], RankBox] = {}
     for entry in declared:
         name, dtype, shape, index = DeclaredTensor(*entry)
+        tensor_name(name)
         spec = TensorSpec(name, dtype_name(name, dtype), tuple(shape))
         if specs.setdefault(name, spec) != spec:
             raise UsageError(
@@ -122,12 +139,38 @@ def opened(items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -
 
 
 def split_item(item: "TensorItem") -> "tuple[str, Index | None, Elements]":
-    """Return (name, index or None, tensor) of an item. Raises UsageError for any other form."""
+    """Return (name, index or None, tensor) of an item. Raises UsageError for any other form, and for a tensor without elements
+    in memory.
+    """
     if len(item) == 2 and _has_elements(item[1]):
-        return item[0], None, item[1]
+        return tensor_name(item[0]), None, _readable(item[0], item[1])
     if len(item) == 3 and _has_elements(item[2]) and isinstance(item[1], tuple):
-        return item[0], item[1], item[2]
+        return tensor_name(item[0]), item[1], _readable(item[0], item[2])
     raise UsageError(f"expected (hf_name, tensor) or (hf_name, index, tensor), got {tuple(type(part).__name__ for part in item)}")
+
+
+def tensor_name(name: object) -> str:
+    """Return the name of a tensor. Raises UsageError for one that is no text."""
+    if not isinstance(name, str) or not is_text(name):
+        raise UsageError(f"expected the name of a tensor as text, got {name!r}")
+    return name
+
+
+def _readable(name: str, tensor: "Elements") -> "Elements":
+    if isinstance(tensor, HostArray):
+        return tensor
+    if (kind := type(tensor).__name__) == "DTensor":
+        raise UsageError(f"{name} is a {kind}, a part of a tensor: attach the model, or pass its full_tensor()")
+    if str(tensor.layout) != "torch.strided":
+        raise UsageError(f"{name} has the layout {tensor.layout}: pass a dense tensor, such as its to_dense()")
+    if has_no_memory(tensor):
+        raise UsageError(_absent(name, tensor))
+    return tensor
+
+
+def has_no_memory(tensor: "torch.Tensor") -> bool:
+    """Return whether a tensor has elements and no memory: it is on the meta device, or its storage is freed."""
+    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.element_size() and tensor.numel())
 
 
 def _has_elements(value: object) -> "TypeGuard[Elements]":
@@ -172,7 +215,7 @@ def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
 class LiveTensors:
     """A model's own tensors, read in place at each publish."""
 
-    def __init__(self, layout: Layout, tensors: "Mapping[str, torch.Tensor]"):
+    def __init__(self, layout: Layout, tensors: "LookedUp"):
         self._layout, self._tensors = layout, tensors
         self._known = {name: _memory_form(tensor) for name, tensor in tensors.items()}
         self._positions: list[int] = []
@@ -184,17 +227,26 @@ class LiveTensors:
         return LiveItems(self._tensors, ()).device
 
     def check(self) -> None:
-        """Raise UsageError if a tensor has changed its shape, strides or dtype since the model was attached."""
+        """Find the tensors in the model again, before a version is read.
+
+        Raises UsageError for tensors that were exchanged for others of another form, or have changed their shape, strides or
+        dtype, or have no memory.
+        """
+        try:
+            self._tensors.find_again()
+        except ConversionError as error:
+            raise UsageError(str(error)) from error
         for name, tensor in self._tensors.items():
             if (found := _memory_form(tensor)) != (known := self._known[name]):
                 raise UsageError(
                     f"{name}: expected {_form_text(known)} as when the model was attached, found {_form_text(found)}: "
                     "attach again"
                 )
+            if has_no_memory(tensor):
+                raise UsageError(_absent(name, tensor))
 
     def items(self, positions: Iterable[int]) -> LiveItems:
-        """Return the tensors of the boxes at these positions, numbered in order. Raises as `check` does."""
-        self.check()
+        """Return the tensors of the boxes at these positions, numbered in order."""
         if (positions := list(positions)) != self._positions:
             self._positions, self._pieces = positions, [self._layout.pieces[position] for position in positions]
         return LiveItems(self._tensors, self._pieces)
@@ -206,6 +258,12 @@ _Form = tuple["torch.dtype", tuple[int, ...], tuple[int, ...]]
 
 def _memory_form(tensor: "torch.Tensor") -> "_Form":
     return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _absent(name: str, tensor: "torch.Tensor") -> str:
+    if tensor.is_meta:
+        return f"{name} is on the meta device and has no values: load the model before it is published"
+    return f"{name}: its memory is freed: bring the parameters back before they are published"
 
 
 def _form_text(form: "_Form") -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from resharder.client.trainer.offload import roots_of
+from resharder.converters.models.hf_names import roots_of
 
 if TYPE_CHECKING:
     from resharder.converters.models.hf_names import Model

@@ -14,6 +14,7 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.models import dtensor
 from resharder.converters.models.hf_config import refuse_other_config
 from resharder.converters.models.hf_names import Model, Rename
+from resharder.converters.models.tensor_io import LookedUp
 
 
 def local_layout(
@@ -23,7 +24,7 @@ def local_layout(
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
     fp8: bool = False,
-) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+) -> tuple[Layout, LookedUp]:
     """Return this rank's layout, and its local tensors by the names in the layout's pieces, live rather than copied.
 
     Args:

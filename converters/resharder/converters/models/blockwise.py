@@ -77,7 +77,7 @@ class BlockwiseTensors(LookedUp):
     They are looked up at each access, because optimizers and Megatron's DDP replace them.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, MasterPart] = UNDIVIDED) -> None:
+    def __init__(self, tensors: LookedUp, parts: Mapping[str, MasterPart] = UNDIVIDED) -> None:
         """Take tensors by name, and the parts of those of which this rank has a part of the master weights, which are flat.
 
         Raises UnsupportedModel for an FP8 parameter in another form than blocks of 128 by 128 in E4M3.
@@ -91,6 +91,11 @@ class BlockwiseTensors(LookedUp):
             looks[factors_of(name)] = partial(_factors, name, tensors, shape)
             looks[master_of(name)] = partial(_master, name, tensors, shape, parts.get(name))
         super().__init__(tensors, lambda name: looks[name]())
+        self._tensors = tensors
+
+    def find_again(self) -> None:
+        """Find the parameters in the model again, as `LocalTensors` does."""
+        self._tensors.find_again()
 
 
 def _blockwise(name: str, tensor: Any) -> Blockwise:

@@ -4,7 +4,7 @@ Each DTensor describes its placement by mesh, placements and shape. Names are th
 the model's family has a table, names and shapes are compared with it. Plain tensors are replicas on all ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -13,31 +13,13 @@ import torch.distributed as dist
 from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, format_box, intersect
-from resharder.converters.models.hf_names import Model, Rename, Stored, local_of, named_tensors, stored_tensors
+from resharder.converters.models.hf_names import Model, Rename, Stored, named_tensors, roots_of, stored_tensors
+from resharder.converters.models.live import LocalTensors, local_of
 from resharder.converters.models.tensor_io import DTYPES
 from torch.distributed.tensor import DTensor
 
 _PLAIN = {dtype: name for dtype, name in DTYPES.items() if not name.startswith("F8_")}
 """Dtypes of parameters. Those in FP8 have scales beside them, which no table describes."""
-
-
-class LocalDTensors(Mapping[str, torch.Tensor]):
-    """This rank's part of each tensor, looked up at each access.
-
-    FSDP moves a DTensor to other memory at its first forward pass.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return local_of(self._tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def local_layout(
@@ -46,7 +28,7 @@ def local_layout(
     *,
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
-) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+) -> tuple[Layout, LocalTensors]:
     """Return this rank's layout, and its local tensors by their names in memory, live rather than copied.
 
     Args:
@@ -75,7 +57,8 @@ def local_layout(
             if whole is not None and common is not None:
                 specs[part.name] = TensorSpec(part.name, dtype, part.shape)
                 pieces.append(_moved(whole.part(common), part))
-    return Layout(specs, tuple(pieces)), LocalDTensors({piece.local: tensors[piece.local] for piece in pieces})
+    names = dict.fromkeys(piece.local for piece in pieces)
+    return Layout(specs, tuple(pieces)), LocalTensors(lambda: named_tensors(model, rename), tensors, names, roots_of(model))
 
 
 def _moved(piece: Piece, part: Stored) -> Piece:

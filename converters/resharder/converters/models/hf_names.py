@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
+from resharder.converters.allowances import refuse
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.architectures.table import HFConfig
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Box, Range, box_shape, full_box
-from torch.distributed.tensor import DTensor
+from resharder.converters.models.live import local_of, memory_of
 
 Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tensor]
 """A module, its parts (pipeline stages of this rank), or a state dict."""
@@ -21,6 +22,8 @@ Rename: TypeAlias = Callable[[str], str | None]
 """Function from a name in memory to the name on disk, or to None for a tensor outside of the checkpoint."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch.compile, activation checkpoints, FSDP
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
 _EXPERTS = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
 
 
@@ -55,7 +58,7 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
             name = rename(_unwrapped(key))
         if name is None:
             continue
-        if name in found and _memory(found[name]) != _memory(value):
+        if name in found and memory_of(found[name]) != memory_of(value):
             raise UnknownTensor(f"{name}: expected one tensor of this name, found two: the second is {key}")
         found[name] = value
     return found
@@ -76,17 +79,18 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
         UnknownTensor: Names differ from the table's.
         LayoutError: Shapes differ from the table's.
     """
+    if _is_tied(config):
+        found = _without_second_head(found)
     try:
         expected = expected_shapes(config)
     except UnsupportedModel:
         if config.get("quantization_config"):
             raise
-        tied = config.get("tie_word_embeddings", True)  # transformers' default
-        kept = _without_ties(found) if tied else found
+        kept = _without_ties(found) if _is_tied(config) else found
         return {name: [Stored(name, full_box(tuple(tensor.shape)))] for name, tensor in kept.items()}
     stored = {name: _stored(name, tuple(tensor.shape), expected) for name, tensor in found.items()}
-    held = {_memory(found[name]) for name, parts in stored.items() if parts}
-    unknown = [name for name in stored if _memory(found[name]) not in held]
+    held = {memory_of(found[name]) for name, parts in stored.items() if parts}
+    unknown = [name for name in stored if memory_of(found[name]) not in held]
     given = {part.name: part for parts in stored.values() for part in parts}
     missing = [name for name in expected if name not in given] if whole else []
     if unknown or missing:
@@ -105,12 +109,11 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
     return {name: parts for name, parts in stored.items() if parts}
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself; the memory is shared."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # with gradients, each call returns another tensor
-        return tensor.to_local()
+def roots_of(model: Model) -> list[torch.nn.Module]:
+    """Return the modules of a model; an empty list for a state dict."""
+    if isinstance(model, Mapping):
+        return []
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
 def _entries(model: Model) -> Iterator[tuple[str, object]]:
@@ -118,7 +121,7 @@ def _entries(model: Model) -> Iterator[tuple[str, object]]:
     if isinstance(model, Mapping):
         yield from model.items()
         return
-    for part in [model] if isinstance(model, torch.nn.Module) else model:
+    for part in roots_of(model):
         if not isinstance(part, torch.nn.Module):
             raise UnsupportedModel(f"expected a module, a list of them or a state dict, found {type(part).__name__}")
         yield from part.state_dict(keep_vars=True).items()
@@ -157,14 +160,34 @@ def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int,
     return []
 
 
+def _is_tied(config: HFConfig) -> bool:
+    return bool(config.get("tie_word_embeddings", True))  # transformers' default
+
+
+def _without_second_head(found: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors without an output layer that has memory of its own. Raises UnknownTensor unless that is allowed."""
+    heads = [name for name in found if _is_called(name, _HEADS) and local_of(found[name]).numel()]
+    second = {}
+    for head in heads:
+        alike = [name for name in found if _is_called(name, _EMBEDDINGS) and found[name].shape == found[head].shape]
+        if alike and all(memory_of(found[name]) != memory_of(found[head]) for name in alike):
+            second[head] = alike[0]
+    for head, embeddings in second.items():
+        refuse(
+            "second-head",
+            UnknownTensor(
+                f"{head} has memory of its own, and the config ties it to {embeddings}: servers would compute with the latter. "
+                "Call model.tie_weights() before attach, and after to_empty(); if the output layer is trained by itself, attach "
+                "a config with tie_word_embeddings=False"
+            ),
+        )
+    return {name: tensor for name, tensor in found.items() if name not in second}
+
+
+def _is_called(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
 def _without_ties(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     first: dict[tuple[object, ...], str] = {}
-    return {name: tensor for name, tensor in found.items() if first.setdefault(_memory(tensor), name) == name}
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors with the same memory."""
-    local = local_of(tensor)
-    if not local.numel():
-        return (id(tensor),)
-    return local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride()
+    return {name: tensor for name, tensor in found.items() if first.setdefault(memory_of(tensor), name) == name}

@@ -24,10 +24,16 @@ class LookedUp(Mapping[str, torch.Tensor]):
     """Mapping of names to tensors that a function returns at each access."""
 
     def __init__(self, names: Iterable[str], look_up: Callable[[str], torch.Tensor]) -> None:
-        self._names, self._look_up = tuple(names), look_up
+        self._names, self._look_up = dict.fromkeys(names), look_up
+
+    def find_again(self) -> None:
+        """Look for objects that were exchanged, before a version is read. Raises LayoutError."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._look_up(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

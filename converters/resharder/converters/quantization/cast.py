@@ -52,8 +52,8 @@ class QuantisedTensors:
         Raises:
             UnsupportedModel: Matrices that cannot be cast, or lie on several devices.
         """
-        own = tensors if isinstance(tensors, BlockwiseTensors) else BlockwiseTensors({})
-        self.plan: QuantisedLayout = quantised_layout(layout, scheme, own.blockwise, own.parts)
+        own = (tensors.blockwise, tensors.parts) if isinstance(tensors, BlockwiseTensors) else ({}, {})
+        self.plan: QuantisedLayout = quantised_layout(layout, scheme, *own)
         self._own = tensors
         devices = {tensors[part.source.local].device for matrix in self.plan.matrices for part in matrix.pieces}
         if len(devices) > 1:
@@ -68,7 +68,7 @@ class QuantisedTensors:
         self._tiles = CastTiles(self.plan, tensors, self._device) if is_supported(self.plan, self._device) else None
         made = {WEIGHTS: self._weights, SCALES: self._scales}
         names = dict.fromkeys(piece.local for piece in self.plan.layout.pieces)
-        self.tensors: Mapping[str, torch.Tensor] = LookedUp(names, lambda name: made[name] if name in made else tensors[name])
+        self.tensors = LookedUp(names, lambda name: made[name] if name in made else tensors[name])
 
     def measure(self) -> Floats:
         """Measure all blocks and return the maxima that the rank contributes, in order.

@@ -23,10 +23,10 @@ from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
+from resharder.converters.models.live import LocalTensors
 from resharder.converters.models.megatron.computation import other_computation
-from resharder.converters.models.megatron.live import LocalTensors
 from resharder.converters.models.megatron.masters import master_part
-from resharder.converters.models.tensor_io import DTYPES, read_piece
+from resharder.converters.models.tensor_io import DTYPES, LookedUp, read_piece
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -38,7 +38,7 @@ FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in ("BF16", "F16
 
 def local_layout(
     model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1, fp8: bool = False
-) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+) -> tuple[Layout, LookedUp]:
     """Return this rank's layout, and its local tensors by the names in its pieces, `CHUNK.NAME`, live rather than copied.
 
     Replicas are those of `sharded_state_dict`. No piece contains rows that Megatron added as padding.
@@ -83,7 +83,7 @@ def local_layout(
                             f"{name}: holds {piece.tensor} as {dtype}, another parameter as {specs[piece.tensor].dtype}"
                         )
                     pieces.append(piece)
-    found = LocalTensors(tensors, modules)
+    found = LocalTensors(lambda: _state(modules), _state(modules) | tensors, tensors, modules)
     return Layout(specs, tuple(pieces)), BlockwiseTensors(found, parts) if fp8 else found
 
 
@@ -125,6 +125,16 @@ def gather_parameters(model_chunks: Chunks) -> None:
     for chunk in _chunks(model_chunks):
         for wrapper in _late_gatherers(chunk):
             wrapper.start_param_sync(force_sync=True)
+
+
+def _state(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the tensors of chunks by the names that `sharded_state_dict` gives them."""
+    entries = (
+        (f"{number}.{name}", value)
+        for number, chunk in enumerate(modules)
+        for name, value in chunk.state_dict(keep_vars=True).items()
+    )
+    return {name: value for name, value in entries if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
 
 
 def _data_parallel(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
