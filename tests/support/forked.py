@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, ClassVar
 
 from resharder.converters import failpoints
@@ -39,9 +40,13 @@ def start(
     *,
     arguments: Sequence[str] = (),
     session: bool = False,
+    imported_with: Mapping[str, str] = MappingProxyType({}),
 ) -> "ForkedProcess":
-    """Start `main` of a module, with its standard output and error in `log`, and in a session of its own if `session`."""
-    source = _Source.of(DAEMONS if module in DAEMONS else (module,), environment)
+    """Start `main` of a module, with its standard output and error in `log`, and in a session of its own if `session`.
+
+    `imported_with`: variables that are read on import, always the same for a module.
+    """
+    source = _Source.of(DAEMONS if module in DAEMONS else (module,), os.environ | imported_with)
     request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
     return ForkedProcess(source, request | {"umask": umask, "session": session}, log)
 
@@ -101,7 +106,7 @@ class ForkedProcess:
 
 
 class _Source:
-    """A process that others are forked from. It has the environment of the first one."""
+    """A process that others are forked from."""
 
     running: ClassVar[dict[tuple[str, ...], "_Source"]] = {}
     _starting = threading.Lock()

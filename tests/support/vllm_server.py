@@ -134,7 +134,9 @@ class VllmServer:
         environment = {name: value for name, value in wanted.items() if value is not None}
         with self.log.open("wb") as output:
             if ON_CPU and self.eager and self.python == sys.executable and not self.wrapper:
-                self.process = start("tests.support.vllm_serve", environment, output, arguments=arguments, session=True)
+                imported_with = CPU_ENVIRONMENT | compiling
+                module = "tests.support.vllm_serve"
+                self.process = start(module, environment, output, arguments=arguments, session=True, imported_with=imported_with)
                 return
             program = str(Path(__file__).with_name("vllm_serve.py"))
             self.process = subprocess.Popen(
