@@ -164,8 +164,12 @@ def _serve(requests: socket.socket) -> list[str]:
         message, (log, status), _, _ = _received(requests)
         if not message:
             os._exit(0)
+        begun, begins = os.pipe()
         if pid := os.fork():
             os.close(log)
+            os.close(begins)
+            os.read(begun, 1)  # nothing, once it has its session, which may be sent a signal
+            os.close(begun)
             children[pid] = status
             requests.send(str(pid).encode())
             continue
@@ -175,11 +179,12 @@ def _serve(requests: socket.socket) -> list[str]:
         request = json.loads(message)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        for descriptor in (log, status, woken, wake, requests.detach(), *children.values()):
+        for descriptor in (log, status, woken, wake, begun, requests.detach(), *children.values()):
             os.close(descriptor)
         _end_with_parent()
         if request["session"]:
             os.setsid()
+        os.close(begins)
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ.clear()
         os.environ.update(request["environment"])
