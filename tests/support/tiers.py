@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -150,6 +150,14 @@ def _imported(name: str) -> ModuleType | None:
     return sys.modules.get(name)
 
 
+def _importing() -> bool:
+    """Whether a module is being imported: libraries ask `ldconfig` and `lscpu` then."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Guard:
     """Notices what a pure test starts, in threads of its own too; others may be left over from earlier tests."""
 
@@ -187,7 +195,7 @@ class Guard:
             self._notice(f"{event} {arguments[1]}" if event == "subprocess.Popen" else event)
 
     def _notice(self, what: str) -> None:
-        if self._pure and threading.current_thread() not in self._others:
+        if self._pure and threading.current_thread() not in self._others and not _importing():
             self._started.append(what)
             if threading.current_thread() is threading.main_thread():
                 self.check()
