@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all check lint docs types proto proto-check test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -38,6 +38,10 @@ test: setup .venv-proto/.ready
 # Every test that there is: variants too, the oldest vLLM, training frameworks and the transfer engine.
 test-all: setup .venv-proto/.ready
 	$(BIN)/python tools/parts.py all
+
+# `make test`, then as much of the rest of `make test-all` as the time of continuous integration allows.
+ci: setup .venv-proto/.ready
+	$(BIN)/python tools/parts.py ci
 
 # For every few edits: what starts no process and takes little.
 check: setup lint types

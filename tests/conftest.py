@@ -71,6 +71,12 @@ def daemon() -> "Iterator[Daemon]":
 
 
 @pytest.fixture(autouse=True)
+def _nothing_is_started_by_a_pure_test() -> Iterator[None]:
+    yield
+    GUARD.check()
+
+
+@pytest.fixture(autouse=True)
 def _no_world_left_behind() -> Iterator[None]:
     """Each test begins and ends outside of any fake world of ranks (`tests.support.fakepg`)."""
     _leave()

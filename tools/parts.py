@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / ".parts"
@@ -97,6 +98,7 @@ class Run:
     def __init__(self, end: float = float("inf"), before: float = 0.0) -> None:
         self._began, self._end = time.monotonic() - before, end
         self._results, self._lock = list[Result](), threading.Lock()
+        self._ended, self._running = False, set[subprocess.Popen[bytes]]()
 
     @property
     def seconds(self) -> float:
@@ -113,8 +115,14 @@ class Run:
         threads = [threading.Thread(target=lambda lane=lane: [self._one(part) for part in lane]) for lane in lanes]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C, which does not reach sessions of their own
+            self._ended = True
+            for process in list(self._running):
+                end_session(process)
+            raise
 
     def while_time_is_left(self, parts: Iterable[Part], last_start: float) -> None:
         """Run parts until `last_start`; print those that are left."""
@@ -125,17 +133,13 @@ class Run:
             say("not run, for want of time: " + "; ".join(part.name for part in left))
 
     def _one(self, part: Part) -> None:
+        if self._ended:
+            return
         say(f"{part.name} ...")
         began, log = time.monotonic(), LOGS / f"{part.name.replace(' ', '-').replace(',', '')}.log"
         left = max(1.0, min(part.minutes * MINUTE, self._end - self.seconds))
         with log.open("wb") as output:
-            process = subprocess.Popen(part.command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
-            try:
-                status: int | None = process.wait(left)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                end_session(process)
+            status = self._status(part, output, left)
         result = Result(part, time.monotonic() - began, status, cut=status is None and left < part.minutes * MINUTE)
         with self._lock:
             self._results.append(result)
@@ -143,6 +147,21 @@ class Run:
             if result.failed:
                 lines = log.read_text(errors="replace").splitlines()
                 print(*lines[-SHOWN_LINES:], f"--- the whole output of {part.name}: {log}", sep="\n", flush=True)
+
+    def _status(self, part: Part, output: IO[bytes], seconds: float) -> int | None:
+        try:
+            process = subprocess.Popen(part.command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        except OSError as error:
+            output.write(f"{error}\n".encode())
+            return 127
+        self._running.add(process)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end_session(process)
+            self._running.discard(process)
 
     def report(self) -> int:
         """Print what ran, and return the exit code."""
@@ -190,6 +209,7 @@ def main(what: str) -> int:
     LOGS.mkdir(exist_ok=True)
     before = max(0.0, time.time() - float(os.environ.get("RESHARDER_CI_BEGAN", time.time())))
     run = Run(CI_END, before) if what == "ci" else Run()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run.all(TEST)
     if what == "all":
         run.all(REST)

@@ -27,7 +27,7 @@ from tests.chaos.kept_server import BOOT
 from tests.chaos.operations import FLEET, Operations
 from tests.chaos.system import KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, Asked, ask
-from tests.support.forked import end_source
+from tests.support.forked import end_sources
 from tests.support.node import stored
 
 ARRIVE = 90.0
@@ -327,7 +327,7 @@ def pages(system: System) -> list[str]:
 
 def left_at_the_end(folder: Path, pages: set[Path]) -> list[str]:
     """Return processes of the run that outlive it, and the version pages of its servers."""
-    end_source()
+    end_sources()
     if not wait_for(lambda: not processes_of(folder), 30):
         return [f"left running: {processes_of(folder)}"]
     return [f"left in shared memory: {page}" for page in sorted(pages) if page.exists()]

@@ -28,6 +28,13 @@ def test_a_part_that_fails_keeps_no_other_from_running_and_the_exit_code_tells(c
     assert [line.split()[-1] for line in said.splitlines() if line.startswith("  second")] == ["passed"]
 
 
+def test_a_command_that_is_not_there_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run()
+    run.all([Part("missing", ["/no/such/program"], 1.0), shell("next", "true")])
+    assert run.report() == 1
+    assert "/no/such/program" in capfd.readouterr().out
+
+
 def test_a_run_of_parts_that_pass_passes() -> None:
     run = Run()
     run.all([shell("one", "true"), shell("two", "true")])

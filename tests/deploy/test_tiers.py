@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from resharder.client.inference.control.gate import Gate
+from resharder.server.fleets.canary_checks import Checks
 
 from tests.support.daemon import Daemon
 from tests.support.tiers import Guard, Reach
@@ -87,6 +89,12 @@ def test_a_test_is_in_the_tier_of_the_costliest_that_its_code_reaches(function: 
 
 
 @pytest.mark.process
+def test_what_the_product_starts_counts_as_far_as_its_module_shows() -> None:
+    assert Reach().tier([lambda: Checks]) == "process"
+    assert Reach().tier([lambda: Gate]) == "pure"
+
+
+@pytest.mark.process
 def test_a_pure_test_that_starts_a_process_fails_where_it_does() -> None:
     guard = Guard()
     guard.begin(pure=True)
@@ -95,4 +103,7 @@ def test_a_pure_test_that_starts_a_process_fails_where_it_does() -> None:
             subprocess.run([sys.executable, "-c", ""])
     finally:
         guard.end()
+    with pytest.raises(AssertionError):
+        guard.check()
+    guard.begin(pure=False)
     assert subprocess.run([sys.executable, "-c", ""]).returncode == 0

@@ -62,7 +62,7 @@ def named(owner: str, command: str, process: psutil.Process) -> str:
         return f"rank {process.environ().get('RANK', '?')}" if "tests.chaos.trainer" in command else "trainer, helper"
     if found := re.search(r"VLLM::(Worker\w*|EngineCore|APIServer\w*)", command):
         return f"{owner}, {found[1]}"
-    return f"{owner}, API server" if "vllm_serve.py" in command else f"{owner}, helper"
+    return f"{owner}, API server" if "vllm_serve" in command else f"{owner}, helper"
 
 
 def memory(pid: int) -> dict[str, float]:

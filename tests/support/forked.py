@@ -1,5 +1,5 @@
-"""Processes of a module's `main`, forked from one that has imported the module and done nothing else: the imports of a daemon
-take more of a processor than most tests need for all the rest.
+"""Processes of a module's `main`, forked from one that has imported the module and done nothing else: the imports of a daemon, or
+of a vLLM server, take more of a processor than most tests need for all the rest.
 
 `start("resharder.server.main", environment, log)` is like a `subprocess.Popen` of `python -m resharder.server.main`. A
 `sitecustomize` in a folder that is new in PYTHONPATH runs at its start.
@@ -18,39 +18,54 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO
+from types import MappingProxyType
+from typing import IO, ClassVar
 
 from resharder.converters import failpoints
 
-MODULES = ("resharder.server.main", "resharder.server.node_main")
+DAEMONS = ("resharder.server.main", "resharder.server.node_main")
+"""They have one source."""
 _BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-def start(module: str, environment: Mapping[str, str], log: IO[bytes], umask: int = -1) -> "ForkedProcess":
-    """Start `main` of a module of `MODULES`, with its standard output and error in `log`."""
-    return ForkedProcess(_Source.of_this_process(), module, environment, log, umask)
+def start(
+    module: str,
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    umask: int = -1,
+    *,
+    arguments: Sequence[str] = (),
+    session: bool = False,
+    imported_with: Mapping[str, str] = MappingProxyType({}),
+) -> "ForkedProcess":
+    """Start `main` of a module, with its standard output and error in `log`, and in a session of its own if `session`.
+
+    `imported_with`: variables that are read on import, always the same for a module.
+    """
+    source = _Source.of(DAEMONS if module in DAEMONS else (module,), os.environ | imported_with)
+    request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
+    return ForkedProcess(source, request | {"umask": umask, "session": session}, log)
 
 
-def end_source() -> None:
-    """End the process that others are forked from, and with it those that are left."""
-    if _Source.running is not None:
-        _Source.running.end()
+def end_sources() -> None:
+    """End what others are forked from, and with it those that are left."""
+    for source in _Source.running.values():
+        source.end()
 
 
 class ForkedProcess:
     """The part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, source: "_Source", module: str, environment: Mapping[str, str], log: IO[bytes], umask: int) -> None:
-        self.args = [sys.executable, "-m", module]
+    def __init__(self, source: "_Source", request: Mapping[str, object], log: IO[bytes]) -> None:
+        self.args = [sys.executable, "-m", request["module"]]
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._ended, theirs = os.pipe()
         try:
-            request = {"module": module, "environment": dict(environment), "folder": os.getcwd(), "umask": umask}
             self.pid = source.fork(request, log.fileno(), theirs)
         finally:
             os.close(theirs)
@@ -91,30 +106,34 @@ class ForkedProcess:
 
 
 class _Source:
-    """The process that the others are forked from."""
+    """A process that others are forked from."""
 
-    running: "_Source | None" = None
+    running: ClassVar[dict[tuple[str, ...], "_Source"]] = {}
     _starting = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         self._own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock, self._process = threading.Lock(), os.getpid()
         self._own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BYTES)
         with theirs:
-            command = [sys.executable, "-m", "tests.support.forked", str(theirs.fileno())]
-            self._started = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2])
+            command = [sys.executable, "-m", "tests.support.forked", str(theirs.fileno()), *modules]
+            root = Path(__file__).parents[2]
+            self._started = subprocess.Popen(
+                command, env=dict(environment), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=root
+            )
         atexit.register(self.end)
 
     @classmethod
-    def of_this_process(cls) -> "_Source":
+    def of(cls, modules: tuple[str, ...], environment: Mapping[str, str]) -> "_Source":
         with cls._starting:
-            if cls.running is None or cls.running._process != os.getpid() or cls.running._started.poll() is not None:
-                cls.running = cls()
-            return cls.running
+            found = cls.running.get(modules)
+            if found is None or found._process != os.getpid() or found._started.poll() is not None:
+                found = cls.running[modules] = cls(modules, environment)
+            return found
 
-    def fork(self, request: dict[str, object], *descriptors: int) -> int:
+    def fork(self, request: Mapping[str, object], *descriptors: int) -> int:
         with self._lock:
-            socket.send_fds(self._own, [json.dumps(request).encode()], list(descriptors))
+            socket.send_fds(self._own, [json.dumps(dict(request)).encode()], list(descriptors))
             return int(self._own.recv(16))
 
     def end(self) -> None:
@@ -123,8 +142,8 @@ class _Source:
             self._started.wait()
 
 
-def _serve(requests: socket.socket) -> str:
-    """Fork for each request; return, in the forked process alone, the module to run."""
+def _serve(requests: socket.socket) -> list[str]:
+    """Fork for each request; return, in the forked process alone, the module to run and its arguments."""
     children: dict[int, int] = {}
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -145,8 +164,12 @@ def _serve(requests: socket.socket) -> str:
         message, (log, status), _, _ = _received(requests)
         if not message:
             os._exit(0)
+        begun, begins = os.pipe()
         if pid := os.fork():
             os.close(log)
+            os.close(begins)
+            os.read(begun, 1)  # nothing, once it has its session, which may be sent a signal
+            os.close(begun)
             children[pid] = status
             requests.send(str(pid).encode())
             continue
@@ -156,9 +179,12 @@ def _serve(requests: socket.socket) -> str:
         request = json.loads(message)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        for descriptor in (log, status, woken, wake, requests.detach(), *children.values()):
+        for descriptor in (log, status, woken, wake, begun, requests.detach(), *children.values()):
             os.close(descriptor)
         _end_with_parent()
+        if request["session"]:
+            os.setsid()
+        os.close(begins)
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -169,7 +195,7 @@ def _serve(requests: socket.socket) -> str:
         os.chdir(request["folder"])
         if request["umask"] >= 0:
             os.umask(request["umask"])
-        return str(request["module"])
+        return [request["module"], *request["arguments"]]
 
 
 def _received(requests: socket.socket) -> tuple[bytes, tuple[int, int], int, object]:
@@ -182,14 +208,13 @@ def _end_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def main(descriptor: str) -> None:
-    for name in MODULES:
+def main(descriptor: str, *modules: str) -> None:
+    for name in modules:
         import_module(name)
-    module = _serve(socket.socket(fileno=int(descriptor)))
+    sys.argv = _serve(socket.socket(fileno=int(descriptor)))
     failpoints.arm(os.environ.get("RESHARDER_FAILPOINT", ""), os.environ.get("RESHARDER_FAILPOINT_MARK", ""))  # as on its import
-    sys.argv = [module]
-    import_module(module).main()
+    import_module(sys.argv[0]).main()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

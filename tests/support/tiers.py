@@ -2,8 +2,8 @@
 
 Nothing is listed by hand. A test is in the tier of the costliest thing in its reach: a rig says its own by a class attribute
 `tier` (`Engine`, `VllmServer`, `Cycle`), and whatever starts a process is in `process`. Reach is what names say: globals,
-imports inside functions, tables of functions, methods of classes and their bases. Only code of tests and tools is followed.
-Where no name shows it, as with what the product starts by itself, the guard fails the test, and `@pytest.mark.process` says it.
+imports inside functions, tables of functions, methods of classes and their bases. Code of tests and tools is followed; what they
+name of the product, within its module. Where no name shows it, the guard fails the test, and `@pytest.mark.process` says it.
 """
 
 import dis
@@ -13,9 +13,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType, MethodType, ModuleType
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ _STARTS: dict[ModuleType, frozenset[str]] = {
     multiprocessing: frozenset({"Process", "Pool", "get_context"}),
 }
 _STARTERS = [getattr(module, name) for module, names in _STARTS.items() for name in names]
-_FOLLOWED = ("tests.", "tools.")
+_FOLLOWED, _PRODUCT = ("tests.", "tools."), ("resharder.",)
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 
@@ -37,7 +38,8 @@ class Reach:
     """What code reaches, remembered: most tests share their rigs."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[object, int]] = {}
+        self._known = dict[int, tuple[object, int]]()
+        self._looked = dict[int, tuple[object, tuple[int, list[object]]]]()  # objects are held, so that no other one gets its id
 
     def tier(self, functions: Iterable[object]) -> str:
         return TIERS[max((self._of(each) for each in functions), default=0)]
@@ -46,26 +48,23 @@ class Reach:
         """The highest tier of anything that can be reached from `start`."""
         known = self._known.get(id(start))
         if known is None:
-            found, seen, left = 0, dict[int, object](), [start]  # held, so that no other object gets its id
+            found, seen, left = 0, set[int](), [start]
             while left and found < len(TIERS) - 1:
                 thing = left.pop()
                 if id(thing) in seen:
                     continue
-                seen[id(thing)] = thing
-                own, others = _look(thing)
+                seen.add(id(thing))
+                if id(thing) not in self._looked:
+                    self._looked[id(thing)] = thing, _look(thing)
+                _, (own, others) = self._looked[id(thing)]
                 found = max(found, own)
                 left += others
             known = self._known[id(start)] = (start, found)
         return known[1]
 
 
-def _look(thing: object) -> tuple[int, list[object]]:
+def _look(thing: Any) -> tuple[int, list[object]]:
     """The tier that this object is in by itself, and what it names."""
-    if isinstance(thing, type):
-        if not _of_tests(thing):
-            return 0, []
-        tier = vars(thing).get("tier")
-        return TIERS.index(tier) if tier in TIERS else 0, [*vars(thing).values(), *thing.__bases__]
     if isinstance(thing, property):
         return 0, [thing.fget, thing.fset]
     if isinstance(thing, dict):
@@ -78,12 +77,19 @@ def _look(thing: object) -> tuple[int, list[object]]:
         thing = thing.__wrapped__
     if hasattr(thing, "_get_wrapped_function"):  # a fixture
         thing = thing._get_wrapped_function()
-    if isinstance(thing, FunctionType):
-        return _look_into(thing) if _of_tests(thing) else (0, [])
-    if _of_tests(type(thing)):
+    if isinstance(thing, partial):
+        return 0, [thing.func]
+    if isinstance(thing, type):
+        tier = vars(thing).get("tier")
+        own, others = TIERS.index(tier) if tier in TIERS else 0, [*vars(thing).values(), *thing.__bases__]
+    elif isinstance(thing, FunctionType):
+        own, others = _look_into(thing)
+    else:
         return 0, [type(thing)]
-    if isinstance(thing, Callable) and (function := getattr(thing, "func", None)):  # functools.partial
-        return 0, [function]
+    if _is_in(thing, _FOLLOWED):
+        return own, others
+    if _is_in(thing, _PRODUCT):
+        return own, [each for each in others if getattr(each, "__module__", "") == thing.__module__]
     return 0, []
 
 
@@ -103,8 +109,8 @@ def _look_into(function: FunctionType) -> tuple[int, list[object]]:
     return int(starts), others
 
 
-def _of_tests(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith(_FOLLOWED)
+def _is_in(thing: Any, modules: tuple[str, ...]) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith(modules)
 
 
 def _filled(cell: Any) -> bool:
@@ -144,22 +150,33 @@ def _imported(name: str) -> ModuleType | None:
     return sys.modules.get(name)
 
 
+def _importing() -> bool:
+    """Whether a module is being imported: libraries ask `ldconfig` and `lscpu` then."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Guard:
     """Notices what a pure test starts, in threads of its own too; others may be left over from earlier tests."""
 
     def __init__(self) -> None:
-        self._pure, self._others = False, set[threading.Thread]()
+        self._pure, self._others, self._started = False, set[threading.Thread](), list[str]()
         sys.addaudithook(self._hear)
         self._watch(multiprocessing.process.BaseProcess, "start")
 
     def begin(self, *, pure: bool) -> None:
         """Begin a test. vLLM may have been imported since the last one."""
-        self._pure, self._others = pure, set(threading.enumerate()) - {threading.main_thread()}
+        self._pure, self._others, self._started = pure, set(threading.enumerate()) - {threading.main_thread()}, []
         if core := sys.modules.get("vllm.v1.engine.core"):
             self._watch(core.EngineCore, "__init__")
 
     def end(self) -> None:
         self._pure = False
+
+    def check(self) -> None:
+        assert not self._started, f"a pure test may start no process, and this one started {'; '.join(self._started)}"
 
     def _watch(self, kind: Any, method: str) -> None:
         original = getattr(kind, method)
@@ -178,5 +195,7 @@ class Guard:
             self._notice(f"{event} {arguments[1]}" if event == "subprocess.Popen" else event)
 
     def _notice(self, what: str) -> None:
-        if self._pure and threading.current_thread() not in self._others:
-            raise AssertionError(f"a pure test may start no process, and this one started {what}")
+        if self._pure and threading.current_thread() not in self._others and not _importing():
+            self._started.append(what)
+            if threading.current_thread() is threading.main_thread():
+                self.check()

@@ -14,7 +14,9 @@ import time
 
 import torch
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if current_platform.is_cpu():
     shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
@@ -24,9 +26,6 @@ if current_platform.is_cpu():
 
 
 def main() -> None:
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     try:
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     except ImportError:  # 0.26

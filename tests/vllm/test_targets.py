@@ -23,6 +23,7 @@ from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
 
 from tests.support.tiny_hf import FAMILIES, tiny_config
+from tests.support.variants import alone
 from tests.support.weights import random_weights
 
 DENSE = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSizes(dp=2))
@@ -48,6 +49,19 @@ IMPURE = {
     "gpt_oss": {"mlp.experts.down_proj_bias": "the loader computes with it before it stores it"},
 }
 """Tensors that some worker takes whole, because the loader does more than copy, and why. All others are taken by boxes."""
+
+KINDS = (
+    "qwen3_tied",
+    "qwen2_moe",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "gpt_oss",
+    "gemma3",
+    "qwen3_next",
+    "glm4_moe",
+    "minimax_m2",
+)
+"""One family of each kind: dense and tied, experts, latent attention, delta nets, drafters, and those of `IMPURE`."""
 
 PADDED = ("embed_tokens.weight", "embedding.weight", "lm_head.weight")
 """Parameters with rows beyond the vocabulary."""
@@ -94,7 +108,8 @@ def whole(specs: Mapping[str, TensorSpec], names: Any) -> tuple[Piece, ...]:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", alone(FAMILIES, KINDS))
 def test_workers_load_what_was_recorded_and_together_all_of_the_checkpoint(family: str) -> None:
     config = published_config(family)
     weights = published_weights(config)

@@ -51,9 +51,9 @@ def _differences(ours: HFConfig, theirs: HFConfig) -> Iterator[str]:
     for name in sorted(COMPUTED_WITH & theirs.keys() & ours.keys()):
         if not _same(ours[name], theirs[name]):
             yield f"{name} is {ours[name]!r} in the config, the model has {theirs[name]!r}"
-    inner = ours.get("text_config"), theirs.get("text_config")
-    if isinstance(inner[0], Mapping) and isinstance(inner[1], Mapping):
-        yield from _differences(*inner)
+    our_text, their_text = ours.get("text_config"), theirs.get("text_config")
+    if isinstance(our_text, Mapping) and isinstance(their_text, Mapping):
+        yield from _differences(our_text, their_text)
 
 
 def _own_config(model: Model) -> Any:
