@@ -28,7 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wrong = []
     for item in items:
         given = [tier for tier in TIERS if item.get_closest_marker(tier)]
-        tier = max([tier_of(item), *given], key=TIERS.index)
+        kernels = ["process"] if item.get_closest_marker("gpu") else []  # Triton's compiler
+        tier = max([tier_of(item), *given, *kernels], key=TIERS.index)
         if given and given[0] != tier:
             wrong.append(f"{item.nodeid} is marked {given[0]}, and it uses a rig of tier {tier}")
         item.add_marker(tier)

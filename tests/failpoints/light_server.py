@@ -86,6 +86,9 @@ class Host:
     def original_loader(self, tensor: torch.Tensor) -> Any:
         return lambda parameter, loaded: parameter.data.copy_(loaded)
 
+    def defaults(self, module: torch.nn.Module) -> frozenset[str]:
+        return frozenset()
+
     @contextmanager
     def reloading(self, model: torch.nn.Module, model_config: Any, modules: frozenset[str]) -> Iterator[None]:
         yield

@@ -11,7 +11,7 @@ from resharder.converters.geometry.piece_arrays import pack as pack_pieces
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.converters.wire.direct import layout_to_proto
-from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.direct import Direct
 from resharder.server.direct.state import Member
 from resharder.server.ingest import publishers as module
 from resharder.server.ingest.coordinator import Intake

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Iterator[StoreFolder]:
 
 def test_a_folder_stays_locked_when_somebody_removes_the_lock_file(folder: StoreFolder) -> None:
     (folder.root / "lock").unlink()
+    assert not folder.problem()
     with pytest.raises(FailedPrecondition, match="another process uses"):
         StoreFolder(folder.root, shared=False)
     assert not folder.problem()
@@ -55,6 +56,11 @@ def test_a_folder_whose_content_was_removed_is_a_problem(folder: StoreFolder) ->
     for path in folder.root.iterdir():
         path.unlink()
     assert f"{folder.nonce_file} was removed" in folder.problem()
+
+
+def test_a_folder_without_its_nonce_alone_can_still_be_used(folder: StoreFolder) -> None:
+    folder.nonce_file.unlink()
+    assert not folder.problem()
 
 
 def test_nothing_is_written_where_a_store_was_removed(tmp_path: Path) -> None:

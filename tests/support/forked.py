@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -209,6 +210,8 @@ def _end_with_parent() -> None:
 
 
 def main(descriptor: str, *modules: str) -> None:
+    with suppress(ImportError):  # finds the title's place in memory by the environment, which is another one after a fork
+        import_module("setproctitle").getproctitle()
     for name in modules:
         import_module(name)
     sys.argv = _serve(socket.socket(fileno=int(descriptor)))

@@ -252,7 +252,7 @@ def test_a_version_of_another_config_is_refused_with_both_values_before_anything
 
 
 def test_the_same_config_as_another_job_saves_it_is_installed(running: Running) -> None:
-    version = running.publish("older", **as_of_transformers_4(running.config), eos_token_id=[4, 5])
+    version = running.publish("older", **(as_of_transformers_4(running.config) | {"eos_token_id": [4, 5]}))
     assert running.engine.install(version, "older")["ok"]
     assert running.engine.one("resharder_describe")["version"] > 1
 

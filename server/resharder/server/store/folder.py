@@ -53,19 +53,22 @@ class StoreFolder:
     def problem(self) -> str:
         """Return why this process can no longer use the folder: it was removed or replaced under it. Empty if it can.
 
-        A file that cannot be looked up is no reason: file operations report a medium that fails.
+        A file that cannot be looked up is no reason: file operations report a medium that fails. Nor is the removal of one of the
+        two files: the lock of the folder itself stays, and without the nonce clients come over the network.
         """
         try:
             for path, own in self._own.items():
                 try:
                     found = _identity(path)
                 except (FileNotFoundError, NotADirectoryError):
+                    if path == self.nonce_file and (self.root / _LOCK).exists():
+                        continue
                     return f"{path} was removed under the running process: restart the process"
                 if found != own:
                     return (
                         f"{path} was replaced under the running process: stop what else uses {self.root}, and restart the process"
                     )
-            with suppress(FileNotFoundError):  # the lock of the folder itself stays
+            with suppress(FileNotFoundError):
                 if _identity(self.root / _LOCK) != self._lock_file:
                     return f"{self.root / _LOCK} was replaced: stop the other process that uses {self.root}, and restart this one"
         except OSError:
