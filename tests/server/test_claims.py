@@ -275,12 +275,12 @@ def test_a_job_that_registers_leaves_the_running_one_its_place_on_the_direct_pat
 
     running = declare(site.connect("running"))
     coming = declare(site.create("coming"))
-    assert direct.offers.offer(running, "m", "policy", 1, 1, 1.0).complete
+    assert direct.offer(running, "m", "policy", 1, 1, 1.0).complete
     site.connect("coming")
     newest = declare(site.connect("newest"))
     for fenced in (running, coming):
-        assert reason(lambda member=fenced: direct.offers.offer(member, "m", "policy", 2, 1, 1.0))[0] == "MEMORY_UNKNOWN"
-    assert direct.offers.offer(newest, "m", "policy", 2, 1, 1.0).complete
+        assert reason(lambda member=fenced: direct.offer(member, "m", "policy", 2, 1, 1.0))[0] == "MEMORY_UNKNOWN"
+    assert direct.offer(newest, "m", "policy", 2, 1, 1.0).complete
 
 
 def test_ranks_that_wait_while_the_daemon_checks_the_layout_are_told_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
