@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / ".parts"
 SHOWN_LINES = 200
 MINUTE = 60.0
-CI_LAST_START, CI_END = 58 * MINUTE, 80 * MINUTE
+CI_LAST_START, CI_END = 50 * MINUTE, 80 * MINUTE
 """When continuous integration, which has 90 minutes with its set-up, begins no further part, and when it ends all."""
 ALSO = os.environ.get("PYTEST", "").split()
 
@@ -54,7 +54,7 @@ def pytest(name: str, marks: str, minutes: float, *folders: str, jobs: int = 2) 
 TEST = [
     make("proto-check", 5),  # not beside tests: it writes the generated files again
     *(make(name, 20, beside=True) for name in ("lint", "types", "docs")),
-    pytest("tests", "not full and not storm", 40),
+    pytest("tests", "not full and not storm", 60),
     pytest("storms", "not full and storm", 15, "chaos", "failpoints", "soak", jobs=1),
 ]
 REST = [
