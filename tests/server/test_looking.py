@@ -138,7 +138,9 @@ def test_a_version_whose_job_is_fenced_while_its_files_are_written_never_begins(
     later = list[int]()
     in_between(monkeypatch, lambda: later.append(claim(store, "later")))
     epoch = claim(store)
-    with pytest.raises(FailedPrecondition, match=f"epoch {epoch} has no reserved capacity, the newest epoch is {epoch + 1}"):
+    with pytest.raises(
+        FailedPrecondition, match=f"epoch {epoch} has no reserved capacity: job 'later' has taken over model 'policy'"
+    ):
         store.lifecycle.begin("policy", epoch, 0, "job")
     assert store.catalogue.versions("policy") == []
     settle(store)

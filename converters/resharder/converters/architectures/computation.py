@@ -412,7 +412,13 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     ),
     "training only": ("attention_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise"),
     "the longest sequence, which a server bounds by `--max-model-len`": ("max_position_embeddings",),
-    "no program computes with it": ("pretraining_tp", "_sliding_window_pattern", "nemotron.rms_norm_eps", "gpt_oss.hidden_act"),
+    "no program computes with it": (
+        "pretraining_tp",
+        "_sliding_window_pattern",
+        "nemotron.rms_norm_eps",
+        "gpt_oss.hidden_act",
+        "qwen3_5_moe_text.decoder_sparse_step",
+    ),
     "another field decides": (
         "partial_rotary_factor",
         "minimax_m2.rotary_dim",
@@ -436,6 +442,7 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "qwen2.use_sliding_window",
         "qwen2.max_window_layers",
         "qwen2_moe.use_sliding_window",
+        "qwen2_moe.sliding_window",
         "qwen2_moe.max_window_layers",
         "qwen3.use_sliding_window",
         "qwen3.max_window_layers",
