@@ -35,10 +35,17 @@ def test_a_move_that_went_wrong_has_ended_and_is_told_from_one_before(state: int
     began, now = fleet(2, Move.MOVING), fleet(2, state, wanted=1)
     assert waiting.moved(began)(now, [server(1)])
     assert not waiting.went_well(began, now)
-    before = fleet(2, state)
-    assert not waiting.moved(before)(fleet(2, state), [server(1)]), "what ended before the command is not its end"
-    assert not waiting.moved(before)(fleet(3, Move.MOVING), [server(1)])
-    assert not waiting.went_well(before, fleet(3, state))
+    before = fleet(2, state, wanted=3)
+    assert not waiting.moved(before)(fleet(2, state, wanted=3), [server(1)]), "what ended before the command is not its end"
+    assert not waiting.moved(before)(fleet(3, Move.MOVING, wanted=3), [server(1)])
+    assert not waiting.went_well(before, fleet(3, state, wanted=3))
+
+
+def test_a_command_does_not_wait_for_a_move_to_its_target_that_has_stopped() -> None:
+    stopped, failed = fleet(2, Move.STOPPED), fleet(2, Move.FAILED)
+    assert waiting.moved(stopped)(stopped, [server(1)])
+    assert not waiting.went_well(stopped, stopped)
+    assert not waiting.moved(failed)(failed, [server(1)]), "it is tried again"
 
 
 def test_servers_that_failed_are_not_waited_for_but_it_did_not_go_well() -> None:

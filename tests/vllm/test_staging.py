@@ -59,10 +59,10 @@ class Receiver:
         self.joined()
         return self.offered
 
-    def expect_early(self, memory: Any, version: str) -> str:
+    def expect_early(self, memory: Any, version: str) -> Any:
         if not self.answers:
             raise DirectFailed(self.problem)
-        return f"early {version}"
+        return SimpleNamespace(version=version, config=b"{}")
 
 
 def manifest(number: int) -> Any:
@@ -97,12 +97,19 @@ class Worker:
     def __init__(self, *, shared: bool = True) -> None:
         self.stager, self.receiver = Stager(shared), Receiver()
         host: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-        parts: Any = SimpleNamespace(by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None)
+        parts: Any = SimpleNamespace(
+            by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None, check_config=self.check_config
+        )
         unused: Any = None
         receiver: Any = self.receiver
         self.staging = Staging(host, unused, unused, parts, receiver, lambda: True)
         self.staging.stager = self.stager  # type: ignore[assignment]
         self._installs = 0
+        self.other_config = False
+
+    def check_config(self, version: str, config: bytes) -> None:
+        if self.other_config:
+            raise InstallError(f"{version}: rope_theta is 1 here, 2 in the version")
 
     def stage(self, version: int, fallback: int = 0) -> StagedInstall:
         self._installs += 1
@@ -124,7 +131,8 @@ def test_each_version_served_ahead_is_the_fallback_of_the_next_without_being_sta
     assert worker.stager.open == [2]
     for version in (3, 4):
         staged = worker.stage(version, fallback=version - 1)
-        assert staged.early == f"early v/{version}"
+        assert staged.early is not None
+        assert staged.early.version == f"v/{version}"
         assert staged.source is worker.stager.staged[-1]
         worker.staging.finish(staged)
         worker.staging.prepare_fallback(manifest(version))
@@ -160,6 +168,18 @@ def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: Aske
     worker.receiver.offered = True
     assert worker.stage(3, fallback=2).source is worker.stager.staged[-1]
     assert asked == ["v/1"]
+
+
+def test_a_version_of_another_config_is_refused_ahead_of_ready_and_leaves_the_fallback(asked: Asked) -> None:
+    worker = Worker()
+    asked.uploading.add("v/3")
+    worker.install(2, fallback=1)
+    worker.staging.prepare_fallback(manifest(2))
+    worker.other_config = True
+    with pytest.raises(InstallError, match="rope_theta is 1 here, 2 in the version"):
+        worker.stage(3, fallback=2)
+    worker.other_config = False
+    assert worker.stage(3, fallback=2).source is worker.stager.staged[-1]
 
 
 @pytest.mark.parametrize("at", ["join", "digests"])

@@ -151,7 +151,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "0.5")
     parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0, enable_eplb=False)
     vllm_config = SimpleNamespace(
-        parallel_config=parallel, device_config=SimpleNamespace(device="cpu"), lora_config=None, speculative_config=None
+        parallel_config=parallel,
+        device_config=SimpleNamespace(device="cpu"),
+        lora_config=None,
+        speculative_config=None,
+        model_config=SimpleNamespace(model="no-folder", hf_config=SimpleNamespace(to_dict=dict)),
     )
 
     def start(endpoint: str, mode: str, fleet: str = "") -> Any:
@@ -163,6 +167,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return start
 
 
+@pytest.mark.process  # the claim is renewed by one
 def test_without_a_daemon_a_server_does_not_start_unless_it_prefers_to(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,9 +76,13 @@ def _failed(fleet: FleetStatus) -> Container[str]:
 
 
 def _began(asked: FleetStatus, fleet: FleetStatus) -> bool:
-    """Return whether the fleet's move is that of `asked` or a later one, rather than one that had ended before the command."""
+    """Return whether the fleet's move is that of `asked` or a later one, rather than one that had ended before the command.
+
+    A move to the target that has stopped has not ended: nothing happens until an operator decides about it.
+    """
     before, now = (one.move.id if one.move else 0 for one in (asked, fleet))
-    return now > before or _phase(asked) not in _ENDED
+    stopped = asked.move is not None and asked.move.state == MovePhase.STOPPED and asked.move.to_version == asked.wanted_version
+    return now > before or stopped or _phase(asked) not in _ENDED
 
 
 def _settled(fleet: FleetStatus, servers: Sequence[ServerStatus], left_behind: Container[str]) -> bool:
