@@ -10,6 +10,7 @@ that the answers of servers and engines are the same. And they are forked where 
 two thirds of what a boot takes of a processor."""
 
 import multiprocessing
+import sys
 import time
 
 import torch
@@ -21,8 +22,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 if current_platform.is_cpu():
     shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
     torch.cpu._is_amx_tile_supported = lambda: False
-    context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
+    # Several API servers import prometheus_client after vLLM has named the folder of their metrics.
+    if not {"--api-server-count", "--data-parallel-size"} & {*sys.argv}:
+        context = multiprocessing.get_context
+        multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
 
 
 def main() -> None:

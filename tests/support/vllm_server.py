@@ -135,7 +135,8 @@ class VllmServer:
         wanted: dict[str, str | None] = {**os.environ, **CPU_ENVIRONMENT, **compiling, **self.env}
         environment = {name: value for name, value in wanted.items() if value is not None}
         with self.log.open("wb") as output:
-            if ON_CPU and self.eager and self.python == sys.executable and not self.wrapper:
+            several = {"--api-server-count", "--data-parallel-size"} & {*self.args}  # see `vllm_serve`
+            if ON_CPU and self.eager and self.python == sys.executable and not self.wrapper and not several:
                 imported_with = CPU_ENVIRONMENT | compiling
                 module = "tests.support.vllm_serve"
                 self.process = start(module, environment, output, arguments=arguments, session=True, imported_with=imported_with)

@@ -377,7 +377,7 @@ def serve(config: Config) -> None:
     raise_malloc_thresholds()
     configure_collections()
     configure_logs(config.log_format, config.log_level)
-    raise_descriptor_limit()
+    log_descriptor_limit = raise_descriptor_limit()
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -394,6 +394,7 @@ def serve(config: Config) -> None:
     except OSError as error:
         sys.exit(f"resharderd: --store: {medium_error(error)}")
     daemon.start()
+    log_descriptor_limit()  # not in front of the line of an option with which it cannot start
     while not ended.wait(1.0):  # with a timeout, so that a signal delivered to another thread is noticed
         pass
     daemon.stop()

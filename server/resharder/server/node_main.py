@@ -346,7 +346,7 @@ def serve(config: NodeConfig) -> None:
     """
     raise_malloc_thresholds()
     configure_logs(config.log_format, config.log_level)
-    raise_descriptor_limit()
+    log_descriptor_limit = raise_descriptor_limit()
     ended, forced = threading.Event(), threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -363,6 +363,7 @@ def serve(config: NodeConfig) -> None:
     except OSError as error:
         sys.exit(f"resharder-node: --folder: {medium_error(error)}")
     node.start()
+    log_descriptor_limit()  # not in front of the line of an option with which it cannot start
     while not ended.is_set() and not node.agent.wait(0.5):
         if problem := node.folder.problem():
             node.stop()

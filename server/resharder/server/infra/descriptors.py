@@ -16,15 +16,15 @@ _QUIET_SECONDS = 60.0
 _log = structlog.get_logger("resharder.descriptors")
 
 
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files as far as the hard one allows, and log the limit."""
+def raise_descriptor_limit() -> Callable[[], None]:
+    """Raise the soft limit of open files as far as the hard one allows. Returns a function that logs the limits."""
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if before != resource.RLIM_INFINITY and wanted > before:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    _log.info("descriptor_limit", limit=limit, before=before, hard=hard)
+    return lambda: _log.info("descriptor_limit", limit=limit, before=before, hard=hard)
 
 
 class Descriptors:
