@@ -1,4 +1,4 @@
-"""What the command writes on the terminal: every text of another party escaped, and glyphs that the terminal lacks replaced.
+"""Output of the command on the terminal: texts of other parties are escaped, and glyphs that the terminal lacks replaced.
 
 Texts are escaped before they are laid out, so that columns are measured with what is shown.
 """

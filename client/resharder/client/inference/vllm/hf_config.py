@@ -37,7 +37,7 @@ _SOURCES = ("config", "model_executor", "transformers_utils", "v1")
 
 
 class EngineConfig:
-    """What an engine's config.json said when the engine started.
+    """Content of an engine's config.json at the start of the engine.
 
     Args:
         vllm_config: vLLM's `VllmConfig`, before vLLM has loaded the model.

@@ -1,4 +1,4 @@
-"""What a Megatron model computes, compared with what its config.json says (architectures/computation.py)."""
+"""Comparison of what a Megatron model computes with its config.json (architectures/computation.py)."""
 
 import math
 from collections.abc import Iterator, Mapping
