@@ -99,7 +99,7 @@ def test_a_daemon_whose_store_is_removed_is_not_ready_and_says_so_and_is_again_w
         wait_until(serves, "the daemon serves")
         daemon.store.rename(aside)
         wait_until(lambda: not serves(), "the daemon notices")
-        assert "was removed under the running process" in daemon.log.read_text()
+        wait_until(lambda: "was removed under the running process" in daemon.log.read_text(), "the daemon logs why")
         code, text = ready(daemon)
         assert (code, text.startswith(f"{daemon.store} was removed under the running process")) == (503, True)
         stub = publisher_pb2_grpc.PublisherServiceStub(daemon.channel)
