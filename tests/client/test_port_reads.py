@@ -16,7 +16,7 @@ import pytest
 from resharder.client.errors import CorruptData
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import fetch
-from resharder.client.inference.worker.source import DESCRIPTORS, Stager
+from resharder.client.inference.worker.source import DESCRIPTORS, Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
 from resharder.client.versions import port_connection
@@ -84,12 +84,12 @@ def test_the_helper_reads_a_version_by_ranges_and_its_files_are_the_stores(daemo
 def test_a_worker_stages_a_version_by_ranges_and_reports_how(daemon: Daemon, channel: Channel) -> None:
     manifest = manifest_of(channel)
     needs = {name: (box,) for name, box in all_boxes(manifest)}
-    stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server", transport="http"))
-    source = stager.stage(manifest, needs)
-    assert (source.transport, stager.transport, stager.transport_reason) == ("http", "http", "")
+    sources = Sources(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server", transport="http"))
+    source = sources.open(manifest, needs)
+    assert (source.transport, sources.transport, sources.transport_reason) == ("http", "http", "")
     assert source.arrays["big"].tobytes() == stored(daemon).read_bytes()[-source.arrays["big"].nbytes :]
     source.close()
-    stager.close()
+    sources.close()
 
 
 def test_after_a_cut_connection_the_rest_of_its_range_is_read(daemon: Daemon, channel: Channel) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import xxhash
-from resharder.client.inference.power import STAY_PAUSED
+from resharder.client.inference.engine import STAY_PAUSED
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.vllm import attach as attach_module
 from resharder.client.inference.vllm import boot_loader, worker_rpc
@@ -198,8 +198,8 @@ class LightServer:
         agent = boot_loader._begin(config)
         assert agent is not None
         assert agent.boot is not None
-        assert agent.staging.stager is not None
-        booting = boot_loader._Booting(agent, agent.staging.stager, agent.boot, agent.parts.part(MODEL))
+        assert agent.staging.sources is not None
+        booting = boot_loader._Booting(agent, agent.staging.sources, agent.boot, agent.parts.part(MODEL))
         booting.load(self._model)
         inventory.after_loading(self._model)
         booting.verify(self._model)

@@ -4,7 +4,7 @@ import json
 import sys
 
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.worker.source import Stager
+from resharder.client.inference.worker.source import Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import Needs, get_manifest
 from resharder.converters.geometry.layout import box_index, full_box
@@ -16,9 +16,9 @@ def stage(endpoint: str, version: str, needs: Needs | None = None) -> dict[str, 
     """Return how a version arrives on this host, and whether all boxes, by default whole tensors, have their digests."""
     with Channel(endpoint) as channel:
         manifest = get_manifest(channel, version)
-        stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(endpoint, "server"))
+        sources = Sources(channel, resources_pb2.StoreAccess(), PluginSettings(endpoint, "server"))
         needs = needs or {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
-        source = stager.stage(manifest, needs)
+        source = sources.open(manifest, needs)
         arrays = source.arrays
         found = {
             (name, box): digest(arrays[name][box_index(box)], box, manifest.specs[name].shape)
@@ -27,8 +27,8 @@ def stage(endpoint: str, version: str, needs: Needs | None = None) -> dict[str, 
         }
         del arrays
         source.close()
-        stager.close()
-    return {"verified": found == source.expected, "transport": source.transport, "reason": stager.transport_reason}
+        sources.close()
+    return {"verified": found == source.expected, "transport": source.transport, "reason": sources.transport_reason}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart, needs, shared_modules
 from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import TensorSpec

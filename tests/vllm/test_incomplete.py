@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from resharder.client.inference import version_page
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL, ModelPart, ModelParts
 from resharder.client.trainer import connect

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.vllm.endpoint import CONFIG_CHANGED
 from resharder.client.inference.vllm.hf_config import EngineConfig
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL, ModelParts
 from resharder.client.operator import Operator
 from resharder.converters.allowances import collecting

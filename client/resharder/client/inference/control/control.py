@@ -23,8 +23,7 @@ from resharder.client.inference.control.engine_calls import WorkersFailed, call_
 from resharder.client.inference.control.fence import Fenced, OrderClaim, acting
 from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
-from resharder.client.inference.engine import Engine, Mode
-from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.engine import STAY_PAUSED, WEIGHTS, Engine, Mode, PowerState
 from resharder.client.inference.version_page import Journal
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint

@@ -15,9 +15,8 @@ from argparse import Namespace
 from typing import Any
 
 from resharder.client.errors import UsageError
-from resharder.client.inference.address import server_address
 from resharder.client.inference.control.gate import Gate, GateMiddleware
-from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.settings import PluginSettings, server_address
 from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import native_updates
 from resharder.client.inference.vllm.attach import AttachedEngine, attach

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from resharder.client.gpu.host_to_device import HostToDevice
-from resharder.client.inference.engine import Host, ModelConfig
+from resharder.client.inference.engine import Host, InstallError, ModelConfig, refuse_config
 from resharder.client.inference.recording import inventory, recorder
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
