@@ -16,7 +16,7 @@ from resharder.client.rpc.channel import Backoff, Channel
 from resharder.client.trainer.file_releases import FileReleases
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, Delivered
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
 from resharder.converters.failpoints import failpoint
@@ -239,21 +239,19 @@ class Delivery:
             with tracing.timed(timings, "deliver"):
                 items = read(positions)
                 if transport is None:
-                    digests = digests_of(slot, items)
+                    done = Delivered(digests_of(slot, items), "")
                 else:
                     with FileReleases(self._channel, version, slot.rank) as releases:
-                        digests = transport.deliver(version, slot, items, releases)
+                        done = transport.deliver(version, slot, items, releases)
             request = publisher_pb2.SealSlotRequest(
                 version=version.name,
                 epoch=version.epoch,
                 rank=slot.rank,
-                digests=digests,
-                mapped=transport is not None and transport.mapped,
+                digests=done.digests,
+                mapped=done.mapped,
                 timings=timings,
             )
             failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
             failpoint("deliver.sealed")
-        if transport is None:
-            return Handle(self._channel, version)
-        return Handle(self._channel, version, transport.name, transport.reason)
+        return Handle(self._channel, version, done.way, done.reason)

@@ -26,7 +26,7 @@ from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
 from resharder.client.inference.settings import HTTP, PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
-from resharder.client.versions.needed_pieces import needed_pieces
+from resharder.client.versions.read_plan import needed_pieces
 from resharder.client.versions.remote import Needs as Needs
 from resharder.client.versions.remote import VersionManifest, expected_digests
 from resharder.client.versions.remote import get_manifest as get_manifest
