@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.rpc.channel import Channel
-from resharder.client.trainer.file_releases import FileReleases
+from resharder.client.trainer.delivery import FileReleases
 from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.geometry.layout import Piece, Range, TensorSpec, box_index, contiguous_strides, full_box

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import xxhash
-from resharder.client.trainer.attempts import Attempts
+from resharder.client.trainer.session import Attempts
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index
 from resharder.converters.storage.files import BITS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from resharder.client.trainer.attempts import Attempts
+from resharder.client.trainer.session import Attempts
 from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
