@@ -156,6 +156,8 @@ def refuse_ids_in_padding(
 ) -> None:
     """Raise LayoutError for a tokenizer with ids of rows that are taken for padding, unless the environment allows it.
 
+    Megatron pads the vocabulary, and a version has the rows of the config alone. Rows that the config forgets look like padding.
+
     Tokenizers have fewer ids than a model has rows, or ids for which it has none at all, as Gemma 3's for images; both are taken.
 
     Args:

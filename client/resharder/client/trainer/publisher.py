@@ -2,8 +2,6 @@
 
 Ranks wait for one another only through the daemon. Registration is complete when every rank has registered, and a version is
 READY when every rank has sealed its slot.
-
-Publishers of several models share the calls of one: `TogetherPublisher`.
 """
 
 import threading
@@ -423,7 +421,12 @@ class Publisher:
 
 
 class TogetherPublisher(Publisher):
-    """Publisher of a model, and of others that are published by the same calls."""
+    """Publisher of several models from one attached model, such as BF16 to keep and FP8 to serve, by the same calls.
+
+    Each model has its own publisher, versions and servers. The daemon makes versions of one step READY together, one of each
+    model, or none. A rank therefore delivers all of them within the offer of the first: none is READY before the last one is
+    delivered. In a generation on the direct path, each rank has delivered all of them when the servers of one of them wake.
+    """
 
     def __init__(self, *args: Any, others: Publisher, **options: Any) -> None:
         """Create the publisher of the first model. `others`: that of the next one, which may have a next one too."""

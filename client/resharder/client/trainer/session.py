@@ -252,7 +252,10 @@ class PublisherLease:
 
 
 class Attempts:
-    """Attempts of a rank during the life of its process, over restarts of the daemon."""
+    """Versions that a rank has begun during the life of its process, over restarts of the daemon.
+
+    By them, the daemon distinguishes a retry of a step from a late first attempt.
+    """
 
     def __init__(self) -> None:
         self._first: int | None = None

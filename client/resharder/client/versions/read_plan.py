@@ -1,4 +1,7 @@
-"""What boxes need of a version: HTTP ranges of its files, windows of boxes that the daemon packs, and pieces that nodes hold."""
+"""What boxes need of a version: HTTP ranges of its files, windows of boxes that the daemon packs, and pieces that nodes hold.
+
+A box is read by ranges, which the daemon's kernel sends, if few bytes between its runs come along; else its runs are packed.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence

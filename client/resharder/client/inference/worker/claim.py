@@ -1,4 +1,4 @@
-"""The claim of a server: registers it with the daemon, and is renewed by a helper process while the server boots.
+"""The claim of a server, which registers it with the daemon, and its renewal by a helper process while the server boots.
 
 The helper: `python -m resharder.client.inference.worker.claim PARENT`.
 

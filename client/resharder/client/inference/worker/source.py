@@ -317,7 +317,11 @@ class Sources:
 
 
 class NextFiles:
-    """Files of the next version, at most one set of them. Not thread-safe.
+    """Files of the next version, prepared before that version exists, at most one set of them. Not thread-safe.
+
+    Registering 16 GB with CUDA takes one to two seconds beside a server that serves. The daemon lays the files of a version out
+    ahead of need, so a worker registers them while nothing is to be installed. Staging then finds by their inodes that these are
+    the version's files, and has nothing to register.
 
     Args:
         channel: Channel to the daemon.
@@ -429,7 +433,10 @@ class NodeFiles(NamedTuple):
 
 
 class HostNode:
-    """The node on this host, if there is one.
+    """The node on this host, if there is one. A worker maps a version in its memory as it maps the store on the daemon's host.
+
+    A worker recognises its node by a nonce in a file that both can read, as it does the daemon. It asks for the version through
+    the daemon, and then looks at the node's folder while pieces arrive there, so that many waiting workers cost it little.
 
     Args:
         channel: Channel to the daemon.
