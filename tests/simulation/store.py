@@ -302,7 +302,7 @@ class _Site:
 
     def _is_at_rest(self) -> bool:
         daemon = self.daemon
-        if not daemon.is_up or daemon.intake.uploads.any():  # a rank that was restarted alone may have begun a step again
+        if not daemon.is_up or daemon.intake.uploads():  # a rank that was restarted alone may have begun a step again
             return False
         if daemon.store.partials.all():
             return False

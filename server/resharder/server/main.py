@@ -39,7 +39,7 @@ from resharder.server.infra.descriptors import Descriptors, raise_descriptor_lim
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.intake import Intake
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
@@ -78,7 +78,7 @@ class _ServingSignal(FleetObserver):
         self._intake = intake
 
     def serving_changed(self) -> None:
-        self._intake.waits.serving_changed()
+        self._intake.serving_changed()
 
 
 class Daemon:
@@ -244,7 +244,7 @@ class Daemon:
             self.access.reading,
             local_only=security is None and is_loopback(listen),
             checksums=self._checksums,
-            writes=ChunkWrites(self.access.writing, partial(self.intake.uploads.land, transport="http"), self.config.chunk_bytes),
+            writes=ChunkWrites(self.access.writing, partial(self.intake.land, transport="http"), self.config.chunk_bytes),
         )
         tls = web.tls_context(security, required=True) if security is not None else None
         try:
@@ -283,7 +283,7 @@ class Daemon:
                 if (problem := self.store.folder.problem()) != lost:
                     lost = problem
                     self._report_store(problem)
-                self.intake.publishers.expire()
+                self.intake.expire()
                 self.nodes.expire()
             except Exception as error:
                 _log.error("leases_failed", exc_info=error)
@@ -297,7 +297,7 @@ class Daemon:
         """Wait up to `drain_seconds` for UPLOADING versions to finish, then end all calls and threads and unlock the store."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
         self.server.drain()
-        self.intake.steps.drain(self.config.drain_seconds)
+        self.intake.drain(self.config.drain_seconds)
         self._ended.set()
         self.nodes.replication.close()
         self.checks.close()

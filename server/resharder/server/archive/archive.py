@@ -15,9 +15,8 @@ from resharder.server.archive.checkpoints import Archived, Checkpoints
 from resharder.server.archive.remote import Remote
 from resharder.server.infra.backoff import backoff
 from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
-from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.state.version import READY, RETIRED, VersionRecord, check_model_name
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.model_state import check_model_name
 from resharder.server.store.store import Store
 
 _HOLDER = "archive"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.ingest.shared import parse_name
 from resharder.server.node.piece_table import PieceTable
+from resharder.server.state.version import parse_name
 from resharder.server.store.partial import PartialVersion
 
 DAEMON = "@daemon"

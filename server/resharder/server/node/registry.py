@@ -14,7 +14,6 @@ from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_piec
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
-from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.homes import HomeRegister
 from resharder.server.node.known_node import (
@@ -50,7 +49,7 @@ from resharder.server.node.reports import (
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import READY, UPLOADING, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
 from resharder.server.store.verified import VerifiedVersions

@@ -11,7 +11,6 @@ from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.homes import FileProof
-from resharder.server.ingest.shared import parse_name
 from resharder.server.node.links import MOST_LINKS, LinkReport
 from resharder.server.node.own_pieces import DAEMON
 from resharder.server.node.part_files import files_to_proto
@@ -32,6 +31,7 @@ from resharder.server.rpc.convert import timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import seconds
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound
+from resharder.server.state.version import parse_name
 from resharder.v1 import node_pb2, resources_pb2
 
 _MOST_PIECES = 256

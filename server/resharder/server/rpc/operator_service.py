@@ -13,14 +13,13 @@ from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
-from resharder.server.ingest.shared import parse_name
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.fleet_calls import FleetCalls
 from resharder.server.rpc.node_calls import NodeCalls
 from resharder.server.rpc.views import Views, page_of, seconds
-from resharder.server.state.version import VersionRecord
+from resharder.server.state.version import VersionRecord, parse_name
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
@@ -57,7 +56,7 @@ class OperatorService(FleetCalls, NodeCalls):
             answer.store.CopyFrom(access)
         answer.store_used_bytes = self._store.catalogue.used_bytes()
         answer.models.extend(self._store.catalogue.models())
-        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers.all())
+        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers())
         return answer
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:

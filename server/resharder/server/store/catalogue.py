@@ -6,8 +6,8 @@ from threading import Condition
 
 from resharder.server.infra.filesystem import make_durable_folder
 from resharder.server.state.errors import ResourceNotFound, Unavailable
-from resharder.server.state.version import READY, VersionRecord
-from resharder.server.store.model_state import StoredModel, check_model_name
+from resharder.server.state.version import READY, VersionRecord, check_model_name
+from resharder.server.store.model_state import StoredModel
 
 
 class Catalogue:

@@ -1,7 +1,6 @@
 """In-memory state of a model in the store."""
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +10,10 @@ from pathlib import Path
 from resharder.converters.json_input import check_fields, is_count, is_text, parse_json
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import write_file
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument
+from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.partial import PartialVersion
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SWEPT = ("pool", "staging", "retired")
 _HISTORY = 1000  # RETIRED and ABORTED versions listed of a model
 
@@ -162,14 +160,3 @@ def parse_claim(content: bytes) -> tuple[int, int, dict[str, int], Claim | None]
     if (highest := max(number, epoch, *jobs.values(), claim.epoch if claim else 0)) > LAST_NUMBER:
         raise ValueError(f"expected numbers and epochs of at most {LAST_NUMBER}, got {highest}")
     return number, epoch, jobs, claim
-
-
-def check_model_name(name: str) -> str:
-    """Return `name`. Raises InvalidArgument (MODEL_NAME) if it is not a valid model name."""
-    if not MODEL_NAME.fullmatch(name):
-        raise InvalidArgument(
-            "MODEL_NAME",
-            f"expected a model name of at most 64 letters, digits, '.', '_' and '-' that starts with a letter or digit, "
-            f"got {name!r}",
-        )
-    return name
