@@ -293,7 +293,7 @@ def test_ranks_that_wait_while_the_daemon_checks_the_layout_are_told_so(site: Si
         assert go_on.wait(60)
         return lay_out(*given, **options)
 
-    monkeypatch.setattr(publisher, "lay_out", slow)
+    monkeypatch.setattr("resharder.server.ingest.publisher.lay_out", slow)
     last = threading.Thread(target=site.register, args=(publisher, 1, HALVES))
     last.start()
     assert checking.wait(60)

@@ -50,7 +50,7 @@ LOOKS: dict[str, Callable[[Daemon], object]] = {
     "its servers are waited for": lambda d: settled(d.intake.wait_version, "policy", 1, 0, True).state,
     "versions are listed": lambda d: [record.number for record in d.store.catalogue.versions("policy")],
     "the newest is asked for": lambda d: d.store.catalogue.newest("policy").number,  # type: ignore[union-attr]
-    "who uses it": lambda d: d.store.pins.holders("policy", 1),
+    "who uses it": lambda d: d.store.lifecycle.holders("policy", 1),
     "whose the model is": lambda d: d.store.epochs.claim("policy"),
     "models are listed": lambda d: d.store.catalogue.models(),
     "servers are listed": lambda d: [view.server.id for view in d.fleets.roster.servers()],
@@ -118,8 +118,8 @@ def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store
     done = threading.Event()
 
     def use() -> None:
-        store.pins.pin("policy", 1, "servers/s")
-        store.pins.release("policy", 1, "servers/s")
+        store.lifecycle.pin("policy", 1, "servers/s")
+        store.lifecycle.release("policy", 1, "servers/s")
         done.set()
 
     def elsewhere() -> None:

@@ -108,7 +108,7 @@ class Life:
         self.call(lambda: self.store.reader.manifest("policy", self.newest))
         self.call(lambda: self.store.reader.model_files("policy"))
         oldest = min(record.number for record in self.store.catalogue.versions("policy") if record.state == READY)
-        self.call(lambda: self.store.retirer.retire("policy", [oldest]))
+        self.call(lambda: self.store.lifecycle.retire("policy", [oldest]))
         settle(self.store)
         self.end()
         self.begin("job")

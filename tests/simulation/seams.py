@@ -25,12 +25,10 @@ from resharder.server.store import (
     file_pool,
     folder,
     history,
-    model_state,
-    partials,
+    lifecycle,
+    manifest,
     renames,
     restore,
-    retirement,
-    verification,
 )
 from resharder.server.store import (
     partial as partial_version,
@@ -43,7 +41,7 @@ from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, Simu
 _NEVER = ("claim_unreadable",)
 """Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
 _LOGGING = (
-    file_pool, folder, history, intake, partials, renames, restore, retirement, verification,
+    file_pool, folder, history, intake, lifecycle, manifest, renames, restore,
 )  # fmt: skip
 
 
@@ -208,7 +206,7 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
     waiting = (intake, released_files, upload, change_signal, partial_version)
     yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
-    yield from ((module, "ThreadPoolExecutor", executor) for module in (model_state, file_pool, digests, verification))
+    yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, file_pool, digests, manifest))
     yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, file_pool))
 
 

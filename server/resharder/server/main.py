@@ -104,7 +104,7 @@ class Daemon:
         offered = OfferedVersions()
         self.fleets = Fleets(
             self.store.catalogue,
-            self.store.pins,
+            self.store.lifecycle,
             offers=offered,
             settings=replace(Settings(), lease=config.lease_seconds, forget=config.forget_seconds),
             files=FleetFiles(config.store / "fleets"),
@@ -121,8 +121,8 @@ class Daemon:
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
             homes=HomeRegister(self.store.folder, tls, LostNodes(config.store / "lost_nodes.json")),
-            partial=self.store.partials.get,
-            lose=self.store.retirer.lose,
+            partial=self.store.reader.partial,
+            lose=self.store.lifecycle.lose,
             replicas=config.replicas,
             replica_seconds=config.replica_seconds,
             verified=self.store.reader.verified,
@@ -144,7 +144,7 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.observe(traced)
             self.fleets.steering.observe(traced)
-        self.fetcher = fetcher(self.store.partials, self.nodes, tls, config.digest_threads)
+        self.fetcher = fetcher(self.store, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets.roster)

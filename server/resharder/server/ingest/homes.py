@@ -17,8 +17,8 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.boxes import PackedBoxes
+from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.partial import MissingPieces
-from resharder.server.store.verified import VerifiedVersion
 
 DAEMON_HOST = ""
 """Host of the daemon, among the hosts of ranks; others are ids of nodes."""

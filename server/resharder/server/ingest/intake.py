@@ -74,9 +74,9 @@ from resharder.server.state.errors import (
 )
 from resharder.server.state.timing import Timing, timed
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord, check_model_name, parse_name
+from resharder.server.store.catalogue import taken_over
 from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.lifecycle import ProvenVersion
-from resharder.server.store.model_state import taken_over
 from resharder.server.store.store import Store
 
 Phase = Literal["registration", "upload", "verify", "commit"]

@@ -22,8 +22,8 @@ from resharder.server.ingest.boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.ingest.homes import DAEMON_HOST, GatheredBoxes, Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
+from resharder.server.store.catalogue import taken_over
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.model_state import taken_over
 from resharder.server.store.partial import PIECES_FILE
 
 REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED", "FENCED", "GONE"

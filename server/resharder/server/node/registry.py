@@ -52,7 +52,7 @@ from resharder.server.state.errors import DaemonError, PermissionDenied, Resourc
 from resharder.server.state.version import READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
-from resharder.server.store.verified import VerifiedVersions
+from resharder.server.store.reader import VerifiedVersions
 
 
 class NodeRegistry:

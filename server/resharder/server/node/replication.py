@@ -17,7 +17,8 @@ from resharder.server.node.known_node import KnownNode, model_of, pieces_of
 from resharder.server.node.own_pieces import DAEMON
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.replica_plan import Counts, ReplicaNeed, ReplicaPlacement, place
-from resharder.server.store.verified import VerifiedVersion, VerifiedVersions
+from resharder.server.store.manifest import VerifiedVersion
+from resharder.server.store.reader import VerifiedVersions
 
 _BARRED_SECONDS = 60.0  # for a node that could not hold a version
 _STEP_SECONDS = 0.25

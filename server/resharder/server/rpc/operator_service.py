@@ -88,11 +88,11 @@ class OperatorService(FleetCalls, NodeCalls):
         """Stream the files of a READY version, which is pinned until the call ends."""
         model, number = parse_name(request.version, "versions")
         holder = f"export-{secrets.token_hex(4)}"
-        record = self._store.pins.pin(model, number, holder)
+        record = self._store.lifecycle.pin(model, number, holder)
         try:
             yield from _export(self._store, record)
         finally:
-            self._store.pins.release(model, number, holder)
+            self._store.lifecycle.release(model, number, holder)
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
         """Repeat a server's install under a profiler, and stream its workers' profiles."""
@@ -106,7 +106,9 @@ class OperatorService(FleetCalls, NodeCalls):
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, call: Call) -> Message:
         """Retire unused versions of a model; with `dry_run`, only report which."""
-        done = self._store.retirer.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
+        done = self._store.lifecycle.retire(
+            request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run
+        )
         if done.retired and not request.dry_run:
             names = ", ".join(record.name for record in done.retired)
             self._events.add("operator", f"models/{done.retired[0].model}", "retire", versions=names[:1000])

@@ -10,11 +10,11 @@ from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_durable_folder, matching, sync
 from resharder.server.state.version import MODEL_NAME, READY, RETIRED
 from resharder.server.store import manifest, model_files
+from resharder.server.store.catalogue import StoredModel, parse_claim
 from resharder.server.store.history import read_history
-from resharder.server.store.model_state import StoredModel, parse_claim
+from resharder.server.store.manifest import redigest
 from resharder.server.store.partial import PartialVersion, read_missing, remove_leftovers
 from resharder.server.store.renames import complete_decision
-from resharder.server.store.verification import redigest
 
 _log = structlog.get_logger("resharder.store")
 
