@@ -41,10 +41,9 @@ from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
 from resharder.server.ingest.intake import Intake
 from resharder.server.logs import configure_logs, log_event
-from resharder.server.node.drained import DrainedNodes
-from resharder.server.node.homes import HomeRegister
-from resharder.server.node.lost import LostNodes
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.records import DrainedNodes, LostNodes
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.own_fetcher import certificate_of, fetcher, node_tls

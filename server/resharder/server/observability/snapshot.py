@@ -8,9 +8,9 @@ from typing import NamedTuple
 from resharder.server.fleets.roster import FleetView, Roster, ServerView
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.replication import ReplicaShortage
-from resharder.server.node.reports import NodeView
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.replication import ReplicaShortage
+from resharder.server.nodes.reports import NodeView
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 

@@ -13,7 +13,7 @@ from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.fleet_calls import FleetCalls

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 import structlog
 from resharder.converters.storage.digest import Array
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
+from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.transfers import PieceSource, PieceTarget
 from resharder.server.infra.backoff import backoff
-from resharder.server.node.memory import PieceClaims
-from resharder.server.node.piece_target import PieceTarget
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.sources import PeerOffer
-from resharder.server.node.swarm import PieceOffers, Swarm
-from resharder.server.node.transfers import PieceSource
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.partial import PartialVersion
