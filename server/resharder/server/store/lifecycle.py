@@ -62,7 +62,8 @@ class Retirement(NamedTuple):
 class VersionLifecycle:
     """Transitions of versions. Thread-safe; files are written, synced and verified without the lock.
 
-    The catalogue's lock guards the state of models; its subscribers are called without it.
+    The catalogue's lock guards the state of models. `_retain`, `_free_capacity` and `_end` are called with it, and their callers
+    notify the catalogue's subscribers afterwards, without it. Callers of `settle` and `adopt` hold no lock.
     """
 
     def __init__(
