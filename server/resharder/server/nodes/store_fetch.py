@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 import structlog
 from resharder.converters.storage.digest import Array
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
+from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.transfers import PieceSource, PieceTarget
 from resharder.server.infra.backoff import backoff
-from resharder.server.node.memory import PieceClaims
-from resharder.server.node.piece_target import PieceTarget
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.sources import PeerOffer
-from resharder.server.node.swarm import PieceOffers, Swarm
-from resharder.server.node.transfers import PieceSource
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
+from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.partial import PartialVersion
-from resharder.server.store.partials import PartialVersions
+from resharder.server.store.reader import VersionReader
 
 _STEP_SECONDS = 0.25
 _LONGEST_RETRY = 30.0
@@ -61,13 +61,13 @@ class StoreCopy:
 class CommittedChecksums:
     """Checksums that versions were committed with, for `HttpTransfer`."""
 
-    def __init__(self, partials: PartialVersions) -> None:
-        self._partials = partials
+    def __init__(self, reader: VersionReader) -> None:
+        self._reader = reader
 
     def of(self, version: PieceTarget, part: PieceSpan) -> int:
         """Return the checksum of a part. Raises OSError if the version is whole or gone."""
         _, model, _, number = version.name.split("/")
-        partial = self._partials.get(model, int(number))
+        partial = self._reader.partial(model, int(number))
         if partial is None:
             raise OSError(f"{version.name} no longer lacks pieces")
         return partial.checksum(part.file, part.start)
@@ -77,7 +77,7 @@ class StoreFetcher:
     """Fetches what the daemon's store lacks. Call `start`, then `close`.
 
     Args:
-        partials: The versions that lack pieces.
+        lifecycle: The store's versions, some of which lack pieces.
         nodes: The register of nodes.
         make_swarm: Function that returns the swarm, which calls its argument after each piece.
         threads: Threads that digest.
@@ -85,13 +85,13 @@ class StoreFetcher:
 
     def __init__(
         self,
-        partials: PartialVersions,
+        lifecycle: VersionLifecycle,
         nodes: NodeRegistry,
         make_swarm: Callable[[Callable[[], object]], Swarm],
         threads: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._partials, self._nodes, self._threads, self._clock = partials, nodes, threads, clock
+        self._lifecycle, self._nodes, self._threads, self._clock = lifecycle, nodes, threads, clock
         self._changed = threading.Condition()
         self._ended = False
         self._copies: dict[str, StoreCopy] = {}
@@ -119,7 +119,7 @@ class StoreFetcher:
 
     def fetch(self) -> None:
         """Start requests for missing pieces, as many as the limits allow."""
-        partials = {partial.name: partial for partial in self._partials.all()}
+        partials = {partial.name: partial for partial in self._lifecycle.partials()}
         for name in self._copies.keys() - partials.keys():
             del self._copies[name]
             self._swarm.forget(name)
@@ -134,15 +134,15 @@ class StoreFetcher:
 
     def settle(self) -> None:
         """Verify the tensors whose pieces have arrived since, and make complete versions whole."""
-        for partial in self._partials.all():
+        for partial in self._lifecycle.partials():
             held = len(partial.held())
             before, due, failures = self._settled.get(partial.name, (-1, 0.0, 0))
             if self._ended or (held == before and not failures) or self._clock() < due:
                 continue
             try:
-                done = self._partials.settle(partial, self._threads)
+                done = self._lifecycle.settle(partial, self._threads)
             except (OSError, DaemonError) as error:
-                if partial in self._partials.all():  # not retired meanwhile
+                if partial in self._lifecycle.partials():  # not retired meanwhile
                     failures += 1
                     self._settled[partial.name] = held, self._clock() + backoff(failures, 1.0, _LONGEST_RETRY), failures
                     _log.error("version_not_completed", version=partial.name, reason=str(error))

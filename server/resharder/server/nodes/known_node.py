@@ -8,9 +8,16 @@ from math import inf
 import xxhash
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
+from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.node.reports import CopyView, HostCopy, LinkOrder, PeerSource, StateReport, bitmap_of
-from resharder.server.node.sources import PeerOffer
+from resharder.server.nodes.reports import (
+    CopyView,
+    HostCopy,
+    LinkOrder,
+    PeerSource,
+    StateReport,
+    bitmap_of,
+)
 from resharder.server.state.errors import FailedPrecondition
 
 

@@ -31,6 +31,11 @@ from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
+from resharder.server.holding.memory import EngineFailed, MemoryEngine
+from resharder.server.holding.sources import LIMITS, UPLOADS
+from resharder.server.holding.swarm import Swarm
+from resharder.server.holding.tls import NodeTls, certificate_id
+from resharder.server.holding.transfers import HttpTransfer, PieceTransfer, ReceivedBytes
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
 from resharder.server.infra.descriptors import raise_descriptor_limit
 from resharder.server.infra.medium import medium_error
@@ -39,15 +44,11 @@ from resharder.server.logs import configure_logs
 from resharder.server.node.agent import NodeAgent, NodeIdentity
 from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
-from resharder.server.node.daemon_client import DaemonClient, NodeTls, certificate_id
+from resharder.server.node.daemon_client import CheckedPieces, DaemonClient
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
 from resharder.server.node.link_probe import LinkProbe
-from resharder.server.node.memory import EngineFailed, MemoryEngine
 from resharder.server.node.mooncake import MooncakeEngine
-from resharder.server.node.sources import LIMITS, UPLOADS
-from resharder.server.node.swarm import Swarm
-from resharder.server.node.transfers import CheckedPieces, HttpTransfer, PieceTransfer, ReceivedBytes
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.settings import Security

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from resharder.converters.storage.digest import Array
-from resharder.converters.wire.pieces import PieceSpan
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.converters.wire.range_client import (
     BROKEN,
     DataAddress,
@@ -21,13 +21,54 @@ from resharder.converters.wire.range_client import (
     WrongBytes,
 )
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.data.checksums import PieceChecksums
+from resharder.server.holding.memory import PieceClaims, PieceTaken, VersionMemory
+from resharder.server.holding.tls import NodeTls
 from resharder.server.infra.addresses import parse_listen
-from resharder.server.node.daemon_client import DaemonClient, NodeTls
-from resharder.server.node.memory import PieceTaken
-from resharder.server.node.piece_target import PieceTarget
 
-_BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
+
+class PieceTarget(Protocol):
+    """A version's files, and the pieces of them that are wanted and held. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """Resource name."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the version."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each file, in the order of the manifest."""
+
+    @property
+    def numbering(self) -> PieceNumbering:
+        """Numbers of its pieces."""
+
+    @property
+    def claims(self) -> PieceClaims:
+        """Fetches in flight."""
+
+    @property
+    def memory(self) -> VersionMemory | None:
+        """The files in the memory of a transfer engine; None without one."""
+
+    def wanted(self) -> Bitmap:
+        """Return the pieces that are needed here."""
+
+    def missing(self) -> Bitmap:
+        """Return the wanted pieces that are not held yet."""
+
+    def held(self) -> Bitmap:
+        """Return the pieces that are held now."""
+
+    def write(self, part: PieceSpan, content: Array) -> None:
+        """Write checked bytes of a piece. Raises OSError."""
+
+    def add(self, piece: int) -> None:
+        """Count a piece as held, all parts of which are written. Raises OSError."""
+
+
 _MOST_IDLE = 32
 _BUSY_SECONDS = 0.05  # until a busy port is asked again for the rest of a piece
 
@@ -107,25 +148,6 @@ class PartChecksums(Protocol):
 
     def of(self, version: PieceTarget, part: PieceSpan) -> int:
         """Return the checksum of a part. Raises grpc.RpcError, OSError."""
-
-
-class CheckedPieces:
-    """The daemon's checksums of pieces, fetched in batches when first needed. Thread-safe. The data port shares `known`."""
-
-    def __init__(self, daemon: DaemonClient) -> None:
-        self._daemon, self.known = daemon, PieceChecksums()
-
-    def of(self, version: PieceTarget, part: PieceSpan) -> int:
-        """Return the checksum of a part. Raises grpc.RpcError, OSError."""
-        return self.known.get((version.fingerprint, part.file, part.start), lambda: self._fetch(version, part))
-
-    def _fetch(self, version: PieceTarget, part: PieceSpan) -> int:
-        begin = part.start - part.start % _BATCH_BYTES
-        end = min(begin + _BATCH_BYTES, version.sizes[part.file])
-        found = self._daemon.checksums(version.name, part.file, begin, end)
-        for start, checksum in zip(range(begin, end, PIECE_BYTES), found, strict=True):
-            self.known.put((version.fingerprint, part.file, start), checksum)
-        return found[(part.start - begin) // PIECE_BYTES]
 
 
 def data_address(address: str, tls: NodeTls | None, silent_seconds: float, *, origin: bool) -> DataAddress:

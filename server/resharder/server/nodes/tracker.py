@@ -1,16 +1,131 @@
 """The daemon's answers to nodes: reports go into the table, and answers name peers and granted pieces.
 
+The peers of a node are few of all nodes, each the peer of as many, and change over time. Nodes stand in a ring. The peers of a
+node are at some distances from it, the same distances for all nodes. They are random, so a piece reaches all nodes in few steps,
+and a part of them is drawn again each period, so no node is cut off for long.
+
+Grants name the node that takes a piece which one node alone holds, so that each piece leaves its origin about once. An origin is
+a node that a version's ranks write into; at first it alone holds its pieces. The daemon grants each of them to one node; all
+others take it from that node, and so on. Few nodes have grants at a time: with `streams` of them an origin's link is full, and
+they take turns, so that the pieces to pass on are spread over all nodes. Nodes that use up their grants get more. Once all pieces
+are granted, unused grants pass to other nodes.
+
 Not thread-safe: callers hold a lock. Nothing here waits or sends.
 """
 
+import math
+import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, Bits, unpack
-from resharder.server.node.grants import OriginGrants
-from resharder.server.node.peers import PEERS, neighbours
-from resharder.server.node.piece_table import PieceTable, VersionPieces
-from resharder.server.node.sources import PeerOffer
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.nodes.pieces import PieceTable, VersionPieces
+
+PEERS = 24
+"""Upper bound on the peers of a node."""
+_GROUPS = 4  # one of them is drawn again each period
+
+
+def distances(nodes: int, limit: int, period: int) -> list[int]:
+    """Return the distinct distances from 1 to `nodes - 1` of a period, at most `limit`."""
+    if nodes - 1 <= limit:
+        return list(range(1, nodes))
+    chosen: dict[int, None] = {}
+    for group in range(_GROUPS):
+        drawn = random.Random(hash((nodes, group, (period + group) // _GROUPS)))
+        size = (limit + group) // _GROUPS
+        while size > 0:
+            distance = drawn.randrange(1, nodes)
+            if distance not in chosen:
+                chosen[distance] = None
+                size -= 1
+    return list(chosen)
+
+
+def neighbours(row: int, nodes: int, period: int, limit: int = PEERS) -> list[int]:
+    """Return the rows of the peers of a node.
+
+    Args:
+        row: Row of the node.
+        nodes: Number of rows.
+        period: Number of the period; a quarter of the result changes with it.
+        limit: Upper bound on the result.
+    """
+    return [(row + distance) % nodes for distance in distances(nodes, limit, period)]
+
+
+STREAMS = 16
+LEAST = 2  # grants of a node
+LATE = 5.0  # seconds; lower bound on the time after which an unused grant passes to another node
+_WEIGHT = 0.2  # of the newest value in a moving average
+
+
+class _Grant(NamedTuple):
+    node: str
+    since: float
+
+
+class OriginGrants:
+    """Grants of one version.
+
+    Args:
+        streams: Nodes that have grants at a time, for each origin.
+        seed: Seed of the order of the pieces.
+    """
+
+    def __init__(self, streams: int = STREAMS, seed: int = 0) -> None:
+        self._streams = streams
+        self._chance = random.Random(seed)
+        self._granted: dict[int, _Grant] = {}
+        self._used = self._usual = 0.0  # moving averages: grants used between two reports of a node, seconds until one is used
+
+    def give(
+        self, node: str, now: float, held: Bitmap, wanted: Bitmap, copies: npt.NDArray[np.int32], origins: int = 1
+    ) -> list[int]:
+        """Return the pieces with one holder that a node may take now, earlier grants included.
+
+        Args:
+            node: The node.
+            now: Seconds of a monotonic clock.
+            held: Pieces that the node holds.
+            wanted: Pieces that the node needs.
+            copies: Nodes that hold each piece.
+            origins: Number of origins, each of which has `streams`.
+        """
+        mine = self._settle(node, now, held, copies)
+        window = max(LEAST, math.ceil(2 * self._used))
+        others = len({grant.node for grant in self._granted.values()} - {node})
+        streams = self._streams * origins
+        if others < streams and (not mine or (others < streams // 2 and len(mine) <= window // 2)):
+            scarce = np.flatnonzero((wanted - held).flags() & (copies == 1)).tolist()
+            free = [piece for piece in scarce if piece not in self._granted]
+            if not free:
+                late = max(LATE, 3 * self._usual)
+                free = [piece for piece in scarce if piece not in mine and now - self._granted[piece].since > late]
+            for piece in self._chance.sample(free, min(window - len(mine), len(free))):
+                self._granted[piece] = _Grant(node, now)
+                mine.append(piece)
+        return mine
+
+    def forget(self, node: str) -> None:
+        """Free the grants of a node that is gone."""
+        self._granted = {piece: grant for piece, grant in self._granted.items() if grant.node != node}
+
+    def _settle(self, node: str, now: float, held: Bitmap, copies: npt.NDArray[np.int32]) -> list[int]:
+        """Remove used grants, note how many and how soon, and return the pieces that the node still may take."""
+        mine = [piece for piece, grant in self._granted.items() if grant.node == node]
+        used = [piece for piece in mine if piece in held]
+        if mine:
+            self._used += _WEIGHT * (len(used) - self._used)
+        for piece in used:
+            self._usual += _WEIGHT * (now - self._granted[piece].since - self._usual)
+        for piece in [piece for piece in self._granted if copies[piece] != 1 or piece in used]:
+            del self._granted[piece]
+        return [piece for piece in mine if piece in self._granted]
+
 
 REPORTS = 400
 """Upper bound on the reports a second of all nodes together, except where `LONGEST` forces more."""

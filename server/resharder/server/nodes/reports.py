@@ -5,12 +5,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.node.links import LinkReport
-from resharder.server.node.sources import PeerOffer
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.holding.swarm import LinkReport
 from resharder.server.state.errors import InvalidArgument
-
-AHEAD = 2
-"""Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
 
 
 class NodeState(Enum):

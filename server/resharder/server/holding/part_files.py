@@ -19,6 +19,10 @@ from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.v1 import node_pb2
 
+AHEAD = 2
+"""Sets of a reservation for which a node keeps memory free, beside the versions that it holds."""
+
+
 PAGE_BYTES = 4096
 """Unit of the pages of a file."""
 

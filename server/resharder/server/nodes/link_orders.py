@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from resharder.server.infra.change_signal import ChangeSignal, Pause
-from resharder.server.node.known_node import KnownNode
-from resharder.server.node.reports import LinkOrder, StateReport
+from resharder.server.nodes.known_node import KnownNode
+from resharder.server.nodes.reports import LinkOrder, StateReport
 from resharder.server.state.errors import InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.v1 import resources_pb2
 

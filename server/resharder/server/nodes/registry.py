@@ -11,13 +11,12 @@ from dataclasses import replace
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
+from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
-from resharder.server.ingest.shared import parse_name
-from resharder.server.node.drained import DrainedNodes
-from resharder.server.node.homes import HomeRegister
-from resharder.server.node.known_node import (
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.known_node import (
     KnownNode,
     chosen_of,
     copies_of,
@@ -30,11 +29,11 @@ from resharder.server.node.known_node import (
     revision_of,
     source_of,
 )
-from resharder.server.node.link_orders import LinkOrders
-from resharder.server.node.own_pieces import DAEMON, OwnPieces
-from resharder.server.node.piece_table import PieceTable
-from resharder.server.node.replication import Replication
-from resharder.server.node.reports import (
+from resharder.server.nodes.link_orders import LinkOrders
+from resharder.server.nodes.pieces import DAEMON, OwnPieces, PieceTable
+from resharder.server.nodes.records import DrainedNodes
+from resharder.server.nodes.replication import Replication
+from resharder.server.nodes.reports import (
     CopyOrder,
     CopyReport,
     CopyView,
@@ -47,13 +46,12 @@ from resharder.server.node.reports import (
     bitmap_of,
     wanted_of,
 )
-from resharder.server.node.sources import PeerOffer
-from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
+from resharder.server.nodes.tracker import LONGEST, NodeReport, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import READY, UPLOADING, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
-from resharder.server.store.verified import VerifiedVersions
+from resharder.server.store.reader import VerifiedVersions
 
 
 class NodeRegistry:

@@ -15,14 +15,13 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.sources import LIMITS, PeerOffer
+from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.ingest.homes import FileProof
-from resharder.server.node.daemon_client import NodeTls
-from resharder.server.node.memory import PieceClaims
-from resharder.server.node.piece_target import PieceTarget
-from resharder.server.node.sources import LIMITS, PeerOffer
-from resharder.server.node.swarm import PieceOffers, Swarm
-from resharder.server.node.transfers import HttpTransfer, PieceSource, ReceivedBytes
 
 _PATIENCE = 10.0  # seconds without a piece
 _STEP_SECONDS = 0.1  # until a peer that was busy is asked again
