@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 from resharder.client.errors import ResharderError
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from resharder.client.operator.answers import ServerStatus
-from resharder.client.operator.nodes import NodeLife, NodeStatus
+from resharder.client.operator.answers import NodeLife, NodeStatus, ServerStatus
 
 from tests.support.node import Node
 from tests.support.ports import free_port

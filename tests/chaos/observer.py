@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from resharder.client.errors import ResharderError
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
-from resharder.client.operator.nodes import NodeStatus
+from resharder.client.operator.answers import FleetStatus, NodeStatus, ServerStatus, VersionStatus
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET

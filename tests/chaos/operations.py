@@ -5,8 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from resharder.client.errors import ResharderError
-from resharder.client.operator.answers import FleetStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.states import RequestHandling, ServeAhead, StrategyKind, TargetKind, VersionState
+from resharder.client.operator.answers import (
+    FleetStatus,
+    RequestHandling,
+    ServeAhead,
+    StrategyKind,
+    TargetKind,
+    UpdateStrategy,
+    VersionState,
+    VersionTarget,
+)
 
 from demo.jobs import JobFailed
 from tests.chaos.history import History

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import psutil
 from resharder.client.errors import Refused, ResharderError
-from resharder.client.operator.answers import FleetStatus, ServerStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.nodes import NodeStatus
-from resharder.client.operator.states import (
+from resharder.client.operator.answers import (
+    FleetStatus,
     MovePhase,
+    NodeStatus,
     PublisherState,
     RequestHandling,
     ServeAhead,
     ServerPower,
     ServerState,
+    ServerStatus,
     StrategyKind,
     TargetKind,
+    UpdateStrategy,
     VersionState,
+    VersionTarget,
 )
 
 from tests.chaos.history import Event, History

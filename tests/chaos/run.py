@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from resharder.client.operator.nodes import NodeLife
+from resharder.client.operator.answers import NodeLife
 
 from tests.chaos.history import History
 from tests.chaos.kept_server import BOOT

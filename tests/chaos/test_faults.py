@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState
 
 from tests.chaos.faults import Faults
 from tests.chaos.history import History

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from resharder.client.operator.answers import ServerStatus
-from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
+from resharder.client.operator.answers import NodeCopyStatus, NodeLife, NodeStatus, ServerStatus
 
 from tests.chaos.kept_node import NodeMemory, NodeUse, node_problems
 from tests.chaos.peace import set_aside_seconds

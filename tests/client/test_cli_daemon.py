@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
+from resharder.client.operator.answers import ServerState, StrategyKind, TargetKind, UpdateStrategy, VersionTarget
 
 from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder, running

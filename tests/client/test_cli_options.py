@@ -4,8 +4,7 @@ import pytest
 from resharder.client.cli import format
 from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
 from resharder.client.errors import UsageError
-from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import StrategyKind, TargetKind
+from resharder.client.operator.answers import StrategyKind, TargetKind, UpdateStrategy, VersionTarget
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import torch
 from resharder.client.direct.links import until_over
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus
-from resharder.client.operator.states import ServerPower
+from resharder.client.operator.answers import FleetStatus, ServerPower
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport.chunks import PackedChunk

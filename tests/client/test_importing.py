@@ -16,7 +16,7 @@ from tests.support import fakepg, tiny_hf
 # isort: split
 from resharder.client.errors import Conflict, StaleEpoch, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import connect
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor

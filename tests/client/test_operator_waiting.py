@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 from resharder.client.operator import waiting
-from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.answers import FleetStatus, ServerPower, ServerStatus
 from resharder.client.operator.convert import answer
-from resharder.client.operator.states import ServerPower
 from resharder.v1 import resources_pb2
 
 Fleet, Move, Server = resources_pb2.Fleet, resources_pb2.Move, resources_pb2.Server

@@ -23,7 +23,7 @@ from resharder.client.errors import (
     WaitTimeout,
 )
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport.base import AssignedSlot

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from resharder.client.errors import NotFound, Refused
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerState, TargetKind
+from resharder.client.operator.answers import ServerState, TargetKind
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.command import resharder

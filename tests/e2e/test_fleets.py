@@ -17,8 +17,7 @@ import pytest
 from resharder.client import Publisher, connect
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import MoveStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.states import MovePhase, ServerPower, StrategyKind
+from resharder.client.operator.answers import MovePhase, MoveStatus, ServerPower, StrategyKind, UpdateStrategy, VersionTarget
 from resharder.client.operator.waiting import went_well
 from resharder.v1 import resources_pb2
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from resharder.client import Publisher
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import MoveStatus
-from resharder.client.operator.states import MovePhase, ServerState
+from resharder.client.operator.answers import MovePhase, MoveStatus, ServerState
 
 from tests.support.command import resharder, running
 from tests.support.daemon import Daemon

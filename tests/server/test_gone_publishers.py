@@ -3,7 +3,7 @@
 import time
 
 from resharder.client.operator import Operator
-from resharder.client.operator.states import PublisherState
+from resharder.client.operator.answers import PublisherState
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import UpdateStrategy
-from resharder.client.operator.states import StrategyKind
+from resharder.client.operator.answers import StrategyKind, UpdateStrategy
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.direct import Direct

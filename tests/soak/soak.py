@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from resharder.client.operator.answers import ServerStatus
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import ServerState, ServerStatus
 from resharder.server.infra.event_log import Events
 from resharder.server.state.version import RETIRED, VersionRecord
 from resharder.server.store.history import History

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import ServerState
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
+from resharder.client.operator.answers import ServerState, StrategyKind, TargetKind, UpdateStrategy, VersionTarget
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import resources_pb2
 

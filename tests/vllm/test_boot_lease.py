@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from resharder.client.inference.worker.boot_lease import Renewal
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import ServerState
 from resharder.v1 import resources_pb2
 
 from tests.client.models import connected, publish_all, weights

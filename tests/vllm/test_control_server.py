@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.states import RequestHandling
+from resharder.client.operator.answers import RequestHandling
 from resharder.v1 import resources_pb2
 
 from tests.support.command import answer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.operator import Operator
-from resharder.client.operator.states import RequestHandling
+from resharder.client.operator.answers import RequestHandling
 
 from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.observing import servers, wait_serving, wait_until

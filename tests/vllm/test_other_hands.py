@@ -13,7 +13,7 @@ import pytest
 from resharder.client import connect
 from resharder.client.inference.vllm.route_rules import RULES, Handling
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerPower
+from resharder.client.operator.answers import ServerPower
 from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 

@@ -62,33 +62,31 @@ if TYPE_CHECKING:
         DaemonStatus,
         ExportedVersion,
         FleetStatus,
+        InstallPhase,
         InstallStatus,
+        MovePhase,
         MoveStatus,
         PhaseTiming,
+        PublisherState,
         PublisherStatus,
         RefusedVersion,
-        ServerStatus,
-        SlotStatus,
-        StoreNonce,
-        UpdateStrategy,
-        VersionStatus,
-        VersionTarget,
-        WorkerProfile,
-        WorkerStatus,
-    )
-    from resharder.client.operator.states import (
-        InstallPhase,
-        MovePhase,
-        PublisherState,
         RequestHandling,
         ServeAhead,
         ServerPower,
         ServerState,
+        ServerStatus,
         SlotState,
+        SlotStatus,
+        StoreNonce,
         StrategyKind,
         TargetKind,
+        UpdateStrategy,
         VersionState,
+        VersionStatus,
+        VersionTarget,
+        WorkerProfile,
         WorkerReport,
+        WorkerStatus,
     )
     from resharder.client.operator.waiting import (
         FleetListener,
@@ -135,13 +133,10 @@ _HOMES = {
     "integrations.vllm": "ResharderTrainerInitInfo ShardSource",
     "operator": "Operator",
     "operator.answers": (
-        "ArchivedVersion CollectedVersions DaemonEvent DaemonStatus ExportedVersion FleetStatus InstallStatus "
-        "MoveStatus PhaseTiming PublisherStatus RefusedVersion ServerStatus SlotStatus StoreNonce "
-        "UpdateStrategy VersionStatus VersionTarget WorkerProfile WorkerStatus"
-    ),
-    "operator.states": (
-        "InstallPhase MovePhase PublisherState RequestHandling ServeAhead ServerPower ServerState SlotState StrategyKind "
-        "TargetKind VersionState WorkerReport"
+        "ArchivedVersion CollectedVersions DaemonEvent DaemonStatus ExportedVersion FleetStatus InstallPhase InstallStatus "
+        "MovePhase MoveStatus PhaseTiming PublisherState PublisherStatus RefusedVersion RequestHandling ServeAhead ServerPower "
+        "ServerState ServerStatus SlotState SlotStatus StoreNonce StrategyKind TargetKind UpdateStrategy VersionState "
+        "VersionStatus VersionTarget WorkerProfile WorkerReport WorkerStatus"
     ),
     "operator.waiting": "FleetListener went_well",
     "rpc.tls": "Tls",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import typer
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState
 
 SECONDS = 1.0
 Question = Callable[[Operator], Iterable[str]]

@@ -15,8 +15,7 @@ from resharder.client.cli.wait import end_move, show
 from resharder.client.cli.watch_move import watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus
-from resharder.client.operator.states import MovePhase, RequestHandling, ServeAhead, TargetKind
+from resharder.client.operator.answers import FleetStatus, MovePhase, RequestHandling, ServeAhead, TargetKind
 
 fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)

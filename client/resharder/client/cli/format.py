@@ -7,14 +7,19 @@ from resharder.client.cli.output import number, several, size, time_of
 from resharder.client.cli.table import Cell, Columns, Row, alarm, paint
 from resharder.client.operator.answers import (
     FleetStatus,
+    MovePhase,
     MoveStatus,
     PublisherStatus,
+    ServerPower,
+    ServerState,
     ServerStatus,
+    StrategyKind,
+    TargetKind,
     UpdateStrategy,
+    VersionState,
     VersionStatus,
     VersionTarget,
 )
-from resharder.client.operator.states import MovePhase, ServerPower, ServerState, StrategyKind, TargetKind, VersionState
 from rich.text import Text
 
 PUBLISHERS = Columns(("publisher", "state", "ranks", "job"), texts=0)

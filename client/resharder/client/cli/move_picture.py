@@ -11,8 +11,15 @@ no terminal, no colour, at most `WIDTH` columns.
 from collections.abc import Sequence
 
 from resharder.client.cli.output import number
-from resharder.client.operator.answers import FleetStatus, MoveStatus, ServerStatus
-from resharder.client.operator.states import MovePhase, ServerState, StrategyKind, WorkerReport
+from resharder.client.operator.answers import (
+    FleetStatus,
+    MovePhase,
+    MoveStatus,
+    ServerState,
+    ServerStatus,
+    StrategyKind,
+    WorkerReport,
+)
 
 WIDTH = 80
 _BAR, _SERVER_BAR, _LONGEST_ID = 20, 12, 24

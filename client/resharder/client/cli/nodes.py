@@ -10,7 +10,7 @@ from resharder.client.cli.output import plain, print_json, print_table, size
 from resharder.client.cli.table import Columns, Row, paint
 from resharder.client.cli.terminal import say
 from resharder.client.operator import Operator
-from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
+from resharder.client.operator.answers import NodeCopyStatus, NodeLife, NodeStatus
 
 NODES = Columns(("node", "state", "memory", "received", "of that from nodes", "sent", "versions"), texts=1)
 NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=completion.nodes)]

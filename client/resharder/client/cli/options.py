@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from resharder.client.errors import UsageError
-from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import StrategyKind, TargetKind
+from resharder.client.operator.answers import StrategyKind, TargetKind, UpdateStrategy, VersionTarget
 
 
 @dataclass(frozen=True)

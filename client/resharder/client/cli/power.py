@@ -11,7 +11,7 @@ from resharder.client.cli.terminal import say
 from resharder.client.cli.wait import Until, maintain
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerPower
+from resharder.client.operator.answers import ServerPower
 
 ServerName = Annotated[
     str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=completion.servers)

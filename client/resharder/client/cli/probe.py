@@ -13,7 +13,7 @@ from resharder.client.cli.server_lag import ServerLag, server_lag
 from resharder.client.cli.terminal import say
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
 from resharder.client.operator import Operator
-from resharder.client.operator.connection import server_name
+from resharder.client.operator.operator import server_name
 
 _SECONDS = 3.0  # bound on each answer: probes have little time
 _REGISTERING_SECONDS = 30.0

@@ -11,8 +11,7 @@ from resharder.client.cli.output import print_json
 from resharder.client.cli.terminal import console, say
 from resharder.client.errors import NotFound
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import ServerStatus, WorkerProfile
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import ServerState, ServerStatus, WorkerProfile
 
 profile = typer.Typer(help="Where the time goes: an install under torch.profiler.", no_args_is_help=True)
 app.add_typer(profile, name="profile", rich_help_panel=Section.CHECK)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import FleetStatus, ServerState, ServerStatus, VersionStatus
 
 
 class ServerLag(NamedTuple):

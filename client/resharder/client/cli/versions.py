@@ -15,8 +15,7 @@ from resharder.client.cli.table import Columns
 from resharder.client.cli.terminal import say, shown, tell
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import CollectedVersions
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import CollectedVersions, VersionState
 from resharder.converters.checkpoint_files import missing_files
 
 

@@ -9,8 +9,7 @@ from resharder.client.cli.output import plain, print_json
 from resharder.client.cli.terminal import say, tell
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, ServerStatus
-from resharder.client.operator.states import MovePhase, ServerState
+from resharder.client.operator.answers import FleetStatus, MovePhase, ServerState, ServerStatus
 from resharder.client.operator.waiting import FleetListener, went_well
 
 Act = Callable[[Operator, str, str], FleetStatus]

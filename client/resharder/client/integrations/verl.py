@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from resharder.client.errors import NotFound, NotServed, UsageError, VersionAborted, WaitTimeout
 from resharder.client.integrations.weight_sources import DividedStream
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import VersionStatus
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState, VersionStatus
 from resharder.client.rpc.channel import endpoint_or_default
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.handle import Handle

@@ -1,29 +1,191 @@
-"""Answers of the daemon to an operator: frozen dataclasses of plain Python types.
+"""Answers of the daemon to an operator: frozen dataclasses and enumerations of plain Python types.
 
 Times are datetimes in UTC, to the microsecond; durations are in seconds, sizes in bytes. A version is an int, its number within
-its model; 0 is none. The metadata `wire` is a field's name in `resharder.v1` and in `--json`, if it differs.
+its model; 0 is none. The values of enumerations are the names in `resharder.v1` and in `--json`. The metadata `wire` is a field's
+name there, if it differs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 
-from resharder.client.operator.states import (
-    InstallPhase,
-    MovePhase,
-    PublisherState,
-    RequestHandling,
-    ServeAhead,
-    ServerPower,
-    ServerState,
-    SlotState,
-    StrategyKind,
-    TargetKind,
-    VersionHomeStatus,
-    VersionState,
-    WorkerReport,
-)
+
+class VersionState(StrEnum):
+    """State of a version."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    UPLOADING = "UPLOADING"
+    """Ranks deliver their slots."""
+    READY = "READY"
+    """Complete and verified."""
+    RETIRED = "RETIRED"
+    """Deleted by retention or an operator."""
+    ABORTED = "ABORTED"
+    """Ended before READY."""
+
+
+class SlotState(StrEnum):
+    """State of one rank's part of a version. SEALED: the rank has delivered it."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    OPEN = "OPEN"
+    SEALED = "SEALED"
+
+
+class PublisherState(StrEnum):
+    """State of a job's claim to a model."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    REGISTERING = "REGISTERING"
+    """Not all ranks have registered their slot."""
+    ACTIVE = "ACTIVE"
+    """Slots tile the model, and the store has reserved capacity."""
+    REJECTED = "REJECTED"
+    """Slots do not tile the model, or the store lacks capacity."""
+    FENCED = "FENCED"
+    """A newer job has taken over the model."""
+    GONE = "GONE"
+    """ACTIVE before, but no rank has called within its lease: it has closed, ended, or is out of reach."""
+
+
+class ServerState(StrEnum):
+    """State of a server."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    BOOTING = "BOOTING"
+    SERVING = "SERVING"
+    STAGING = "STAGING"
+    """Serves one version and stages another."""
+    APPLYING = "APPLYING"
+    """Paused for an install."""
+    FAILED = "FAILED"
+    """Out of service; the gate answers 503."""
+    LOST = "LOST"
+    """Its lease has ended."""
+    ASLEEP = "ASLEEP"
+    DRAINED = "DRAINED"
+    """Closed by an operator."""
+    WAITING = "WAITING"
+    """Staged or applied; continues when other servers of the fleet are as far."""
+
+
+class ServerPower(StrEnum):
+    """Content of a server's GPU memory."""
+
+    UNSPECIFIED = "POWER_UNSPECIFIED"
+    AWAKE = "AWAKE"
+    WEIGHTS_AWAKE = "WEIGHTS_AWAKE"
+    """Weights without a KV cache."""
+    ASLEEP_1 = "ASLEEP_1"
+    """Weights are in host memory."""
+    ASLEEP_2 = "ASLEEP_2"
+    """Weights are dropped and come from the daemon at the next wake."""
+
+
+class WorkerReport(StrEnum):
+    """State of a worker, as last reported by it."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    BOOTED = "BOOTED"
+    STAGED = "STAGED"
+    APPLIED = "APPLIED"
+    FAILED = "FAILED"
+    EMPTY = "EMPTY"
+
+
+class InstallPhase(StrEnum):
+    """Phase of an install on one server."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    STAGING = "STAGING"
+    APPLYING = "APPLYING"
+    COMMITTED = "COMMITTED"
+    FAILED = "FAILED"
+
+
+class MovePhase(StrEnum):
+    """Phase of a fleet's update from one version to another."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    STAGING = "STAGING"
+    """ATOMIC: servers stage while they serve."""
+    APPLYING = "APPLYING"
+    """ATOMIC: all servers are closed until all have applied."""
+    TRYING = "TRYING"
+    """CANARY: the canaries install."""
+    HOLDING = "HOLDING"
+    """CANARY: the canaries serve, until the hold time, an approval or a check ends it."""
+    MOVING = "MOVING"
+    """Servers install."""
+    BACK = "BACK"
+    """Servers return to the previous version."""
+    STOPPED = "STOPPED"
+    """Too many servers have failed; an operator decides."""
+    DONE = "DONE"
+    FAILED = "FAILED"
+    """All servers have returned; the new version is refused."""
+
+
+class RequestHandling(StrEnum):
+    """Treatment of requests in progress while a version is installed."""
+
+    UNSPECIFIED = "PAUSE_MODE_UNSPECIFIED"
+    KEEP = "KEEP"
+    """Requests are paused, and continue with the new weights."""
+    WAIT = "WAIT"
+    """Requests finish with the old weights first."""
+    ABORT = "ABORT"
+    """Requests end with the tokens they have."""
+
+
+class ServeAhead(StrEnum):
+    """Setting of a fleet for versions that are not READY."""
+
+    UNSPECIFIED = "SERVE_AHEAD_UNSPECIFIED"
+    AUTO = "SERVE_AHEAD_AUTO"
+    """Servers of a fleet that moves all at once, without a skew bound, take them; others do not."""
+    ON = "SERVE_AHEAD_ON"
+    OFF = "SERVE_AHEAD_OFF"
+
+
+class TargetKind(StrEnum):
+    """Kind of a version target."""
+
+    UNSPECIFIED = "KIND_UNSPECIFIED"
+    LATEST = "LATEST"
+    """The newest READY version that is not refused."""
+    NUMBER = "NUMBER"
+    """One version, regardless of newer ones."""
+    NONE = "NONE"
+    """The version served now, if any."""
+
+
+class StrategyKind(StrEnum):
+    """Kind of an update strategy."""
+
+    UNSPECIFIED = "KIND_UNSPECIFIED"
+    ALL_AT_ONCE = "ALL_AT_ONCE"
+    """Each server independently."""
+    ROLLING = "ROLLING"
+    """At most `at_a_time` servers; stops after `max_failures` of them failed."""
+    CANARY = "CANARY"
+    """`canaries` servers first; then the others as with ROLLING, or all back."""
+    ATOMIC = "ATOMIC"
+    """All servers switch, or none."""
+
+
+@dataclass(frozen=True)
+class VersionHomeStatus:
+    """Files of an UPLOADING version on `nodes/{id}`, in `folder` on its host.
+
+    `gathers`: whether nodes fetch boxes of tensors from each other that ranks of several hosts write.
+    """
+
+    node: str
+    folder: str
+    gathers: bool = False
 
 
 @dataclass(frozen=True)
@@ -418,3 +580,120 @@ class ExportedVersion:
     folder: Path
     files: int
     bytes: int
+
+
+class NodeLife(StrEnum):
+    """State of a node."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    LIVE = "LIVE"
+    DRAINED = "DRAINED"
+    """Takes no further version, and drops versions that no process maps."""
+    LOST = "LOST"
+    """No call within its lease."""
+
+
+@dataclass(frozen=True)
+class NodeCopyStatus:
+    """A version that a node holds or should hold."""
+
+    version: str
+    """`models/{model}/versions/{number}`."""
+    held_pieces: int
+    wanted_pieces: int
+    """Pieces that workers on its host need, or that ranks there write."""
+    pieces: int
+    wanted: bool
+    """Whether the node should hold it."""
+    problem: str
+    """Reason for which it does not arrive; empty for none."""
+    servers: tuple[str, ...]
+    """Ids of the servers that asked for it."""
+    uploading: bool = False
+    """Whether ranks on its host write `wanted_pieces` of it."""
+
+
+@dataclass(frozen=True)
+class NodeLink:
+    """A node's transfers from one peer since the node's process began."""
+
+    peer: str
+    """`nodes/{id}`, or `daemon`."""
+    received_bytes: int
+    """Bytes of verified pieces."""
+    seconds: float
+    """Sum over their requests, several of which run at a time: `received_bytes / seconds` is the rate of one."""
+    failures: int
+    problem: str
+    """Reason for which the last request failed; empty if it succeeded."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """Process that holds versions in the shared memory of its host."""
+
+    name: str
+    """`nodes/{id}`."""
+    state: NodeLife
+    data_address: str
+    """`host:port` at which other nodes fetch pieces."""
+    capacity_bytes: int
+    used_bytes: int
+    transfers: int
+    """Pieces that it sends to other nodes now."""
+    received_origin_bytes: int
+    """Bytes that it received from the daemon since its process began."""
+    received_peer_bytes: int
+    """Bytes that it received from other nodes."""
+    sent_bytes: int
+    report_time: datetime | None
+    copies: tuple[NodeCopyStatus, ...]
+    received_engine_bytes: int
+    """Bytes that it received from other nodes by a transfer engine."""
+    links: tuple[NodeLink, ...]
+    """To the last peers from which it requested pieces."""
+
+
+@dataclass(frozen=True)
+class ReplicaShortageStatus:
+    """Version of which too few hosts hold pieces."""
+
+    version: str
+    """`models/{model}/versions/{number}`."""
+    short_pieces: int
+    """Pieces with fewer holders than `replicas`."""
+    pieces: int
+    replicas: int
+    waits: bool
+    """Whether it is withheld from READY until it has its replicas."""
+    problem: str
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Bytes received over a number of connections at once, and the time."""
+
+    streams: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """Link between two hosts, measured by the node that reads from the other one."""
+
+    source: str
+    """`nodes/{id}` of the node that has measured it."""
+    target: str
+    """`nodes/{id}`, or `daemon`."""
+    data_address: str
+    """`host:port` of the target."""
+    round_trip_seconds: float | None
+    """Time of a request for one byte; of a connection if no byte may be read; None if there is no connection."""
+    rates: tuple[LinkRate, ...]
+    problem: str
+    """Reason for which it is not measured; empty for none."""
+    mend: str
+    """Advice."""
+    unread: str
+    """Reason for which the target sends no piece, although it answers; empty if it does."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from resharder.client.operator.answers import FleetStatus, ServerStatus
-from resharder.client.operator.states import MovePhase, ServerPower, ServerState
+from resharder.client.operator.answers import FleetStatus, MovePhase, ServerPower, ServerState, ServerStatus
 
 FleetListener = Callable[[FleetStatus, Sequence[ServerStatus]], None]
 Condition = Callable[[FleetStatus, Sequence[ServerStatus]], bool]

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from resharder.client.errors import AccessDenied, CorruptData, ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.port_connection import PortUnavailable

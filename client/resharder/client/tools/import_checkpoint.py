@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from resharder.client.errors import Conflict, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import VersionStatus
+from resharder.client.operator.answers import PublisherState, VersionStatus
 from resharder.client.operator.convert import answer
-from resharder.client.operator.states import PublisherState
 from resharder.client.tools.check import read_config
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.model_files import tokenizer_files

@@ -8,8 +8,7 @@ from typing import Literal
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.nodes import LinkMeasurement, NodeLife, NodeStatus
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import LinkMeasurement, NodeLife, NodeStatus, VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.versions.remote import VersionManifest, get_manifest

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from resharder.client.errors import GenerationEnded, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, ServerStatus
-from resharder.client.operator.states import ServerPower, ServerState, TargetKind
+from resharder.client.operator.answers import FleetStatus, ServerPower, ServerState, ServerStatus, TargetKind
 from resharder.client.rpc.channel import Backoff
 from resharder.client.trainer.delivery import Wake
 from resharder.client.trainer.handle import Handle

@@ -18,8 +18,7 @@ from typing import Any
 from resharder.client.errors import DaemonUnreachable, NotFound, NotServed, UsageError, WaitTimeout
 from resharder.client.inference.control.gate import Gate
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
-from resharder.client.operator.states import MovePhase, TargetKind, VersionState
+from resharder.client.operator.answers import FleetStatus, MovePhase, ServerStatus, TargetKind, VersionState, VersionStatus
 from resharder.client.operator.waiting import why
 
 _QUERY_SECONDS = 0.5
