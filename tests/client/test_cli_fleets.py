@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.cli import completion, format
+from resharder.client.cli import complete, format
 from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2
@@ -258,7 +258,7 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
 
 
 def test_the_shell_completes_what_the_daemon_knows(fake: FakeOperator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "SECONDS", 60.0)
+    monkeypatch.setattr(complete, "SECONDS", 60.0)
     fake.versions.append(resources_pb2.Version(model="policy", number=12, state=resources_pb2.Version.READY))
     fake.versions.append(resources_pb2.Version(model="policy", number=11, state=resources_pb2.Version.RETIRED))
 

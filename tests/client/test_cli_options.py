@@ -2,7 +2,7 @@
 
 import pytest
 from resharder.client.cli import format
-from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
+from resharder.client.cli.fleets import StrategyOptions, strategy_of, target_of
 from resharder.client.errors import UsageError
 from resharder.client.operator.answers import StrategyKind, TargetKind, UpdateStrategy, VersionTarget
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.cli.sentences import event_line
-from resharder.client.cli.table import Columns, lines, short
+from resharder.client.cli.format import event_line
+from resharder.client.cli.terminal import Columns, lines, short
 from resharder.client.operator.answers import DaemonEvent
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2

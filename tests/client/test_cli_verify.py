@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from resharder.client.cli.verify import _code, _line
+from resharder.client.cli.check import _verify_code, _verify_line
 from resharder.client.operator.answers import UncomparedTensors, WorkerVerification
 
 WHOLE = WorkerVerification(
@@ -54,5 +54,5 @@ PACKED = UncomparedTensors("a kernel has packed them", 5, 11 << 20, ("q", "k", "
     ],
 )
 def test_a_line_says_how_much_was_compared_and_why_the_rest_was_not(found: WorkerVerification, code: int, line: str) -> None:
-    assert _line(found) == line
-    assert _code([WHOLE, found]) == code
+    assert _verify_line(found) == line
+    assert _verify_code([WHOLE, found]) == code

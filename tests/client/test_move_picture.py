@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from resharder.client.cli.move_picture import WIDTH, move_lines
+from resharder.client.cli.format import WIDTH, move_lines
 from resharder.client.operator.answers import FleetStatus, ServerStatus
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import resources_pb2

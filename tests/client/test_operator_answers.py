@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from resharder.client.cli.output import plain
 from resharder.client.operator import answers
 from resharder.client.operator.answers import ServerState, StrategyKind, TargetKind
-from resharder.client.operator.convert import answer, keywords, wire_name
+from resharder.client.operator.convert import answer, keywords, plain, wire_name
 from resharder.v1 import operator_pb2, resources_pb2
 
 PAIRS: list[tuple[type[Message], type[Any]]] = [

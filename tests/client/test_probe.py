@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from resharder.client.cli.server_lag import ServerLag, server_lag
+from resharder.client.cli.check import ServerLag, server_lag
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
 from resharder.client.operator.convert import answer as converted
@@ -156,7 +156,7 @@ def test_a_daemon_that_has_just_started_leaves_an_unknown_server_to_its_gate(mon
     with health(200) as url, Daemon() as fresh:
         monkeypatch.setenv("RESHARDER_ENDPOINT", fresh.endpoint)
         assert probe("--url", url, *bounds) == Done(0, "ready: the gate alone decides: the daemon has just started\n", "")
-        monkeypatch.setattr("resharder.client.cli.probe._REGISTERING_SECONDS", 0.0)
+        monkeypatch.setattr("resharder.client.cli.check._REGISTERING_SECONDS", 0.0)
         assert probe("--url", url, *bounds).code == 1
 
 

@@ -1,11 +1,20 @@
-"""Fleets, servers, moves and events as text and as rows of tables."""
+"""The daemon's answers as text: rows of tables, sentences, events, and a move as a picture. Pure functions.
 
+    move 5  2 → 3  HOLDING  ████████············  1 of 2 on version 3
+    left   canary  ████████████  3  SERVING
+    right  later   ············  2  SERVING
+
+The first half of a bar is staging, the second half is applying; it is full when the server serves the version.
+"""
+
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 
-from resharder.client.cli.output import number, several, size, time_of
-from resharder.client.cli.table import Cell, Columns, Row, alarm, paint
+from resharder.client.cli.terminal import Cell, Columns, Row, alarm, paint, styled
 from resharder.client.operator.answers import (
+    DaemonEvent,
     FleetStatus,
     MovePhase,
     MoveStatus,
@@ -19,7 +28,9 @@ from resharder.client.operator.answers import (
     VersionState,
     VersionStatus,
     VersionTarget,
+    WorkerReport,
 )
+from resharder.converters.units import size_text as size
 from rich.text import Text
 
 PUBLISHERS = Columns(("publisher", "state", "ranks", "job"), texts=0)
@@ -34,6 +45,10 @@ SERVERS = Columns(
 _URGENCY = {ServerState.LOST: 0, ServerState.FAILED: 1}
 _IN_SERVICE = (ServerState.SERVING, ServerState.STAGING, ServerState.APPLYING, ServerState.WAITING)
 VERSIONS = Columns(("model", "version", "state", "step", "size", "ready", "served by", "reason"))
+_SHOUTED = {"back", "lost", "failed", "stopped", "aborted", "rejected", "ready", "done", "serving"}
+WIDTH = 80
+_BAR, _SERVER_BAR, _LONGEST_ID = 20, 12, 24
+_FULL, _EMPTY = "█", "·"
 
 
 def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
@@ -186,3 +201,140 @@ def outcome(fleet: FleetStatus) -> str:
 def _arrived(version: VersionStatus) -> str:
     received = sum(slot.received_bytes for slot in version.slots)
     return f"{100 * received // max(1, version.size_bytes)} %" if version.state == VersionState.UPLOADING else "–"
+
+
+def time_of(moment: datetime | None) -> str:
+    """Format a time in UTC, to the second; None is the epoch."""
+    return (moment or datetime.fromtimestamp(0, UTC)).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def number(version: int) -> str:
+    """Format a version's number; a dash for 0, no version."""
+    return str(version) if version else "–"
+
+
+def several(count: int, what: str) -> str:
+    """Format a count with its noun, in the plural unless the count is 1."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def event_line(event: DaemonEvent) -> Text:
+    """Return an event as one line: time, subject, what happened, details and reason."""
+    line = styled(f"{time_of(event.time)}  {event.subject}  ")
+    line.append_text(paint(event.what, event.what.upper() if event.what in _SHOUTED else "-"))
+    details = ", ".join(_details(event.details))
+    line.append_text(styled(f" ({details})" if details else ""))
+    return line.append_text(styled(f": {event.reason}" if event.reason else ""))
+
+
+def _details(details: Mapping[str, str]) -> Iterator[str]:
+    for name, value in sorted(details.items()):
+        if name == "request":
+            yield from _request(value)
+        elif value not in ("", "0"):
+            yield f"{_words(name)} {value.lower() if name == 'strategy' else value}"
+
+
+def _request(text: str) -> Iterator[str]:
+    """Yield the fields of an operator's request, which is JSON; a request too long for the journal is cut off, and not shown."""
+    try:
+        request = json.loads(text)
+    except ValueError:
+        return
+    fleet = request.pop("fleet", {})
+    fields = fleet if isinstance(fleet, dict) else {}
+    for name, value in {**fields, **request}.items():
+        if name not in ("name", "update_mask", "request_id", "reason", "fleet"):
+            yield from _field(name, value)
+
+
+def _field(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        kind = str(value.pop("kind", "")).lower()
+        inner = " ".join(text for field, one in value.items() for text in _field(field, one))
+        yield " ".join(filter(None, (_words(name), kind.replace("_", " "), inner)))
+    elif isinstance(value, bool):
+        yield _words(name) if value else f"not {_words(name)}"
+    elif isinstance(value, list):
+        yield f"{_words(name)} {' and '.join(map(str, value))}"
+    else:
+        yield f"{_words(name)} {str(value).lower() if str(value).isupper() else value}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def move_lines(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> list[str]:
+    """Return the lines of a fleet's current or last move; none without a move.
+
+    Args:
+        fleet: The fleet.
+        servers: Its servers.
+    """
+    move = fleet.move
+    if move is None:
+        return []
+    version = _destination(move)
+    live = [server for server in servers if server.state != ServerState.LOST]
+    there = sum(server.version == version and server.state == ServerState.SERVING for server in live)
+    bar = _bar(sum(_done(server, version) for server in live) / max(1, len(live)), _BAR)
+    head = f"move {move.id}  {number(move.from_version)} → {number(move.to_version)}  {move.state.value}"
+    return [f"{head}  {bar}  {there} of {len(live)} on version {number(version)}"[:WIDTH], *_server_lines(move, servers, version)]
+
+
+def _destination(move: MoveStatus) -> int:
+    """Return the version that servers of a move install: the previous one if the move returns."""
+    return move.from_version if move.state in (MovePhase.BACK, MovePhase.FAILED) else move.to_version
+
+
+def _done(server: ServerStatus, version: int) -> float:
+    """Return how far a server is with a version, from 0 to 1: half of it staging, half of it applying."""
+    if server.version == version and server.state == ServerState.SERVING:
+        return 1.0
+    install = server.install
+    if install is None or install.version != version:
+        return 0.0
+    reports = [worker.state for worker in server.workers if worker.install == install.id]
+    applied = reports.count(WorkerReport.APPLIED)
+    return (2 * applied + reports.count(WorkerReport.STAGED)) / (2 * max(1, server.world_size))
+
+
+def _wave(move: MoveStatus, server_id: str) -> str:
+    """Return the wave in which a server moves: `canary`, a number from 1, or `later` if it may not move yet."""
+    admitted, strategy = [_id(server) for server in move.servers], move.strategy
+    if strategy.kind in (StrategyKind.ALL_AT_ONCE, StrategyKind.ATOMIC):
+        return "1"
+    if server_id not in admitted:
+        return "later"
+    position = admitted.index(server_id)
+    canaries = max(1, strategy.canaries) if strategy.kind == StrategyKind.CANARY else 0
+    if position < canaries:
+        return "canary"
+    return str((position - canaries) // (strategy.at_a_time or len(admitted)) + (2 if canaries else 1))
+
+
+def _server_lines(move: MoveStatus, servers: Sequence[ServerStatus], version: int) -> list[str]:
+    order = {_id(name): position for position, name in enumerate(move.servers)}
+    servers = sorted(servers, key=lambda server: (order.get(_id(server.name), len(order)), server.name))
+    failed = {_id(name): error for name, error in move.failed.items()}
+    rows = []
+    for server in servers:
+        name = _id(server.name)
+        state = f"{server.state.value}, {failed[name]}" if name in failed else server.state.value
+        rows.append((_short(name), _wave(move, name), _bar(_done(server, version), _SERVER_BAR), number(server.version), state))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    return ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]])[:WIDTH] for row in rows]
+
+
+def _bar(share: float, width: int) -> str:
+    full = int(share * width)  # full only at the end
+    return _FULL * full + _EMPTY * (width - full)
+
+
+def _id(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_ID else f"{name[: _LONGEST_ID - 1]}…"

@@ -4,16 +4,16 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completion
+from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, Wide, command
-from resharder.client.cli.output import plain, print_json, print_table, size
-from resharder.client.cli.table import Columns, Row, paint
-from resharder.client.cli.terminal import say
+from resharder.client.cli.format import size
+from resharder.client.cli.terminal import Columns, Row, paint, print_json, print_table, say
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import NodeCopyStatus, NodeLife, NodeStatus
+from resharder.client.operator.convert import plain
 
 NODES = Columns(("node", "state", "memory", "received", "of that from nodes", "sent", "versions"), texts=1)
-NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=completion.nodes)]
+NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=complete.nodes)]
 
 
 def node_rows(nodes: Iterable[NodeStatus]) -> Iterator[Row]:
