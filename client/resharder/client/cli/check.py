@@ -142,7 +142,6 @@ def check(
     """
     with waiting("importing torch", as_json):
         from resharder.client.tools import check as checking
-        from resharder.client.tools.traffic import svg, text_map
 
     if svg_file is not None and not (world and server_tp):
         raise UsageError("--svg draws bytes from ranks to workers: expected --world and --server-tp")
@@ -158,7 +157,7 @@ def check(
     )
     if svg_file is not None and report.traffic is not None:
         svg_file.write_text(
-            svg(report.traffic, f"{report.architecture}, {world} ranks to {len(report.traffic.received)} workers")
+            checking.svg(report.traffic, f"{report.architecture}, {world} ranks to {len(report.traffic.received)} workers")
         )
     if as_json:
         return print_json(asdict(report))
@@ -174,7 +173,7 @@ def check(
     )
     if report.traffic is not None:
         say(f"the direct path: {report.copies} copies")
-        for line in text_map(report.traffic):
+        for line in checking.text_map(report.traffic):
             say(line)
     if report.through_load_weights:
         names = ", ".join(report.through_load_weights[:4])
