@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import reduce
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from textwrap import dedent
 
 import pytest
 import resharder.client
-from resharder.client import errors
+from resharder.client import deprecated, errors
 from resharder.converters import errors as conversion_errors
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,17 @@ def test_every_exported_name_resolves_and_others_are_attribute_errors() -> None:
     assert set(resharder.client.__all__) <= set(dir(resharder.client))
     with pytest.raises(AttributeError, match="nothing"):
         _ = resharder.client.nothing
+
+
+@pytest.mark.parametrize("name", deprecated.RENAMED)
+def test_a_renamed_name_is_the_new_one_and_warns(name: str) -> None:
+    new = reduce(getattr, deprecated.RENAMED[name].split("."), resharder.client)
+    with pytest.warns(
+        DeprecationWarning, match=rf"resharder\.client\.{name} is now resharder\.client\.{deprecated.RENAMED[name]}$"
+    ) as found:
+        assert getattr(resharder.client, name) is new
+    assert [warning.filename for warning in found] == [__file__]
+    assert name not in resharder.client.__all__
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

@@ -18,14 +18,7 @@ from resharder.client.cli.format import size
 from resharder.client.cli.terminal import Columns, Row, console, count_up, paint, print_json, print_table, say, waiting
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import (
-    FleetStatus,
-    ServerState,
-    ServerStatus,
-    VersionStatus,
-    WorkerProfile,
-    WorkerVerification,
-)
+from resharder.client.operator.answers import Fleet, Profile, Server, Verification, Version
 from resharder.client.operator.convert import plain
 from resharder.client.operator.operator import server_name
 
@@ -292,10 +285,10 @@ def _has_just_started(operator: Operator) -> bool:
 
 
 def server_lag(
-    server: ServerStatus,
-    fleet: FleetStatus,
-    others: Iterable[ServerStatus],
-    versions: Sequence[VersionStatus],
+    server: Server,
+    fleet: Fleet,
+    others: Iterable[Server],
+    versions: Sequence[Version],
     now: datetime | None,
 ) -> ServerLag:
     """Return a server's lag.
@@ -321,9 +314,9 @@ def _seconds(since: datetime | None, now: datetime | None) -> float:
     return (now - since).total_seconds() if now and since else 0.0
 
 
-def _anyone_nearer(server: ServerStatus, others: Iterable[ServerStatus]) -> bool:
+def _anyone_nearer(server: Server, others: Iterable[Server]) -> bool:
     wanted, distance = server.wanted_version, abs(server.wanted_version - server.version)
-    return any(one.state == ServerState.SERVING and abs(one.version - wanted) < distance for one in others)
+    return any(one.state == Server.State.SERVING and abs(one.version - wanted) < distance for one in others)
 
 
 @command(Section.CHECK)
@@ -349,17 +342,17 @@ def verify(
         raise typer.Exit(code)
 
 
-def _verify_code(found: Sequence[WorkerVerification]) -> int:
+def _verify_code(found: Sequence[Verification]) -> int:
     if any(one.different_tensors for one in found):
         return _DIFFERS
     return _SKIPPED if any(one.skipped or _compared_nothing(one) for one in found) else 0
 
 
-def _compared_nothing(one: WorkerVerification) -> bool:
+def _compared_nothing(one: Verification) -> bool:
     return one.total_bytes > 0 and not one.covered_bytes
 
 
-def _verify_line(one: WorkerVerification) -> str:
+def _verify_line(one: Verification) -> str:
     if one.skipped:
         return f"worker {one.rank}: not verified: {one.skipped}"
     covered = f"{size(one.covered_bytes)} of {size(one.total_bytes)} compared, {one.tensors} tensors, {one.seconds:.2f} s"
@@ -375,7 +368,7 @@ def _verify_line(one: WorkerVerification) -> str:
     return "\n".join([f"worker {one.rank}: {result} ({covered})", *_left_out(one)])
 
 
-def _left_out(one: WorkerVerification) -> list[str]:
+def _left_out(one: Verification) -> list[str]:
     """Return what was compared with the memory that the install left, and what was not compared, with the reasons."""
     weaker = one.covered_bytes - one.digested_bytes
     lines = [f"  {size(weaker)} only with what the install left in memory: the engine has changed their form"] if weaker else []
@@ -433,13 +426,13 @@ def _servers_of(operator: Operator, name: str) -> list[str]:
     if (id := name.removeprefix("servers/")) in ids:
         return [id]
     fleet = name.removeprefix("fleets/")
-    chosen = [server.name.partition("/")[2] for server in servers if server.fleet == fleet and server.state != ServerState.LOST]
+    chosen = [server.name.partition("/")[2] for server in servers if server.fleet == fleet and server.state != Server.State.LOST]
     if not chosen:
         raise NotFound(f"expected a server or a fleet with servers, got {name!r}; servers are {', '.join(sorted(ids)) or 'none'}")
     return chosen
 
 
-def _written(out: Path, server: str, one: WorkerProfile) -> dict[str, object]:
+def _written(out: Path, server: str, one: Profile) -> dict[str, object]:
     trace, table = (out / f"{server}-rank{one.rank}.{kind}" for kind in ("json.gz", "txt"))
     if one.trace:
         trace.write_bytes(one.trace)
@@ -455,7 +448,7 @@ def _written(out: Path, server: str, one: WorkerProfile) -> dict[str, object]:
     }
 
 
-def _show_profiles(server: ServerStatus, profiles: Sequence[WorkerProfile]) -> None:
+def _show_profiles(server: Server, profiles: Sequence[Profile]) -> None:
     took = {worker.rank: worker.apply_seconds for worker in server.workers}
     slowest = max(profiles, key=lambda one: took.get(one.rank, 0.0))
     seconds = took.get(slowest.rank, 0.0)

@@ -4,7 +4,6 @@ An action ends at once, or with `--wait` after its effect.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
@@ -16,19 +15,7 @@ from resharder.client.cli.terminal import print_json, print_table, say, tell
 from resharder.client.cli.watch import print_problems, watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import (
-    FleetStatus,
-    MovePhase,
-    RequestHandling,
-    ServeAhead,
-    ServerPower,
-    ServerState,
-    ServerStatus,
-    StrategyKind,
-    TargetKind,
-    UpdateStrategy,
-    VersionTarget,
-)
+from resharder.client.operator.answers import Fleet, Move, PauseMode, Power, ServeAhead, Server, UpdateStrategy, VersionTarget
 from resharder.client.operator.convert import plain
 from resharder.client.operator.waiting import FleetListener, went_well
 
@@ -43,18 +30,17 @@ AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget wh
 ServerName = Annotated[
     str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=complete.servers)
 ]
-Act = Callable[[Operator, str, str], FleetStatus]
+Act = Callable[[Operator, str, str], Fleet]
 """Function of the fleet's name, and servers/{id} or nothing for all of them."""
 Until = Callable[[Operator, str, str, FleetListener, float | None], object]
 """The same, with a listener and seconds."""
+PAUSE_MODES = {mode.lower(): mode for mode in PauseMode if mode != PauseMode.UNSPECIFIED}
 
 
-class PauseModeOption(str, Enum):
-    """Values of --pause-mode."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
+def _pause_mode(text: str) -> PauseMode:
+    if text not in PAUSE_MODES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, PAUSE_MODES))}.")
+    return PAUSE_MODES[text]
 
 
 @fleet.command("set")
@@ -79,7 +65,14 @@ def set_(
     ] = "",
     atomic: Annotated[bool, typer.Option("--atomic", help="All servers switch at once, or none.")] = False,
     pause_mode: Annotated[
-        PauseModeOption | None, typer.Option("--pause-mode", help="Requests in flight: freeze and go on, finish first, or end.")
+        PauseMode | None,
+        typer.Option(
+            "--pause-mode",
+            parser=_pause_mode,
+            metavar=f"<{'|'.join(PAUSE_MODES)}>",
+            help="Requests in flight: freeze and go on, finish first, or end.",
+            autocompletion=lambda incomplete: [mode for mode in PAUSE_MODES if mode.startswith(incomplete)],
+        ),
     ] = None,
     max_skew: Annotated[
         int | None, typer.Option("--max-skew", metavar="N", min=0, help="Between versions served at once; 0: no bound.")
@@ -103,12 +96,14 @@ def set_(
     resharder fleet set tests --model policy --want 12 --pause-mode wait
     """
     target = target_of(want or "latest", every) if want or every is not None else None
-    strategy = strategy_of(StrategyOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
-    mode = RequestHandling(pause_mode.value.upper()) if pause_mode else None
+    strategy = strategy_of(
+        all_at_once=all_at_once, rolling=rolling, canary=canary, atomic=atomic, max_failures=max_failures, hold=hold,
+        approve=approve, check=check,
+    )  # fmt: skip
     if serve_ahead_auto and serve_ahead is not None:
         raise UsageError("expected one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto, got two")
     ahead = ServeAhead.AUTO if serve_ahead_auto else serve_ahead
-    given = (target, strategy, mode, max_skew, ahead)
+    given = (target, strategy, pause_mode, max_skew, ahead)
     if not model and not accept_refused and all(value is None for value in given):
         raise UsageError("expected something to set: see resharder fleet set --help")
     with Operator(endpoint) as operator:
@@ -117,7 +112,7 @@ def set_(
             name,
             target=target,
             strategy=strategy,
-            pause_mode=mode,
+            pause_mode=pause_mode,
             max_skew=max_skew,
             serve_ahead=ahead,
             model=model,
@@ -146,7 +141,7 @@ def show_(
     for title, value in _facts(found):
         say(f"{title:<11} {value}")
     say()
-    if found.move and found.move.state not in (MovePhase.DONE, MovePhase.FAILED):
+    if found.move and found.move.state not in (Move.State.DONE, Move.State.FAILED):
         for line in (*move_lines(found, servers), ""):
             say(line)
     print_table(format.SERVERS, format.server_rows(servers), wide)
@@ -177,7 +172,7 @@ def update(
     """Update a fleet to the latest version and later ones, or to version N, by the strategy of `fleet set`."""
     target = target_of(version)
     with Operator(endpoint) as operator:
-        if target.kind == TargetKind.NONE:
+        if target.kind == VersionTarget.Kind.NONE:
             asked = operator.set_fleet(operator.fleet(fleet).name, target=target, accept_refused=accept_refused)
         else:
             asked = operator.update(fleet, target.version or None, accept_refused=accept_refused)
@@ -251,7 +246,7 @@ def _known(operator: Operator, name: str) -> str:
         raise NotFound(f"{error}; with --model MODEL it would be a new one") from error
 
 
-def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
+def _facts(fleet: Fleet) -> list[tuple[str, str]]:
     """Return the facts about a fleet, with titles."""
     move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", format.target(fleet.target))]
     facts += [("now", f"version {fleet.wanted_version}" if fleet.wanted_version else "no version yet")]
@@ -288,7 +283,7 @@ def sleep(
 ) -> None:
     """Free the GPUs of servers: they answer 503 until `wake`. For a fleet, later servers sleep too."""
     _require_name(fleet, server)
-    power = ServerPower.ASLEEP_1 if level == 1 else ServerPower.ASLEEP_2
+    power = Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2
     _maintain(
         lambda operator, name, one: operator.sleep(name, one, level=level),
         _at(power),
@@ -321,7 +316,7 @@ def wake(
     """Wake servers. They serve after their fleet's current version is installed and verified."""
     _maintain(
         lambda operator, name, one: operator.wake(name, one, tag="weights" if tag else None),
-        _at(ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE),
+        _at(Power.WEIGHTS_AWAKE if tag else Power.AWAKE),
         fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
 
@@ -361,7 +356,7 @@ def resume(
     )  # fmt: skip
 
 
-def _at(power: ServerPower) -> Until:
+def _at(power: Power) -> Until:
     return lambda operator, name, one, listener, seconds: operator.wait_power(name, power, one, listener, timeout=seconds)
 
 
@@ -371,68 +366,63 @@ def _require_name(fleet: str, server: str) -> None:
         raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")
 
 
-@dataclass(frozen=True)
-class StrategyOptions:
-    """Options about the update strategy, as given; None and False if absent."""
-
-    all_at_once: bool = False
-    rolling: int | None = None
-    canary: int | None = None
-    atomic: bool = False
-    max_failures: int | None = None
-    hold: float | None = None
-    approve: bool = False
-    check: str = ""
-
-
 def target_of(text: str, every: float | None = None) -> VersionTarget:
     """Return the target for `latest`, a version's number, or `none`. `every` is the least interval between moves in seconds."""
     if every is not None and text != "latest":
         raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
     if text.isdigit() and int(text):
-        return VersionTarget(TargetKind.NUMBER, int(text))
-    kinds = {"latest": TargetKind.LATEST, "none": TargetKind.NONE}
+        return VersionTarget(VersionTarget.Kind.NUMBER, int(text))
+    kinds = {"latest": VersionTarget.Kind.LATEST, "none": VersionTarget.Kind.NONE}
     if text not in kinds:
         raise UsageError(f"expected `latest`, a version's number or `none`, got {text!r}")
     return VersionTarget(kinds[text], every_seconds=every or 0.0)
 
 
-def strategy_of(options: StrategyOptions) -> UpdateStrategy | None:
-    """Return the update strategy; None without an option about it."""
-    o = options
-    ways = [o.all_at_once, o.rolling is not None or o.canary is not None, o.atomic]
+def strategy_of(
+    *,
+    all_at_once: bool = False,
+    rolling: int | None = None,
+    canary: int | None = None,
+    atomic: bool = False,
+    max_failures: int | None = None,
+    hold: float | None = None,
+    approve: bool = False,
+    check: str = "",
+) -> UpdateStrategy | None:
+    """Return the update strategy; None without an option about it. Raises UsageError for contradictions."""
+    ways = [all_at_once, rolling is not None or canary is not None, atomic]
     if sum(ways) > 1:
         raise UsageError(
             "expected one of --all-at-once, --rolling N, --canary K and --atomic (--canary K --rolling N go together)"
         )
-    if o.canary is None and (o.hold is not None or o.approve or o.check):
+    if canary is None and (hold is not None or approve or check):
         raise UsageError("expected --hold, --approve and --check with --canary K: they say when the rest follows it")
-    if o.max_failures is not None and not ways[1]:
+    if max_failures is not None and not ways[1]:
         raise UsageError("expected --max-failures with --rolling N or --canary K")
     if not any(ways):
         return None
-    if o.canary is not None:
+    if canary is not None:
         return UpdateStrategy(
-            StrategyKind.CANARY, canaries=o.canary, at_a_time=o.rolling or 0, max_failures=o.max_failures or 0,
-            hold_seconds=o.hold or 0, approval=o.approve, check=o.check,
+            UpdateStrategy.Kind.CANARY, canaries=canary, at_a_time=rolling or 0, max_failures=max_failures or 0,
+            hold_seconds=hold or 0, approval=approve, check=check,
         )  # fmt: skip
-    if o.rolling is not None:
-        return UpdateStrategy(StrategyKind.ROLLING, at_a_time=o.rolling, max_failures=o.max_failures or 0)
-    return UpdateStrategy(StrategyKind.ATOMIC if o.atomic else StrategyKind.ALL_AT_ONCE)
+    if rolling is not None:
+        return UpdateStrategy(UpdateStrategy.Kind.ROLLING, at_a_time=rolling, max_failures=max_failures or 0)
+    return UpdateStrategy(UpdateStrategy.Kind.ATOMIC if atomic else UpdateStrategy.Kind.ALL_AT_ONCE)
 
 
-def _end_move(operator: Operator, asked: FleetStatus, wait: bool, timeout: float, as_json: bool, back: bool = False) -> None:
+def _end_move(operator: Operator, asked: Fleet, wait: bool, timeout: float, as_json: bool, back: bool = False) -> None:
     """Exit WENT_WRONG if the move ended FAILED or STOPPED; with `back`, unless it ended FAILED."""
     wait = wait or timeout > 0
     fleet = operator.wait_moved(asked, _on_change(format.progress, as_json), timeout=timeout or None) if wait else asked
     _show(fleet, as_json)
-    failed = fleet.move is not None and fleet.move.state == MovePhase.FAILED
+    failed = fleet.move is not None and fleet.move.state == Move.State.FAILED
     as_asked = failed if back else went_well(asked, fleet)
     if wait and not as_asked:
         raise typer.Exit(WENT_WRONG)
 
 
-def _show(fleet: FleetStatus, as_json: bool) -> None:
+def _show(fleet: Fleet, as_json: bool) -> None:
     """Print a fleet, as JSON or as a line about its target and version."""
     if as_json:
         return print_json(plain(fleet))
@@ -449,10 +439,10 @@ def _maintain(
     with Operator(endpoint) as operator:
         name, one = _target(operator, fleet, server)
 
-        def about(servers: Iterable[ServerStatus]) -> list[ServerStatus]:
+        def about(servers: Iterable[Server]) -> list[Server]:
             return [server for server in servers if one in ("", server.name)]
 
-        before = {each.name for each in about(operator.servers(name)) if each.state != ServerState.LOST}
+        before = {each.name for each in about(operator.servers(name)) if each.state != Server.State.LOST}
         act(operator, name, one)
         if wait or timeout:
             until(operator, name, one, _on_change(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
@@ -461,7 +451,7 @@ def _maintain(
         print_json({"servers": [*map(plain, found)]})
     for each in found if not as_json else ():
         say(f"{each.name} {format.state(each)}: {each.reason}")
-    if any(each.name in before and each.state == ServerState.LOST for each in found):
+    if any(each.name in before and each.state == Server.State.LOST for each in found):
         raise typer.Exit(WENT_WRONG)
 
 
@@ -475,11 +465,11 @@ def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
     return found.fleet, found.name
 
 
-def _on_change(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silent: bool) -> FleetListener:
+def _on_change(line: Callable[[Fleet, Sequence[Server]], str], silent: bool) -> FleetListener:
     """Return a listener that prints a line to standard error whenever it changes."""
     before = ""
 
-    def listener(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None:
+    def listener(fleet: Fleet, servers: Sequence[Server]) -> None:
         nonlocal before
         now = line(fleet, servers)
         if now != before and not silent:

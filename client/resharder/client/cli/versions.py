@@ -14,7 +14,7 @@ from resharder.client.cli.format import several, size, time_of
 from resharder.client.cli.terminal import Bar, Columns, print_json, print_table, say, shown, tell, waiting
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import ArchivedVersion, CollectedVersions, VersionState, VersionStatus
+from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
 from resharder.client.operator.convert import plain
 from resharder.converters.checkpoint_files import missing_files
 
@@ -204,7 +204,7 @@ def gc(
     _print_retired(done, "would be dropped" if dry_run else "dropped")
 
 
-def _print_retired(answer: CollectedVersions, what: str) -> None:
+def _print_retired(answer: RetireVersionsResponse, what: str) -> None:
     for version in answer.kept:
         say(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
     for version in answer.retired:
@@ -212,10 +212,10 @@ def _print_retired(answer: CollectedVersions, what: str) -> None:
     say(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
 
 
-def _last_resort(operator: Operator, model: str, foreseen: CollectedVersions) -> str:
+def _last_resort(operator: Operator, model: str, foreseen: RetireVersionsResponse) -> str:
     """Return the warning about fleets that could not be rolled back afterwards; empty without one."""
     going = {version.number for version in foreseen.retired}
-    ready = {version.number for version in operator.versions(model) if version.state == VersionState.READY}
+    ready = {version.number for version in operator.versions(model) if version.state == Version.State.READY}
     hurt = [
         fleet.name
         for fleet in operator.fleets()
@@ -234,7 +234,7 @@ def _agreed(count: int, warning: str) -> bool:
     return typer.confirm(shown(f"{warning}Drop {several(count, 'version')}?"))
 
 
-def named_version(operator: Operator, text: str, model: str = "") -> VersionStatus:
+def named_version(operator: Operator, text: str, model: str = "") -> Version:
     """Return a version by its name. Raises NotFound, UsageError."""
     if text == "latest":
         return operator.latest(model)

@@ -14,7 +14,7 @@ from resharder.client.cli.format import event_line, move_lines, size, time_of
 from resharder.client.cli.terminal import console, end_with_reader, one_line, print_json, print_table, say, table
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import DaemonStatus, FleetStatus, ServerStatus
+from resharder.client.operator.answers import Daemon, Fleet, Server
 from resharder.client.operator.convert import plain
 from rich.console import Group
 from rich.live import Live
@@ -22,9 +22,7 @@ from rich.live import Live
 OfFleet = Annotated[str, typer.Option("--fleet", metavar="NAME", help="Only of this fleet.", autocompletion=complete.fleets)]
 
 
-def picture(
-    operator: Operator, daemon: DaemonStatus, fleets: list[FleetStatus], servers: list[ServerStatus], wide: bool = False
-) -> Group:
+def picture(operator: Operator, daemon: Daemon, fleets: list[Fleet], servers: list[Server], wide: bool = False) -> Group:
     """Return the whole state of a daemon, for display: fleets with lost servers first."""
     used, limit = size(daemon.store_used_bytes), size(daemon.store_limit_bytes)
     return Group(
@@ -40,12 +38,12 @@ def picture(
     )
 
 
-def state(daemon: DaemonStatus, fleets: list[FleetStatus], servers: list[ServerStatus]) -> dict[str, object]:
+def state(daemon: Daemon, fleets: list[Fleet], servers: list[Server]) -> dict[str, object]:
     """Return the whole state of a daemon, for JSON."""
     return {"daemon": plain(daemon), "fleets": [*map(plain, fleets)], "servers": [*map(plain, servers)]}
 
 
-def print_problems(servers: Iterable[ServerStatus]) -> None:
+def print_problems(servers: Iterable[Server]) -> None:
     """Print a line for each fleet that has lost servers."""
     for line in format.problems(servers):
         console().print(line)

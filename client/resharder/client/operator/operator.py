@@ -12,25 +12,23 @@ from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, Wai
 from resharder.client.operator import waiting
 from resharder.client.operator.answers import (
     ArchivedVersion,
-    CollectedVersions,
-    DaemonEvent,
-    DaemonStatus,
+    Daemon,
+    Event,
     ExportedVersion,
-    FleetStatus,
+    Fleet,
     LinkMeasurement,
-    NodeStatus,
-    ReplicaShortageStatus,
-    RequestHandling,
+    Node,
+    PauseMode,
+    Power,
+    Profile,
+    ReplicaShortage,
+    RetireVersionsResponse,
     ServeAhead,
-    ServerPower,
-    ServerStatus,
-    TargetKind,
+    Server,
     UpdateStrategy,
-    VersionState,
-    VersionStatus,
+    Verification,
+    Version,
     VersionTarget,
-    WorkerProfile,
-    WorkerVerification,
 )
 from resharder.client.operator.convert import answer, keywords
 from resharder.client.operator.export import appearing, plain_name, same_files, write_parts, write_synced
@@ -45,10 +43,10 @@ _POLL = 0.2
 _RESTART = 60.0  # seconds for which a wait, or a stream of events, survives a restart of the daemon
 _LONGEST_WAIT = 3600.0  # seconds; the daemon's bound
 _DAY = 24 * 3600.0
-_SLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
+_SLEEP = {1: Power.ASLEEP_1, 2: Power.ASLEEP_2}
 
 
-def _ignore(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None: ...
+def _ignore(fleet: Fleet, servers: Sequence[Server]) -> None: ...
 
 
 class Operator:
@@ -84,9 +82,9 @@ class Operator:
         """Address of the daemon, `host:port`."""
         return self._channel.endpoint
 
-    def daemon(self) -> DaemonStatus:
+    def daemon(self) -> Daemon:
         """Return the daemon's state: release, store, models and publishers."""
-        return answer(DaemonStatus, self._call(self._stub.GetDaemon, operator_pb2.GetDaemonRequest()))
+        return answer(Daemon, self._call(self._stub.GetDaemon, operator_pb2.GetDaemonRequest()))
 
     def only_model(self) -> str:
         """Return the name of the daemon's model. Raises UsageError unless there is exactly one."""
@@ -112,7 +110,7 @@ class Operator:
         there = self.daemon().time
         return (there.timestamp() if there else 0.0) - (before + time.time()) / 2
 
-    def versions(self, model: str = "") -> list[VersionStatus]:
+    def versions(self, model: str = "") -> list[Version]:
         """Return versions, newest first.
 
         Args:
@@ -120,7 +118,7 @@ class Operator:
         """
         return list(self._versions(model))
 
-    def versions_after(self, number: int, *, model: str) -> list[VersionStatus]:
+    def versions_after(self, number: int, *, model: str) -> list[Version]:
         """Return the versions with higher numbers, newest first, without reading further pages.
 
         Args:
@@ -129,7 +127,7 @@ class Operator:
         """
         return list(takewhile(lambda version: version.number > number, self._versions(model)))
 
-    def version(self, number: int, *, model: str = "") -> VersionStatus:
+    def version(self, number: int, *, model: str = "") -> Version:
         """Return one version.
 
         Args:
@@ -141,9 +139,9 @@ class Operator:
             UsageError: `model` is empty, and the daemon does not have exactly one model.
         """
         request = operator_pb2.GetVersionRequest(version=self._version_name(number, model))
-        return answer(VersionStatus, self._call(self._stub.GetVersion, request))
+        return answer(Version, self._call(self._stub.GetVersion, request))
 
-    def latest(self, model: str = "") -> VersionStatus:
+    def latest(self, model: str = "") -> Version:
         """Return the newest READY version.
 
         Args:
@@ -154,12 +152,12 @@ class Operator:
             UsageError: `model` is empty, and the daemon does not have exactly one model.
         """
         model = model or self.only_model()
-        ready = [version for version in self.versions(model) if version.state == VersionState.READY]
+        ready = [version for version in self.versions(model) if version.state == Version.State.READY]
         if not ready:
             raise NotFound(f"expected a READY version of model {model!r}, found none yet")
         return max(ready, key=lambda version: version.number)
 
-    def servers(self, fleet: str = "") -> list[ServerStatus]:
+    def servers(self, fleet: str = "") -> list[Server]:
         """Return servers, sorted by id.
 
         Args:
@@ -167,7 +165,7 @@ class Operator:
         """
         return self._servers(fleet)
 
-    def server(self, name: str) -> ServerStatus:
+    def server(self, name: str) -> Server:
         """Return one server.
 
         Args:
@@ -178,11 +176,11 @@ class Operator:
         """
         return one_of({server.name: server for server in self.servers()}, server_name(name), "server")
 
-    def fleets(self) -> list[FleetStatus]:
+    def fleets(self) -> list[Fleet]:
         """Return all fleets, sorted by name."""
         return self._fleets()
 
-    def fleet(self, name: str = "") -> FleetStatus:
+    def fleet(self, name: str = "") -> Fleet:
         """Return one fleet.
 
         Args:
@@ -197,7 +195,7 @@ class Operator:
             raise UsageError(f"expected a fleet's name, the daemon has {', '.join(fleets)}: pass --fleet")
         return one_of(fleets, name or next(iter(fleets), ""), "fleet")
 
-    def events(self, *, after: int = 0, last: int = 0, subject: str = "", follow: bool = False) -> Iterator[DaemonEvent]:
+    def events(self, *, after: int = 0, last: int = 0, subject: str = "", follow: bool = False) -> Iterator[Event]:
         """Yield events, oldest first, up to the newest one; with `follow` also later ones.
 
         Args:
@@ -215,7 +213,7 @@ class Operator:
             try:
                 for event in self._channel.stream(self._channel.begin(self._stub.ListEvents, request)):
                     request.after, request.last, lost = event.id, 0, Backoff(_RESTART)
-                    yield answer(DaemonEvent, event)
+                    yield answer(Event, event)
                 if not follow:
                     return
             except DaemonUnreachable:
@@ -279,7 +277,9 @@ class Operator:
                     write_synced(beside / name, content)
         return list(files)
 
-    def gc(self, versions: Sequence[int] = (), *, keep: int = 0, dry_run: bool = False, model: str = "") -> CollectedVersions:
+    def gc(
+        self, versions: Sequence[int] = (), *, keep: int = 0, dry_run: bool = False, model: str = ""
+    ) -> RetireVersionsResponse:
         """Delete versions, except those in use.
 
         Args:
@@ -293,7 +293,7 @@ class Operator:
         """
         model = model or self.only_model()
         request = operator_pb2.RetireVersionsRequest(model=model, versions=versions, keep=keep, dry_run=dry_run)
-        return answer(CollectedVersions, self._call(self._stub.RetireVersions, request))
+        return answer(RetireVersionsResponse, self._call(self._stub.RetireVersions, request))
 
     def archive(self, version: int, *, model: str = "") -> ArchivedVersion:
         """Write a version to the archive and verify it there.
@@ -317,7 +317,7 @@ class Operator:
         found = self._call(self._stub.ListArchive, operator_pb2.ListArchiveRequest(model=model))
         return [answer(ArchivedVersion, one) for one in found.versions]
 
-    def restore(self, version: int, *, model: str = "") -> VersionStatus:
+    def restore(self, version: int, *, model: str = "") -> Version:
         """Restore an archived version, READY under its own number.
 
         Args:
@@ -328,7 +328,7 @@ class Operator:
             The version.
         """
         request = operator_pb2.RestoreVersionRequest(version=self._version_name(version, model))
-        return answer(VersionStatus, self._channel.call(self._stub.RestoreVersion, request, timeout=_DAY))
+        return answer(Version, self._channel.call(self._stub.RestoreVersion, request, timeout=_DAY))
 
     def set_fleet(
         self,
@@ -336,12 +336,12 @@ class Operator:
         *,
         target: VersionTarget | None = None,
         strategy: UpdateStrategy | None = None,
-        pause_mode: RequestHandling | None = None,
+        pause_mode: PauseMode | None = None,
         max_skew: int | None = None,
         serve_ahead: bool | ServeAhead | None = None,
         model: str = "",
         accept_refused: bool = False,
-    ) -> FleetStatus:
+    ) -> Fleet:
         """Change the given settings of a fleet; with `model`, create it if it does not exist.
 
         Args:
@@ -379,7 +379,7 @@ class Operator:
         request.update_mask.paths.extend(field for field, value in given.items() if value is not None)
         return self._fleet(self._stub.UpdateFleet, request)
 
-    def update(self, fleet: str = "", version: int | None = None, *, accept_refused: bool = False) -> FleetStatus:
+    def update(self, fleet: str = "", version: int | None = None, *, accept_refused: bool = False) -> Fleet:
         """Set a fleet's target to one version, or to the latest version, now and in future.
 
         Args:
@@ -392,13 +392,13 @@ class Operator:
         """
         found = self.fleet(fleet)
         if version is not None:
-            target = VersionTarget(TargetKind.NUMBER, version)
+            target = VersionTarget(VersionTarget.Kind.NUMBER, version)
         else:
-            every = found.target.every_seconds if found.target.kind == TargetKind.LATEST else 0.0
-            target = VersionTarget(TargetKind.LATEST, every_seconds=every)
+            every = found.target.every_seconds if found.target.kind == VersionTarget.Kind.LATEST else 0.0
+            target = VersionTarget(VersionTarget.Kind.LATEST, every_seconds=every)
         return self.set_fleet(found.name, target=target, accept_refused=accept_refused)
 
-    def pin(self, fleet: str = "", version: int | None = None) -> FleetStatus:
+    def pin(self, fleet: str = "", version: int | None = None) -> Fleet:
         """Pin a fleet to a version until `update`.
 
         Args:
@@ -415,9 +415,9 @@ class Operator:
         number = version or found.settled_version
         if not number:
             raise UsageError(f"expected a version's number: fleet {found.name} serves none yet")
-        return self.set_fleet(found.name, target=VersionTarget(TargetKind.NUMBER, number))
+        return self.set_fleet(found.name, target=VersionTarget(VersionTarget.Kind.NUMBER, number))
 
-    def rollback(self, fleet: str = "", version: int | None = None, *, reason: str = "", request_id: str = "") -> FleetStatus:
+    def rollback(self, fleet: str = "", version: int | None = None, *, reason: str = "", request_id: str = "") -> Fleet:
         """Return a fleet to an earlier version, and refuse the later ones.
 
         Args:
@@ -434,7 +434,7 @@ class Operator:
         )
         return self._fleet(self._stub.RollBackFleet, request)
 
-    def approve(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
+    def approve(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> Fleet:
         """Continue a move that waits or has stopped.
 
         Args:
@@ -451,7 +451,7 @@ class Operator:
         """
         return self._decide(fleet, True, reason, move)
 
-    def back(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
+    def back(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> Fleet:
         """End a move by returning to the previous version, and refuse the new one.
 
         Args:
@@ -468,7 +468,7 @@ class Operator:
         """
         return self._decide(fleet, False, reason, move)
 
-    def sleep(self, fleet: str, server: str = "", *, level: int = 1) -> FleetStatus:
+    def sleep(self, fleet: str, server: str = "", *, level: int = 1) -> Fleet:
         """Free the GPUs of one server, or of all in the fleet, including later ones.
 
         Args:
@@ -486,7 +486,7 @@ class Operator:
             raise UsageError(f"expected sleep level 1 or 2, got {level}")
         return self._set_power(fleet, server, _SLEEP[level])
 
-    def wake(self, fleet: str, server: str = "", *, tag: Literal["weights"] | None = None) -> FleetStatus:
+    def wake(self, fleet: str, server: str = "", *, tag: Literal["weights"] | None = None) -> Fleet:
         """Wake one server or the whole fleet.
 
         Args:
@@ -497,9 +497,9 @@ class Operator:
         Returns:
             The fleet after the change, for `wait_power`.
         """
-        return self._set_power(fleet, server, ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE)
+        return self._set_power(fleet, server, Power.WEIGHTS_AWAKE if tag else Power.AWAKE)
 
-    def drain(self, fleet: str, server: str = "") -> FleetStatus:
+    def drain(self, fleet: str, server: str = "") -> Fleet:
         """Close one server, or all present servers of the fleet, to new requests.
 
         Args:
@@ -511,7 +511,7 @@ class Operator:
         """
         return self._set_drained(fleet, server, True)
 
-    def resume(self, fleet: str, server: str = "") -> FleetStatus:
+    def resume(self, fleet: str, server: str = "") -> Fleet:
         """Open drained servers to requests again.
 
         Args:
@@ -523,9 +523,7 @@ class Operator:
         """
         return self._set_drained(fleet, server, False)
 
-    def wait_moved(
-        self, asked: FleetStatus, listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
-    ) -> FleetStatus:
+    def wait_moved(self, asked: Fleet, listener: waiting.FleetListener = _ignore, *, timeout: float | None = None) -> Fleet:
         """Wait until the move of a command has ended and the servers have reached the target.
 
         Servers that are lost, asleep or drained are not awaited. A move that loses servers ends STOPPED or FAILED, with their
@@ -547,12 +545,12 @@ class Operator:
     def wait_power(
         self,
         fleet: str,
-        power: ServerPower,
+        power: Power,
         server: str = "",
         listener: waiting.FleetListener = _ignore,
         *,
         timeout: float | None = None,
-    ) -> FleetStatus:
+    ) -> Fleet:
         """Wait until servers are in a power state; with AWAKE, until they serve.
 
         Args:
@@ -572,7 +570,7 @@ class Operator:
 
     def wait_drained(
         self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
-    ) -> FleetStatus:
+    ) -> Fleet:
         """Wait until drained servers have answered their last request.
 
         Args:
@@ -591,7 +589,7 @@ class Operator:
 
     def wait_serving(
         self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
-    ) -> FleetStatus:
+    ) -> Fleet:
         """Wait until servers serve or sleep.
 
         Args:
@@ -632,7 +630,7 @@ class Operator:
         """
         self._call(self._stub.ForgetServer, operator_pb2.ForgetServerRequest(server=server_name(server)))
 
-    def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
+    def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[Profile]:
         """Install the version that a server serves once more, under a profiler.
 
         Args:
@@ -651,9 +649,9 @@ class Operator:
         request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
         call = self._channel.begin(self._stub.ProfileInstall, request, timeout=seconds + 30)
         for profile in self._channel.stream(call):
-            yield answer(WorkerProfile, profile)
+            yield answer(Profile, profile)
 
-    def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:
+    def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[Verification, ...]:
         """Compare the memory of each worker with its version, while the server serves.
 
         A server with a worker that finds a difference leaves service, and its version is installed again.
@@ -673,18 +671,18 @@ class Operator:
         seconds = _LONGEST_WAIT if timeout is None else timeout
         request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=seconds)
         found = self._channel.call(self._stub.VerifyServer, request, timeout=seconds + 30)
-        return tuple(answer(WorkerVerification, one) for one in found.verifications)
+        return tuple(answer(Verification, one) for one in found.verifications)
 
-    def nodes(self) -> list[NodeStatus]:
+    def nodes(self) -> list[Node]:
         """Return nodes, sorted by id."""
-        return list(self._pages(self._stub.ListNodes, operator_pb2.ListNodesRequest(), "nodes", NodeStatus))
+        return list(self._pages(self._stub.ListNodes, operator_pb2.ListNodesRequest(), "nodes", Node))
 
-    def replica_shortages(self) -> list[ReplicaShortageStatus]:
+    def replica_shortages(self) -> list[ReplicaShortage]:
         """Return the versions with fewer replicas than the daemon's `replicas`, if that is above 2."""
         found = self._call(self._stub.ListNodes, operator_pb2.ListNodesRequest(page_size=1))
-        return [answer(ReplicaShortageStatus, each) for each in found.shortages]
+        return [answer(ReplicaShortage, each) for each in found.shortages]
 
-    def drain_node(self, node: str) -> NodeStatus:
+    def drain_node(self, node: str) -> Node:
         """Let a node take no further version, and drop versions that no process maps.
 
         Args:
@@ -698,7 +696,7 @@ class Operator:
         """
         return self._set_node_drained(node, True)
 
-    def resume_node(self, node: str) -> NodeStatus:
+    def resume_node(self, node: str) -> Node:
         """Let a drained node take versions again.
 
         Args:
@@ -759,19 +757,19 @@ class Operator:
     def _version_name(self, number: int, model: str) -> str:
         return f"models/{model or self.only_model()}/versions/{number}"
 
-    def _versions(self, model: str) -> Iterator[VersionStatus]:
+    def _versions(self, model: str) -> Iterator[Version]:
         request = operator_pb2.ListVersionsRequest(model=model)
-        return self._pages(self._stub.ListVersions, request, "versions", VersionStatus)
+        return self._pages(self._stub.ListVersions, request, "versions", Version)
 
-    def _fleets(self, connect_timeout: float | None = None) -> list[FleetStatus]:
+    def _fleets(self, connect_timeout: float | None = None) -> list[Fleet]:
         request = operator_pb2.ListFleetsRequest()
-        return list(self._pages(self._stub.ListFleets, request, "fleets", FleetStatus, connect_timeout))
+        return list(self._pages(self._stub.ListFleets, request, "fleets", Fleet, connect_timeout))
 
-    def _servers(self, fleet: str, connect_timeout: float | None = None) -> list[ServerStatus]:
+    def _servers(self, fleet: str, connect_timeout: float | None = None) -> list[Server]:
         request = operator_pb2.ListServersRequest(fleet=fleet)
-        return list(self._pages(self._stub.ListServers, request, "servers", ServerStatus, connect_timeout))
+        return list(self._pages(self._stub.ListServers, request, "servers", Server, connect_timeout))
 
-    def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> FleetStatus:
+    def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> Fleet:
         found = self.fleet(fleet)
         if move is None and found.move is None:
             raise NotFound(f"expected a move to decide, fleet {found.name} has made none")
@@ -779,20 +777,20 @@ class Operator:
         request = operator_pb2.DecideMoveRequest(fleet=found.name, move=id, go_on=go_on, reason=reason)
         return self._fleet(self._stub.DecideMove, request)
 
-    def _set_power(self, fleet: str, server: str, power: ServerPower) -> FleetStatus:
+    def _set_power(self, fleet: str, server: str, power: Power) -> Fleet:
         request = operator_pb2.SetPowerRequest(fleet=fleet, server=server_name(server), power=power.value)
         return self._fleet(self._stub.SetPower, request)
 
-    def _set_drained(self, fleet: str, server: str, drained: bool) -> FleetStatus:
+    def _set_drained(self, fleet: str, server: str, drained: bool) -> Fleet:
         request = operator_pb2.SetDrainedRequest(fleet=fleet, server=server_name(server), drained=drained)
         return self._fleet(self._stub.SetDrained, request)
 
-    def _fleet(self, method: Callable[..., Any], request: Any) -> FleetStatus:
-        return answer(FleetStatus, self._call(method, request))
+    def _fleet(self, method: Callable[..., Any], request: Any) -> Fleet:
+        return answer(Fleet, self._call(method, request))
 
     def _until(
         self, done: waiting.Condition, name: str, what: str, listener: waiting.FleetListener, timeout: float | None
-    ) -> FleetStatus:
+    ) -> Fleet:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             fleet = one_of({fleet.name: fleet for fleet in self._fleets(_RESTART)}, name, "fleet")
@@ -804,9 +802,9 @@ class Operator:
                 raise WaitTimeout(f"fleet {name}: expected {what} within {timeout:g} s; {waiting.why(fleet, servers)}")
             time.sleep(_POLL)
 
-    def _set_node_drained(self, node: str, drained: bool) -> NodeStatus:
+    def _set_node_drained(self, node: str, drained: bool) -> Node:
         request = operator_pb2.SetNodeDrainedRequest(node=_node_name(node), drained=drained)
-        return answer(NodeStatus, self._call(self._stub.SetNodeDrained, request))
+        return answer(Node, self._call(self._stub.SetNodeDrained, request))
 
 
 def one_of(found: dict[str, Found], name: str, kind: str) -> Found:
