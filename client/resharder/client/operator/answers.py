@@ -181,7 +181,7 @@ class Version:
     folder: str = ""
     """Folder of its safetensors files on the daemon's host; empty if it has none there."""
     fingerprint: str = ""
-    """blake3 of the manifest, hexadecimal."""
+    """BLAKE3 of the manifest, hexadecimal."""
     used_by: tuple[str, ...] = ()
     """Uses that protect it from deletion."""
     servers_serving: int = 0
