@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.states import RequestHandling
+from resharder.client.operator.answers import PauseMode
 from resharder.v1 import resources_pb2
 
 from tests.support.command import answer
@@ -79,7 +79,7 @@ def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> 
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
     with Operator(single.daemon.endpoint) as operator:
-        operator.set_fleet("policy", pause_mode=RequestHandling(mode.upper()))
+        operator.set_fleet("policy", pause_mode=PauseMode(mode.upper()))
     for _ in range(5):  # on a busy machine an answer can be over before the install begins, and the next one not be asked for
         lengths = install_under_a_stream(single)
         if mode != "abort":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import typer
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 
 SECONDS = 1.0
 Question = Callable[[Operator], Iterable[str]]
@@ -38,7 +38,7 @@ def versions(context: typer.Context, incomplete: str) -> list[str]:
 
 def numbers(context: typer.Context, incomplete: str) -> list[str]:
     """Return the numbers of READY versions."""
-    ready, model = VersionState.READY, context.params.get("model") or ""
+    ready, model = Version.State.READY, context.params.get("model") or ""
     return _known(context, incomplete, lambda operator: (str(v.number) for v in operator.versions(model) if v.state == ready))
 
 
