@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import GenerationEnded, ResharderError, ServersNotAsleep, UsageError, WaitTimeout
-from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator import answers
 from resharder.client.operator.convert import answer
 from resharder.client.trainer.delivery import Wake
 from resharder.client.trainer.generation import Generation, GenerationPart, Ranks, SharedFleet, meet
@@ -59,12 +59,12 @@ class Gpus:
                 self.violations.append(f"woken while ranks hold memory: {self.here}")
             self._change(power)
 
-    def servers(self, fleet: str) -> list[ServerStatus]:
+    def servers(self, fleet: str) -> list[answers.Server]:
         with self._lock:
-            return [answer(ServerStatus, server) for server in self.running.values()]
+            return [answer(answers.Server, server) for server in self.running.values()]
 
-    def fleets(self) -> list[FleetStatus]:
-        return [answer(FleetStatus, self.policy)]
+    def fleets(self) -> list[answers.Fleet]:
+        return [answer(answers.Fleet, self.policy)]
 
     def set_aside(self, rank: int) -> None:
         with self._lock:

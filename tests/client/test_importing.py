@@ -16,7 +16,7 @@ from tests.support import fakepg, tiny_hf
 # isort: split
 from resharder.client.errors import Conflict, StaleEpoch, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import connect
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor
@@ -91,7 +91,7 @@ def change(folder: Path, act: Callable[[Tensors], object]) -> None:
 def test_a_folder_comes_out_as_it_went_in(daemon: Daemon, checkpoint: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     version = import_checkpoint(daemon.endpoint, checkpoint, "folder", step=7, progress=lambda *said: told.append(said))
-    assert (version.state, version.step) == (VersionState.READY, 7)
+    assert (version.state, version.step) == (Version.State.READY, 7)
     assert version.job.startswith("import-checkpoint-")
     full = tiny_hf.load_checkpoint(checkpoint)
     assert equal(exported(daemon.endpoint, version.name, tmp_path / "out"), full)

@@ -23,7 +23,7 @@ from resharder.client.errors import (
     WaitTimeout,
 )
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport.base import AssignedSlot
@@ -142,7 +142,7 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
         publisher.publish_tensors(1, items())
     with Operator(daemon.endpoint) as operator:
         (version,) = operator.versions("policy")
-    assert version.state == VersionState.ABORTED
+    assert version.state == Version.State.ABORTED
     assert "ZeroDivisionError" in version.reason
     publish_all([publisher], 1, weights(1))[0].wait_ready(60)
 

@@ -100,7 +100,7 @@ def test_a_daemon_that_is_not_there_is_one_line(client: BareVenv) -> None:
 
 def test_with_the_extra_server_the_daemon_starts(server: BareVenv, tmp_path: Path) -> None:
     assert server.run("-m", "resharder.server", "--version").stdout.startswith("resharderd ")
-    assert server.run("-m", "resharder.server.node_main", "--version").stdout.startswith("resharder-node ")
+    assert server.run("-m", "resharder.server.node.main", "--version").stdout.startswith("resharder-node ")
     (tmp_path / "file").touch()
     (tmp_path / "security.yaml").write_text(
         f"security: {{certificate: {tmp_path}/none.pem, key: {tmp_path}/none.key, tokens: {tmp_path}/none, "

@@ -9,8 +9,8 @@ import pytest
 import torch
 from resharder.client.operator import Operator
 from resharder.converters.wire.range_client import PartRefused, PartRequest, RangeConnection
-from resharder.server.node.daemon_client import NodeTls
-from resharder.server.node.transfers import data_address
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import data_address
 from resharder.server.own_fetcher import node_tls
 from resharder.server.security.settings import Security
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
-from resharder.server.node.departure import await_departure, needing
+from resharder.server.node.agent import await_departure, needing
 from resharder.v1 import node_pb2, resources_pb2
 
 from tests.support.home_site import Site

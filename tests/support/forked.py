@@ -27,7 +27,7 @@ from typing import IO, ClassVar
 
 from resharder.converters import failpoints
 
-DAEMONS = ("resharder.server.main", "resharder.server.node_main")
+DAEMONS = ("resharder.server.main", "resharder.server.node.main")
 """They have one source."""
 _BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1

@@ -54,6 +54,7 @@ def publish_without(daemon: Daemon, model: str, folder: Path, left_out: Iterable
         return handle.name
 
 
+@pytest.mark.full
 def test_a_server_does_not_boot_a_version_without_k_proj_and_a_running_one_keeps_its_weights(
     daemon: Daemon, tmp_path: Path
 ) -> None:

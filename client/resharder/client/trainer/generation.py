@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from resharder.client.errors import GenerationEnded, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, ServerStatus
-from resharder.client.operator.states import ServerPower, ServerState, TargetKind
+from resharder.client.operator.answers import Fleet, Power, Server, VersionTarget
 from resharder.client.rpc.channel import Backoff
 from resharder.client.trainer.delivery import Wake
 from resharder.client.trainer.handle import Handle
@@ -32,7 +31,7 @@ from resharder.client.trainer.identity import RankIdentity
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-ASLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
+ASLEEP = {1: Power.ASLEEP_1, 2: Power.ASLEEP_2}
 
 Restore = Callable[[], None]
 _WORDS = ("entered", "aside", "settled", "left", "failed", "ended")
@@ -79,13 +78,13 @@ class SharedFleet:
         """Order all servers of the fleet to sleep, at level 1 or 2."""
         self._operator.sleep(self.name, level=level)
 
-    def look(self) -> list[ServerStatus]:
+    def look(self) -> list[Server]:
         """Return the live servers, and those lost since the first look.
 
         Servers lost before that remain in the daemon's lists and are left out.
         """
         listed = self._operator.servers(self.name)
-        self._known |= {server.name for server in listed if server.state != ServerState.LOST}
+        self._known |= {server.name for server in listed if server.state != Server.State.LOST}
         return [server for server in listed if server.name in self._known]
 
     def returning(self) -> dict[str, str]:
@@ -284,20 +283,20 @@ def ready(handle: Handle) -> bool:
     return False
 
 
-def serves(server: ServerStatus, version: int) -> bool:
+def serves(server: Server, version: int) -> bool:
     """Return whether a server serves the version or a newer one."""
-    return server.state in (ServerState.SERVING, ServerState.STAGING) and server.version >= version
+    return server.state in (Server.State.SERVING, Server.State.STAGING) and server.version >= version
 
 
-def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
+def lagging(servers: Sequence[Server], version: int) -> dict[str, str]:
     """Return, by server, why live and undrained servers do not serve the version or a newer one."""
-    live = [server for server in servers if server.state != ServerState.LOST and not server.drained]
+    live = [server for server in servers if server.state != Server.State.LOST and not server.drained]
     if not live:
         return {"the fleet": "has no live server"}
     return {server.name: seen(server) for server in live if not serves(server, version)}
 
 
-def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
+def occupying(servers: Iterable[Server], *, but_lost: bool = False) -> dict[str, str]:
     """Return, by server, the state of servers that may use GPU memory, because they were not asleep as last reported.
 
     With `but_lost`, lost servers are left out.
@@ -305,15 +304,15 @@ def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dic
     return {
         server.name: seen(server)
         for server in servers
-        if server.power not in ASLEEP.values() and not (but_lost and server.state == ServerState.LOST)
+        if server.power not in ASLEEP.values() and not (but_lost and server.state == Server.State.LOST)
     }
 
 
-def refuses(fleet: FleetStatus, version: int) -> str:
+def refuses(fleet: Fleet, version: int) -> str:
     """Return why the fleet does not take this version; an empty string if it does."""
-    if fleet.target.kind == TargetKind.NUMBER and fleet.target.version < version:
+    if fleet.target.kind == VersionTarget.Kind.NUMBER and fleet.target.version < version:
         return f"its target is version {fleet.target.version}"
-    if fleet.target.kind == TargetKind.NONE and version:
+    if fleet.target.kind == VersionTarget.Kind.NONE and version:
         return "it has no target"
     refused = {refusal.version: refusal.reason for refusal in fleet.refused}
     if version in refused and fleet.wanted_version <= version:
@@ -321,9 +320,9 @@ def refuses(fleet: FleetStatus, version: int) -> str:
     return ""
 
 
-def seen(server: ServerStatus) -> str:
+def seen(server: Server) -> str:
     """Return a server's state as text, with its address, version, power and reason."""
-    lost = "its lease ended in this generation and its processes may still run" if server.state == ServerState.LOST else ""
+    lost = "its lease ended in this generation and its processes may still run" if server.state == Server.State.LOST else ""
     why = server.reason or lost
     return f"{server.state} at {server.address} with version {server.version}, {server.power}" + (f" ({why})" if why else "")
 
