@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -47,7 +48,7 @@ class Remote:
     """A process with one role.
 
     Args:
-        role: The class, at the top of a module.
+        role: The class, at the top of a module. Its attributes `preloaded` and `threads`, of torch, are those of the process.
         arguments: Of its constructor, which a process that refuses them says at the first call.
         environment: Of the process, besides this one's.
         hidden: Folders that are empty to it; needs root.
@@ -73,7 +74,7 @@ class Remote:
                 self._process = start(_NAME, given | one, log, arguments=[address], imported_with=one, preloaded=preloaded)
                 self._pipe = listener.accept()
             self._pipe.send((namespace, [str(folder) for folder in hidden]))
-            self._pipe.send_bytes(pickle.dumps((role, arguments, options)))
+            self._pipe.send_bytes(pickle.dumps((_importable(role), arguments, options)))
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -119,6 +120,13 @@ class Remote:
 _NAME = "tests.support.remote"
 
 
+def _importable(role: type) -> type:
+    """The class as another process imports it, where it is that of a program that runs."""
+    if role.__module__ != "__main__":
+        return role
+    return getattr(import_module(sys.modules["__main__"].__spec__.name), role.__name__)  # type: ignore[no-any-return,union-attr]
+
+
 def main() -> None:
     """The process."""
     pipe = Client(sys.argv[1], "AF_UNIX")
@@ -127,16 +135,16 @@ def main() -> None:
         enter(namespace)
     if hidden:
         hide(hidden)
-    import torch
-
-    torch.set_num_threads(1)
     with suppress(EOFError):
         _serve(pipe)
     os._exit(0)
 
 
 def _serve(pipe: Connection) -> None:
+    import torch
+
     role, arguments, given = pickle.loads(pipe.recv_bytes())
+    torch.set_num_threads(getattr(role, "threads", 1))
     made = _answered(lambda: role(*arguments, **given))
     while True:
         method, args, options = pipe.recv()
