@@ -17,8 +17,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import Fleet, Power
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
-from resharder.client.transport.chunks import PackedChunk
-from resharder.client.transport.grpc_chunks import ChunkStreams
+from resharder.client.transport.chunks import ChunkStreams, PackedChunk
 from resharder.client.versions.remote import VersionManifest, download
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.server.node.daemon_client import DaemonClient

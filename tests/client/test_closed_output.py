@@ -11,8 +11,9 @@ import pytest
 import structlog
 from resharder.client import cli
 from resharder.converters.printable import CLOSED, printable_output
-from resharder.server import main, node_main
+from resharder.server import main
 from resharder.server.logs import configure_logs
+from resharder.server.node import main as node_main
 
 from tests.support.command import Done, running
 from tests.support.fake_operator import FakeOperator

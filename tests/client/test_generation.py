@@ -10,11 +10,10 @@ import pytest
 from resharder.client.errors import GenerationEnded, ResharderError, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator import answers
 from resharder.client.operator.convert import answer
-from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
 from resharder.client.trainer.delivery import Wake
+from resharder.client.trainer.generation import Generation, GenerationPart, Ranks, SharedFleet, meet
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
-from resharder.client.trainer.rendezvous import Ranks, meet
 from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 

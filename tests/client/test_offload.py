@@ -17,8 +17,7 @@ import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from resharder.client.errors import UsageError
 from resharder.client.trainer import offload
-from resharder.client.trainer.offload import set_aside
-from resharder.client.trainer.saved_state import eval_mode, keep_rng
+from resharder.client.trainer.offload import eval_mode, keep_rng, set_aside
 
 from tests.support.tiny_hf import tiny_config
 

@@ -5,7 +5,6 @@ TransformerEngine needs CUDA. Its tensor class is `tests/support/fake_te`'s, wit
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ AGREE = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "i
 HEADS_OF_64 = AGREE | {"head_dim": 64}
 NARROW = AGREE | {"intermediate_size": 320}  # 160 rows for each rank
 Found = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 class FP8Ranks(Ranks):

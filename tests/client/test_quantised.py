@@ -4,7 +4,6 @@ The ranks' models are real ones, each built as the rank that it is; they publish
 """
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {  # sizes w
     "latent": ("deepseek_v3", {"moe_intermediate_size": 192}, 4, {"tp": 2, "pp": 2, "ep": 2, "spec": "te"}),
     "gated-delta": ("qwen3_next", {}, 2, {"tp": 2, "spec": "te"}),
 }
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
@@ -145,7 +138,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_end_the_version_for
 
 
 def test_a_rank_that_dies_before_it_brings_its_maxima_holds_no_other_up() -> None:
-    with Daemon(lease_seconds=8) as daemon, two(daemon, "dead") as ranks:
+    with Daemon(lease_seconds=5) as daemon, two(daemon, "dead") as ranks:
         ranks.publish(1)
         ranks.publishers[1].close()
         with pytest.raises(VersionAborted, match="rank 1 was silent"):

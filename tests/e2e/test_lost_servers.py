@@ -116,6 +116,7 @@ def waits_for_move() -> Iterator[Callable[[], tuple[int, str]]]:
         yield ended
 
 
+@pytest.mark.full
 def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--rolling", 1, "--max-failures", 1).code == 0
     with site.server("--tensor-parallel-size", "2") as server:
@@ -155,6 +156,7 @@ def test_an_atomic_move_goes_back_when_an_engine_core_dies(site: Site) -> None:
     assert resharder("update", "--accept-refused", "--wait").code == 0
 
 
+@pytest.mark.full
 def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--canary", 1, "--approve").code == 0
     with site.server() as server:
@@ -172,6 +174,7 @@ def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
     assert resharder("approve", "--wait").code == 0
 
 
+@pytest.mark.full
 def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_and_say_so(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--all-at-once").code == 0
     with site.server() as server:

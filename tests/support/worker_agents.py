@@ -6,8 +6,8 @@ import torch
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
+from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.install import Installed
-from resharder.client.inference.worker.reporter import claim
 from resharder.client.inference.worker.source import get_manifest
 from resharder.client.versions.remote import VersionManifest
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from resharder.client.inference.worker.boot_lease import Renewal
+from resharder.client.inference.worker.claim import Renewal
 from resharder.client.operator import Operator, answers
 from resharder.v1 import resources_pb2
 
@@ -97,7 +97,7 @@ def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daem
     ("helper", "arguments"),
     [
         ("from resharder.client.inference.worker import fetch; fetch.main()", ["grpc"]),
-        ("from resharder.client.inference.worker import renew_claim; renew_claim.main()", []),
+        ("from resharder.client.inference.worker import claim; claim.main()", []),
     ],
 )
 def test_a_helper_ends_with_its_killed_parent(helper: str, arguments: list[str], daemon: Daemon) -> None:

@@ -115,6 +115,7 @@ def install_under_a_stream(single: Deployment) -> list[int]:
     return lengths
 
 
+@pytest.mark.full
 def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_versions_again(single: Deployment) -> None:
     single.daemon.kill()
     time.sleep(LEASE + 1)
@@ -181,6 +182,7 @@ def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_work
     assert (after.version, after.token_ids) == (before.version, before.token_ids)
 
 
+@pytest.mark.full
 def test_a_server_of_two_engines_is_lost_when_one_of_its_engine_cores_dies(double: Deployment) -> None:
     """The last of its tests. vLLM then ends both API servers by SIGTERM, as an order would."""
     double.server.child("EngineCore").kill()

@@ -12,9 +12,10 @@ from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, 
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from resharder.client.inference.worker import agent as agent_module
-from resharder.client.inference.worker.direct_receiver import EarlyVersion
+from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.model_part import MODEL
-from resharder.client.inference.worker.reporter import PROCESS, claim
+from resharder.client.inference.worker.receiver import EarlyVersion
+from resharder.client.inference.worker.reporter import PROCESS
 from resharder.client.inference.worker.staging import StagedInstall
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig

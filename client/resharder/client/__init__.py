@@ -98,15 +98,15 @@ if TYPE_CHECKING:
     from resharder.client.tools.import_checkpoint import (
         import_checkpoint,
     )
-    from resharder.client.trainer.colocate import (
-        Generation,
-    )
     from resharder.client.trainer.connect import (
         connect,
     )
     from resharder.client.trainer.fill import (
         Filled,
         fill,
+    )
+    from resharder.client.trainer.generation import (
+        Generation,
     )
     from resharder.client.trainer.handle import (
         Handle,
@@ -140,9 +140,9 @@ _HOMES = {
     "operator.waiting": "FleetListener went_well",
     "rpc.tls": "Tls",
     "tools.import_checkpoint": "import_checkpoint",
-    "trainer.colocate": "Generation",
     "trainer.connect": "connect",
     "trainer.fill": "Filled fill",
+    "trainer.generation": "Generation",
     "trainer.handle": "Handle Progress",
     "trainer.publisher": "Publisher",
     "trainer.rank_layout": "DeclaredTensor",

@@ -26,8 +26,7 @@ from resharder.client.trainer.connect import connect
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.publisher import Publisher
 from resharder.client.trainer.rank_layout import DeclaredTensor
-from resharder.client.versions.source import SCHEME, open_source
-from resharder.client.versions.whole import whole_tensors
+from resharder.client.versions.source import SCHEME, open_source, whole_tensors
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import is_support_ipc
 from verl.workers.engine.base import BaseEngine

@@ -17,8 +17,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.port_connection import PortUnavailable
-from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import get_manifest
 from resharder.converters.units import size_text

@@ -34,7 +34,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         ready_time=timestamp(record.ready_time) if record.ready_time else None,
         folder=str(store.folder.path(record)) if _is_mappable(store, record) else "",
         fingerprint=record.fingerprint,
-        used_by=store.pins.holders(record.model, record.number),
+        used_by=store.lifecycle.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
         set_aside=record.set_aside,

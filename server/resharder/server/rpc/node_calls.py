@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 from resharder.server.infra.change_signal import Pause
 from resharder.server.infra.event_log import Events
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.replication import ReplicaShortage
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.replication import ReplicaShortage
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.node_service import node_id, node_to_proto
 from resharder.server.rpc.views import page_of, seconds

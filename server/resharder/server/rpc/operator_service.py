@@ -13,14 +13,13 @@ from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
-from resharder.server.ingest.shared import parse_name
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.fleet_calls import FleetCalls
 from resharder.server.rpc.node_calls import NodeCalls
 from resharder.server.rpc.views import Views, page_of, seconds
-from resharder.server.state.version import VersionRecord
+from resharder.server.state.version import VersionRecord, parse_name
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
@@ -57,7 +56,7 @@ class OperatorService(FleetCalls, NodeCalls):
             answer.store.CopyFrom(access)
         answer.store_used_bytes = self._store.catalogue.used_bytes()
         answer.models.extend(self._store.catalogue.models())
-        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers.all())
+        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers())
         return answer
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:
@@ -89,11 +88,11 @@ class OperatorService(FleetCalls, NodeCalls):
         """Stream the files of a READY version, which is pinned until the call ends."""
         model, number = parse_name(request.version, "versions")
         holder = f"export-{secrets.token_hex(4)}"
-        record = self._store.pins.pin(model, number, holder)
+        record = self._store.lifecycle.pin(model, number, holder)
         try:
             yield from _export(self._store, record)
         finally:
-            self._store.pins.release(model, number, holder)
+            self._store.lifecycle.release(model, number, holder)
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
         """Repeat a server's install under a profiler, and stream its workers' profiles."""
@@ -107,7 +106,9 @@ class OperatorService(FleetCalls, NodeCalls):
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, call: Call) -> Message:
         """Retire unused versions of a model; with `dry_run`, only report which."""
-        done = self._store.retirer.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
+        done = self._store.lifecycle.retire(
+            request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run
+        )
         if done.retired and not request.dry_run:
             names = ", ".join(record.name for record in done.retired)
             self._events.add("operator", f"models/{done.retired[0].model}", "retire", versions=names[:1000])

@@ -11,7 +11,6 @@ from resharder.server.fleets.goals import boots
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
-from resharder.server.ingest.shared import parse_name
 from resharder.server.rpc.box_digests import BoxDigester
 from resharder.server.rpc.convert import (
     attached_from_proto,
@@ -26,6 +25,7 @@ from resharder.server.rpc.convert import (
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server_events import Order
+from resharder.server.state.version import parse_name
 from resharder.server.store.box_reads import check_boxes, packed_chunks
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
