@@ -291,7 +291,10 @@ def server_lag(
     versions: Sequence[Version],
     now: datetime | None,
 ) -> ServerLag:
-    """Return a server's lag.
+    """Return a server's lag behind its own target; that of a fleet is the daemon's metric (docs/metrics.md).
+
+    A server that waits for its turn in a move does not lag, nor does one while no server of its fleet serves a version closer to
+    the target: without it, clients would get nothing newer.
 
     Args:
         server: The server.
