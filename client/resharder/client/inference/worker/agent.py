@@ -18,7 +18,7 @@ from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory,
 from resharder.client.inference.worker.reporter import PROCESS, Reporter
 from resharder.client.inference.worker.routing import Route, first_route
 from resharder.client.inference.worker.sleep_backup import SleepBackup
-from resharder.client.inference.worker.source import VersionManifest, VersionSource, get_manifest
+from resharder.client.inference.worker.source import VersionSource
 from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
@@ -26,6 +26,7 @@ from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
+from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2

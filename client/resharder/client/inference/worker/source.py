@@ -27,9 +27,7 @@ from resharder.client.inference.settings import HTTP, PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
 from resharder.client.versions.read_plan import needed_pieces
-from resharder.client.versions.remote import Needs as Needs
-from resharder.client.versions.remote import VersionManifest, expected_digests
-from resharder.client.versions.remote import get_manifest as get_manifest
+from resharder.client.versions.remote import Needs, VersionManifest, expected_digests
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.geometry.rows import box_rows

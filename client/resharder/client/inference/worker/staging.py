@@ -13,10 +13,10 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.model_part import ModelParts, Models
 from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory, Receiver
-from resharder.client.inference.worker.source import Sources, VersionManifest, VersionSource, get_manifest
+from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
-from resharder.client.versions.remote import expected_digests
+from resharder.client.versions.remote import VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
