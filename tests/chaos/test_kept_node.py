@@ -10,8 +10,8 @@ from resharder.client.operator.answers import Node, NodeCopy, Server
 from tests.chaos.kept_node import NodeMemory, NodeUse, node_problems
 from tests.chaos.peace import set_aside_seconds
 
-COPY = NodeCopy("models/policy/versions/7", 1, 1, 1, True, "", ("right",))
-NODE = Node("nodes/node", Node.State.LIVE, "127.0.0.1:1", 100, 10, 0, 0, 0, 0, None, (COPY,), 0, ())
+COPY = NodeCopy("models/policy/versions/7", held_pieces=1, wanted_pieces=1, pieces=1, wanted=True, servers=("right",))
+NODE = Node("nodes/node", Node.State.LIVE, "127.0.0.1:1", capacity_bytes=100, used_bytes=10, copies=(COPY,))
 
 
 def server(transport: str = "node") -> Server:

@@ -1,6 +1,7 @@
-"""The direct path's kernels against the host: `TRITON_INTERPRET=1 python -m tests.client.direct_kernels`."""
+"""The direct path's kernels against the host: `TRITON_INTERPRET=1 python -m tests.client.direct_kernels ROUNDS`."""
 
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -196,12 +197,12 @@ def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
     assert len(plans) == 1
 
 
-def main() -> None:
+def main(rounds: int) -> None:
     np.seterr(over="ignore")
     random.seed(7)
     torch.manual_seed(7)
     tiles_are_moved_as_the_host_does()
-    for _ in range(3):
+    for _ in range(rounds):
         digests_are_those_of_the_host()
         digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
@@ -210,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

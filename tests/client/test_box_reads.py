@@ -33,6 +33,7 @@ from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.secure import PROBE, Authority, SecureDaemon
+from tests.support.variants import alone
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ COLUMNS: list[tuple[str, Box]] = [
 """Boxes that are packed, but for the scalar."""
 
 
-@pytest.fixture(params=["plain", "mutual TLS"])
+@pytest.fixture(params=alone(["plain", "mutual TLS"], ["mutual TLS"]))
 def either(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Iterator[Channel]:
     """A channel to a daemon with a version of `SPECS`."""
     if request.param == "plain":

@@ -184,6 +184,8 @@ class LightServer:
         served: File to which each pair of a served version and the fingerprint of memory is appended once.
     """
 
+    preloaded = ("tests.failpoints.preload",)
+
     def __init__(self, served: str) -> None:
         self._served, self._seen = Path(served), set[tuple[int, str]]()
         boot_loader.VLLMHost = Host  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
+from tests.support.variants import alone
 from tests.support.waits import settled
 
 READY = resources_pb2.Version.READY
@@ -348,7 +349,8 @@ async def attached(endpoint: str, count: int, then: Callable[[], None]) -> None:
         assert not any(stream.done() for stream in streams)
 
 
-def test_512_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon() -> None:
+@pytest.mark.parametrize("sides", alone([128, 512], [128]))
+def test_many_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon(sides: int) -> None:
     with Daemon(threads=2048) as daemon, connection(daemon) as noisy, connection(daemon) as calm, ExitStack() as ended:
         weights = random_weights(SPECS, 1)
         flooding = Job(noisy, SPECS, [whole(SPECS)], model="noisy").connect()
@@ -365,4 +367,4 @@ def test_512_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon() 
             wait_until(lambda: renewals.count >= 20)
             assert len(list(Path(f"/proc/{daemon.pid}/task").iterdir())) <= 128
 
-        asyncio.run(attached(daemon.endpoint, 512, check))
+        asyncio.run(attached(daemon.endpoint, sides, check))

@@ -23,7 +23,7 @@ from tests.support.node import Node, holds, joined, nodes, stored
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
-from tests.support.staging_process import stage
+from tests.support.staging import stage
 
 SPECS = [TensorSpec("big", "BF16", (40 << 10, 1024)), TensorSpec("small", "F32", (7,))]
 PIECES = 6

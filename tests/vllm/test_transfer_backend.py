@@ -30,7 +30,7 @@ from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.daemon import Daemon
-from tests.support.forked_ranks import forked
+from tests.support.ranks import forked
 from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
 
 

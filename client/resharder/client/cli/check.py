@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, app, command
-from resharder.client.cli.format import size
 from resharder.client.cli.terminal import Columns, Row, console, count_up, paint, print_json, print_table, say, waiting
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Fleet, Profile, Server, Verification, Version
 from resharder.client.operator.convert import plain
 from resharder.client.operator.operator import server_name
+from resharder.converters.units import size_text as size
 
 if TYPE_CHECKING:
     from resharder.client.tools.links import HostLink

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, Wide, command
-from resharder.client.cli.format import size
 from resharder.client.cli.terminal import Columns, Row, paint, print_json, print_table, say
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Node, NodeCopy
 from resharder.client.operator.convert import plain
+from resharder.converters.units import size_text as size
 
 NODES = Columns(("node", "state", "memory", "received", "of that from nodes", "sent", "versions"), texts=1)
 NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=complete.nodes)]

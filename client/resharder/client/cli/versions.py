@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
-from resharder.client.cli.format import several, size, time_of
+from resharder.client.cli.format import several, time_of
 from resharder.client.cli.terminal import Bar, Columns, print_json, print_table, say, shown, tell, waiting
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
 from resharder.client.operator.convert import plain
 from resharder.converters.checkpoint_files import missing_files
+from resharder.converters.units import size_text as size
 
 _NAME = re.compile(r"models/(?P<model>[^/]+)/versions/(?P<number>\d+)")
 

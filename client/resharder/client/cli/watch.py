@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, Wide, command
-from resharder.client.cli.format import event_line, move_lines, size, time_of
+from resharder.client.cli.format import event_line, move_lines, time_of
 from resharder.client.cli.terminal import console, end_with_reader, one_line, print_json, print_table, say, table
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Daemon, Fleet, Server
 from resharder.client.operator.convert import plain
+from resharder.converters.units import size_text as size
 from rich.console import Group
 from rich.live import Live
 

@@ -1,7 +1,4 @@
-"""Stage versions as a worker does, and verify them: for each line `ENDPOINT VERSION` of the input, a line of JSON."""
-
-import json
-import sys
+"""Stage a version as a worker does, and verify it."""
 
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.source import Sources
@@ -29,8 +26,3 @@ def stage(endpoint: str, version: str, needs: Needs | None = None) -> dict[str, 
         source.close()
         sources.close()
     return {"verified": found == source.expected, "transport": source.transport, "reason": sources.transport_reason}
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(stage(*line.split())), flush=True)
