@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from resharder.server.fleets.decisions import checked, decide, roll_back, set_drained, set_power
+from resharder.server.fleets.commands import decide, roll_back, set_drained, set_power
+from resharder.server.fleets.updates import checked
 from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTarget, FleetTargetKind, MoveState, View
 from resharder.server.state.server import Power
 

@@ -45,14 +45,14 @@ class Site:
         return self.fleet.move
 
     def known(self, name: str) -> Server:
-        return self.fleets.fleets.roster.server(name)
+        return self.fleets.fleets.server(name)
 
     def states(self) -> dict[str, str]:
-        views = self.fleets.fleets.roster.servers()
+        views = self.fleets.fleets.servers()
         return {view.server.id: resources_pb2.Server.State.Name(view.state) for view in views}  # type: ignore[arg-type]
 
     def serving(self) -> dict[str, int]:
-        return {view.server.id: view.server.serving for view in self.fleets.fleets.roster.servers()}
+        return {view.server.id: view.server.serving for view in self.fleets.fleets.servers()}
 
     def go_on(self, rounds: int = 16) -> None:
         """Time passes, and all servers that live do what they are told."""
@@ -300,7 +300,7 @@ def test_a_move_that_stopped_without_a_server_goes_back_when_told_to(make: Calla
 @pytest.mark.parametrize("act", ["forget", "approve"])
 def test_an_operator_ends_a_move_without_the_server_that_is_missing(make: Callable[..., Site], act: str) -> None:
     site = stopped_short(make)
-    site.fleets.fleets.changes.forget("a") if act == "forget" else site.fleets.decide(go_on=True)
+    site.fleets.fleets.forget("a") if act == "forget" else site.fleets.decide(go_on=True)
     site.go_on(2)
     assert site.move.state == MoveState.DONE
     assert site.serving() == {"b": 2, "c": 2} | ({} if act == "forget" else {"a": 0})

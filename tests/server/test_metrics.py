@@ -15,8 +15,8 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.direct import Direct
 from resharder.server.direct.plans import Member
+from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import EVENTS, Observed
 from resharder.server.state.errors import FailedPrecondition

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.fleets.pause_admission import held_back
+from resharder.server.fleets.goals import held_back
 from resharder.server.state.fleet import FleetStrategyKind, View
 from resharder.server.state.server import Control, Install, InstallState, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.server.state.server_events import Order
@@ -46,11 +46,11 @@ class Site(FleetSimulation):
         self.obey(self.plants[name], self.order(name, OrderKind.APPLY), fails=False)
 
     def applying(self) -> set[str]:
-        servers = (view.server for view in self.fleets.roster.servers())
+        servers = (view.server for view in self.fleets.servers())
         return {server.id for server in servers if server.install and server.install.state == InstallState.APPLYING}
 
     def reason(self, name: str) -> str:
-        return {view.server.id: view.reason for view in self.fleets.roster.servers()}[name]
+        return {view.server.id: view.reason for view in self.fleets.servers()}[name]
 
 
 @pytest.fixture

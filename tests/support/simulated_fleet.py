@@ -55,9 +55,9 @@ class FleetSimulation(SimulatedServers):
         for plant in self.plants.values():
             if not plant.cut and plant.attachment is not None and seconds <= SETTINGS.lease:
                 plant.attachment.report(Reported(f"control-{plant.nonce}", power=plant.power))
-                if self.fleets.roster.server(plant.id).controls:
+                if self.fleets.server(plant.id).controls:
                     plant.lease_until = self.now + SETTINGS.lease
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @rule(joins=st.booleans())
     def join(self, joins: bool) -> None:
@@ -66,25 +66,25 @@ class FleetSimulation(SimulatedServers):
     @rule()
     def publish(self) -> None:
         self.versions.publish()
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @precondition(lambda self: len(self.versions.staging) < 2)
     @rule()
     def begin_version(self) -> None:
         self.versions.begin()
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @precondition(lambda self: self.versions.staging)
     @rule(changed=st.booleans())
     def complete_version(self, changed: bool) -> None:
         self.versions.complete(min(self.versions.staging), changed)
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @precondition(lambda self: self.versions.staging)
     @rule(data=st.data())
     def abort_version(self, data: st.DataObject) -> None:
         self.versions.abort(data.draw(st.sampled_from(sorted(self.versions.staging))))
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @rule(ahead=st.sampled_from([None, True, False]))
     def serve_ahead(self, ahead: bool | None) -> None:
@@ -106,7 +106,7 @@ class FleetSimulation(SimulatedServers):
     @rule(seconds=st.sampled_from([-3e8, -3e7, -86400, -30, 30, 86400, 3e7]))
     def set_wall_clock(self, seconds: float) -> None:
         self.wall += seconds
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @rule(data=st.data(), kind=st.sampled_from(FleetTargetKind), every=st.sampled_from([0, 0, 20]))
     def want(self, data: st.DataObject, kind: FleetTargetKind, every: float) -> None:
@@ -147,7 +147,7 @@ class FleetSimulation(SimulatedServers):
 
     @rule(name=st.sampled_from(NAMES))
     def profile(self, name: str) -> None:
-        self.ask(lambda: self.fleets.changes.reinstall(name))
+        self.ask(lambda: self.fleets.reinstall(name))
 
     @precondition(lambda self: self.plants)
     @rule(rounds=st.integers(1, 4))
@@ -170,7 +170,7 @@ class FleetSimulation(SimulatedServers):
     @invariant()
     def check_gates(self) -> None:
         shown = {id: version for id, plant in self.plants.items() if (version := plant.shows(self.now))}
-        confirmed = {view.server.id: view.server.serving for view in self.fleets.roster.servers()}
+        confirmed = {view.server.id: view.server.serving for view in self.fleets.servers()}
         for id, version in shown.items():
             assert self.plants[id].holds == version, "nothing is served from torn or dropped weights"
             sent = version in self.versions.staging | self.versions.aborted
@@ -198,7 +198,7 @@ class FleetSimulation(SimulatedServers):
             self.connect(name)
         for i, number in enumerate(sorted(self.versions.staging)):
             self.versions.complete(number, changed=i == 0)
-            self.fleets.ticker.tick()
+            self.fleets.tick()
         for _ in range(60):
             self.settle()
             move = self.fleet.moving

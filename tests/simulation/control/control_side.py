@@ -410,8 +410,8 @@ class World:
             self.schedule.fail(f"{what}: not at the target after {bound:g} s: {self._state()}")
 
     def _state(self) -> str:
-        views = {view.server.id: view.reason for view in self.daemon.fleets.roster.servers()}
-        reason = self.daemon.fleets.roster.fleet(FLEET).reason
+        views = {view.server.id: view.reason for view in self.daemon.fleets.servers()}
+        reason = self.daemon.fleets.fleet(FLEET).reason
         about = {
             api.process.name: (api.gate._position.value, api.gate.version, api.gate._reason)
             for server in self.servers
@@ -423,7 +423,7 @@ class World:
 
     def _dead_but_live(self) -> list[str]:
         """Return the dead servers that the daemon takes for live."""
-        known = self.daemon.fleets.roster.by_id
+        known = self.daemon.fleets.by_id
         return [s.id for s in self.servers if not s.alive and s.id in known and known[s.id].lost_at is None]
 
     def _check_end(self, last: list[Request]) -> None:

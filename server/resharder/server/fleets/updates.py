@@ -248,6 +248,16 @@ def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
     return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))
 
 
+def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
+    """Record the result of a canary's check. Ignored if the move no longer waits for it."""
+    found = fleet.moving
+    if found is None or found.id != move or not found.checking:
+        return fleet
+    if passed:
+        return replace(fleet, move=replace(found, checked=True))
+    return turn_back(fleet, found, view, f"check {found.strategy.check}: {message}")
+
+
 def _noted(fleet: Fleet, move: Move, view: View) -> Move:
     """Return the move with the servers that arrived or failed since.
 

@@ -11,8 +11,8 @@ from resharder.server.direct.state import Act, Link, Task
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.shared import parse_name
+from resharder.server.rpc.convert import seconds
 from resharder.server.rpc.dispatch import Call
-from resharder.server.rpc.views import seconds
 from resharder.server.state.errors import InvalidArgument
 from resharder.v1 import direct_pb2
 

@@ -14,8 +14,8 @@ from resharder.server.ingest.packed_boxes import read_boxes
 from resharder.server.ingest.publisher import home_boxes
 from resharder.server.ingest.shared import parse_name
 from resharder.server.observability.tracing.ids import traceparent_of
+from resharder.server.rpc.convert import Views, seconds
 from resharder.server.rpc.dispatch import Call
-from resharder.server.rpc.views import Views, seconds
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.timing import timings_from_proto
 from resharder.v1 import publisher_pb2, resources_pb2

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from resharder.server.fleets.roster import FleetView, ServerView
+from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
 from resharder.server.node.reports import NodeState, NodeView

@@ -3,8 +3,15 @@
 from dataclasses import replace
 
 from resharder.server.fleets.reconciler.gate import close, close_gate, closed_because, hold_order, resume_order, went_half_way
-from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure, stage_order
-from resharder.server.fleets.reconciler.power import power_changed, power_order
+from resharder.server.fleets.reconciler.installs import (
+    all_ranks,
+    end_install,
+    fail,
+    note_failure,
+    power_changed,
+    power_order,
+    stage_order,
+)
 from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings, processes
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 
