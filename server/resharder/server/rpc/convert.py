@@ -262,6 +262,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         message.leaving,
         message.restarting,
         message.failure[:1000],
+        message.workers_failed,
     )
 
 

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from resharder.client.inference.control.engine_calls import WorkersFailed, call_workers, effective_mode, pause
+from resharder.client.inference.control.engine_calls import InstallFailed, WorkersFailed, call_workers, effective_mode, pause
 from resharder.client.inference.control.fence import Fenced, OrderClaim, acting
 from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
@@ -112,7 +112,10 @@ class OrderExecutor:
             return None
         except WorkersFailed as error:
             logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
-            outcome = self._record(Outcome(order.kind, order.install, False, str(error), self._paused()))
+            by_workers = isinstance(error, InstallFailed)
+            outcome = self._record(
+                Outcome(order.kind, order.install, False, str(error), self._paused(), workers_failed=by_workers)
+            )
         except Exception as error:
             logger.exception("%s of version %d (%s) failed", order.kind.name, order.version, order.install)
             problem = f"{type(error).__name__}: {error}"

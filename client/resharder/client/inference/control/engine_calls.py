@@ -5,9 +5,15 @@ from typing import Any
 
 from resharder.client.inference.engine import Engine, Mode
 
+_INSTALLS = ("resharder_stage", "resharder_apply")
+
 
 class WorkersFailed(Exception):
     """A call to the workers failed. The message has the error of each worker."""
+
+
+class InstallFailed(WorkersFailed):
+    """Workers failed to stage or apply an install. Each reports it to the daemon itself."""
 
 
 async def effective_mode(engine: Engine, mode: Mode) -> Mode:
@@ -25,11 +31,11 @@ async def call_workers(engine: Engine, method: str, *args: Any) -> Sequence[Any]
     With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
 
     Raises:
-        WorkersFailed: A worker answered with an error.
+        WorkersFailed: A worker answered with an error. InstallFailed, if it was to stage or apply an install.
     """
     answers = await engine.collective_rpc(method, args=args)
     if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
-        raise WorkersFailed("; ".join(problems))
+        raise (InstallFailed if method in _INSTALLS else WorkersFailed)("; ".join(problems))
     return answers
 
 

@@ -14,9 +14,12 @@ from resharder.server.state.server import (
     Power,
     Server,
     Settings,
+    Worker,
     WorkerState,
 )
 from resharder.server.state.server_events import Order, Reported
+
+_REPORT_SECONDS = 5.0  # for the report of a worker that has failed, after the outcome of the order
 
 
 def all_ranks(server: Server) -> frozenset[int]:
@@ -49,12 +52,9 @@ def advance_install(server: Server, now: float, settings: Settings, orders: list
     install = server.install
     if install is None or not install.active:
         return server
-    about = {rank: worker for rank, worker in server.workers.items() if worker.install == install.id}
-    for rank, worker in about.items():
-        if worker.state == WorkerState.FAILED:
-            return fail(server, install, f"worker {rank}: {worker.error or 'no reason given'}", now, settings)
-        if worker.state == WorkerState.APPLIED and worker.version != install.version:
-            return fail(server, install, f"worker {rank} applied version {worker.version} instead", now, settings)
+    if error := why_failed(server, install, now):
+        return fail(server, install, error, now, settings)
+    about = _about(server, install)
     if install.state == InstallState.STAGING and len(about) == server.world_size:
         return _apply(server, install, now, orders) if server.goal.apply else server
     applied = len(about) == server.world_size and all(w.state == WorkerState.APPLIED for w in about.values())
@@ -69,13 +69,35 @@ def advance_install(server: Server, now: float, settings: Settings, orders: list
     return server
 
 
+def _about(server: Server, install: Install) -> dict[int, Worker]:
+    """Return the workers whose last report is about an install, by rank."""
+    return {rank: worker for rank, worker in server.workers.items() if worker.install == install.id}
+
+
+def why_failed(server: Server, install: Install, now: float) -> str:
+    """Return why an active install has failed, as operators read it; empty if it has not.
+
+    A worker's report says what has failed in it. The outcome of the order ends the install as well, but of workers only if none
+    reports a failure in time.
+    """
+    for rank, worker in _about(server, install).items():
+        if worker.state == WorkerState.FAILED:
+            return f"worker {rank}: {worker.error or 'no reason given'}"
+        if worker.state == WorkerState.APPLIED and worker.version != install.version:
+            return f"worker {rank} applied version {worker.version} instead"
+    failed = install.order_failed
+    if failed is None or (failed.workers_failed and now <= failed.at + _REPORT_SECONDS):
+        return ""
+    return failed.error if failed.workers_failed else f"the control side could not {failed.kind.name.lower()} it: {failed.error}"
+
+
 def _apply(server: Server, install: Install, now: float, orders: list[Order]) -> Server:
     leader, *others = server.controls
     orders += [hold_order(install, control) for control in others]
     orders.append(Order(leader.nonce, OrderKind.APPLY, install.id, install.version, profile=install.profiled))
     return replace(
         server,
-        install=replace(install, state=InstallState.APPLYING, step_started=now),
+        install=replace(install, state=InstallState.APPLYING, step_started=now, order_failed=None),
         workers={rank: replace(worker, ordered=True) for rank, worker in server.workers.items()},
         torn=all_ranks(server),
         **closing(server),
