@@ -1,8 +1,10 @@
 """Options of the command become a VersionTarget and an UpdateStrategy, or one clear error."""
 
+from typing import Any
+
 import pytest
 from resharder.client.cli import format
-from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
+from resharder.client.cli.fleets import strategy_of, target_of
 from resharder.client.errors import UsageError
 from resharder.client.operator.answers import UpdateStrategy, VersionTarget
 from resharder.client.operator.states import StrategyKind, TargetKind
@@ -25,23 +27,23 @@ def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target
 @pytest.mark.parametrize(
     ("options", "strategy", "said"),
     [
-        (StrategyOptions(), None, ""),
-        (StrategyOptions(all_at_once=True), UpdateStrategy(StrategyKind.ALL_AT_ONCE), "all at once"),
-        (StrategyOptions(atomic=True), UpdateStrategy(StrategyKind.ATOMIC), "atomically"),
+        ({}, None, ""),
+        (dict(all_at_once=True), UpdateStrategy(StrategyKind.ALL_AT_ONCE), "all at once"),
+        (dict(atomic=True), UpdateStrategy(StrategyKind.ATOMIC), "atomically"),
         (
-            StrategyOptions(rolling=2, max_failures=3),
+            dict(rolling=2, max_failures=3),
             UpdateStrategy(StrategyKind.ROLLING, at_a_time=2, max_failures=3),
             "2 at a time, stops after 3 failures",
         ),
         (
-            StrategyOptions(canary=1, rolling=4, hold=30, approve=True, check="smoke"),
+            dict(canary=1, rolling=4, hold=30, approve=True, check="smoke"),
             UpdateStrategy(StrategyKind.CANARY, canaries=1, at_a_time=4, hold_seconds=30, approval=True, check="smoke"),
             "1 server first, held for 30 s and approval and check smoke, then 4 at a time, stops after 1 failure",
         ),
     ],
 )
-def test_a_strategy_is_parsed_and_formatted(options: StrategyOptions, strategy: UpdateStrategy | None, said: str) -> None:
-    assert strategy_of(options) == strategy
+def test_a_strategy_is_parsed_and_formatted(options: dict[str, Any], strategy: UpdateStrategy | None, said: str) -> None:
+    assert strategy_of(**options) == strategy
     assert strategy is None or format.strategy(strategy) == said
 
 
@@ -54,10 +56,10 @@ def test_a_version_that_is_none_is_refused(text: str) -> None:
 def test_options_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(UsageError, match="--every with `latest` alone, got it with '3'"):
         target_of("3", 60)
-    for ways in (StrategyOptions(all_at_once=True, rolling=1), StrategyOptions(atomic=True, canary=1)):
+    for ways in (dict(all_at_once=True, rolling=1), dict(atomic=True, canary=1)):
         with pytest.raises(UsageError, match="expected one of --all-at-once"):
-            strategy_of(ways)
+            strategy_of(**ways)
     with pytest.raises(UsageError, match="with --canary K"):
-        strategy_of(StrategyOptions(rolling=1, approve=True))
+        strategy_of(rolling=1, approve=True)
     with pytest.raises(UsageError, match="--max-failures with"):
-        strategy_of(StrategyOptions(all_at_once=True, max_failures=2))
+        strategy_of(all_at_once=True, max_failures=2)

@@ -6,7 +6,7 @@ import pytest
 from resharder.server.fleets.fleets import Attachment, Fleets, Note
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
-from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind
+from resharder.server.state.fleet import Fleet, UpdateStrategy
 from resharder.server.state.server import Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
 from resharder.v1 import resources_pb2
@@ -26,7 +26,7 @@ class Site:
         self.versions.publish()
         files = FleetFiles(folder)
         if strict:
-            files.save(Fleet(MODEL, MODEL, strategy=FleetStrategy(FleetStrategyKind.ATOMIC)), 0.0)
+            files.save(Fleet(MODEL, MODEL, strategy=UpdateStrategy(UpdateStrategy.Kind.ATOMIC)), 0.0)
 
         def note(kind: str, subject: str, what: str, reason: str = "", **details: object) -> None:
             self.noted.append((subject, what))

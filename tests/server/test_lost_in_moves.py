@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, Move, MoveState
+from resharder.server.state.fleet import Fleet, Move, MoveState, UpdateStrategy
 from resharder.server.state.server import InstallState, OrderKind, Power, Server
 from resharder.server.state.server_events import Reported
 from resharder.v1 import operator_pb2, resources_pb2
@@ -18,7 +18,7 @@ from resharder.v1 import operator_pb2, resources_pb2
 from tests.support.simulated_fleet import FleetSimulation
 from tests.support.simulated_fleet_servers import FLEET, NAMES, SETTINGS
 
-ALL, ROLLING, CANARY, ATOMIC = FleetStrategyKind
+ALL, ROLLING, CANARY, ATOMIC = UpdateStrategy.Kind
 DEATHS = {
     # As the daemon sees them: what the API server reports last, and whether the connection is closed.
     "worker": ("its engine died", True),
@@ -116,7 +116,7 @@ class Site:
 
 @pytest.fixture
 def make() -> Callable[..., Site]:
-    def made(kind: FleetStrategyKind, max_failures: int = 0) -> Site:
+    def made(kind: UpdateStrategy.Kind, max_failures: int = 0) -> Site:
         fleets = FleetSimulation()
         fleets.set_up(kind, 0, 1, approval=False, ahead=False)
         if max_failures:
@@ -143,9 +143,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", DEATHS)
-@pytest.mark.parametrize("kind", FleetStrategyKind, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", UpdateStrategy.Kind, ids=lambda kind: kind.name)
 def test_a_move_that_loses_a_server_names_it_and_is_not_done(
-    make: Callable[..., Site], kind: FleetStrategyKind, what: str, moment: str
+    make: Callable[..., Site], kind: UpdateStrategy.Kind, what: str, moment: str
 ) -> None:
     site = make(kind)
     site.fleets.publish()

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.rpc.convert import fleet_to_proto
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
+from resharder.server.state.fleet import FleetTargetKind, UpdateStrategy
 from resharder.server.state.server import OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
@@ -24,7 +24,7 @@ class Site(AheadSimulation):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_up(FleetStrategyKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(UpdateStrategy.Kind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
         self.settle()
 
     def shows(self) -> list[int]:
@@ -90,14 +90,14 @@ def shown(site: Site) -> tuple[bool, int, str]:
     return message.serve_ahead, message.serve_ahead_setting, message.serve_ahead_reason
 
 
-def strategy(kind: FleetStrategyKind) -> dict[str, object]:
+def strategy(kind: UpdateStrategy.Kind) -> dict[str, object]:
     return {"strategy": resources_pb2.UpdateStrategy(kind=int(kind))}  # type: ignore[arg-type]
 
 
 WITH_OTHERS: list[tuple[dict[str, object], str]] = [
-    (strategy(FleetStrategyKind.ROLLING), "default of a fleet that moves ROLLING"),
-    (strategy(FleetStrategyKind.CANARY), "default of a fleet that moves CANARY"),
-    (strategy(FleetStrategyKind.ATOMIC), "default of a fleet that moves ATOMIC"),
+    (strategy(UpdateStrategy.Kind.ROLLING), "default of a fleet that moves ROLLING"),
+    (strategy(UpdateStrategy.Kind.CANARY), "default of a fleet that moves CANARY"),
+    (strategy(UpdateStrategy.Kind.ATOMIC), "default of a fleet that moves ATOMIC"),
     ({"max_skew": 2}, "default of a fleet with a skew bound of 2"),
 ]
 """Settings under which servers do not move each for itself."""
@@ -140,7 +140,7 @@ def test_an_operators_choice_survives_other_settings_and_restarts(site: Site) ->
     site.set(serve_ahead=False)
     for setting, _ in WITH_OTHERS:
         site.set(**setting)
-    site.set(**strategy(FleetStrategyKind.ALL_AT_ONCE), max_skew=0)
+    site.set(**strategy(UpdateStrategy.Kind.ALL_AT_ONCE), max_skew=0)
     site.restart_daemon()
     assert shown(site) == (False, resources_pb2.SERVE_AHEAD_OFF, "set by an operator")
     site.set(serve_ahead_setting=resources_pb2.SERVE_AHEAD_ON)

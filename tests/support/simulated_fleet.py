@@ -11,7 +11,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from resharder.server.fleets.commands import SERVE_AHEAD
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind, MoveState
+from resharder.server.state.fleet import FleetTargetKind, MoveState, UpdateStrategy
 from resharder.server.state.server import Power
 from resharder.server.state.server_events import Reported
 from resharder.v1 import operator_pb2, resources_pb2
@@ -24,21 +24,21 @@ class FleetSimulation(SimulatedServers):
     """Time, versions, operators and the daemon's restarts; what always holds."""
 
     @initialize(
-        kind=st.sampled_from(FleetStrategyKind),
+        kind=st.sampled_from(UpdateStrategy.Kind),
         max_skew=st.sampled_from([0, 0, 1, 2]),
         at_a_time=st.integers(1, 2),
         approval=st.booleans(),
         ahead=st.sampled_from([None, True, False]),
     )
-    def begin(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
+    def begin(self, kind: UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
         self.set_up(kind, max_skew, at_a_time, approval, ahead)
 
-    def set_up(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
+    def set_up(self, kind: UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
         self.versions.publish()
         strategy = resources_pb2.UpdateStrategy(kind=int(kind))  # type: ignore[arg-type]
-        if kind in (FleetStrategyKind.ROLLING, FleetStrategyKind.CANARY):
+        if kind in (UpdateStrategy.Kind.ROLLING, UpdateStrategy.Kind.CANARY):
             strategy.at_a_time = at_a_time
-        if kind == FleetStrategyKind.CANARY:
+        if kind == UpdateStrategy.Kind.CANARY:
             strategy.hold_seconds, strategy.approval = 5, approval
         self.kind, self.max_skew, self.at_a_time = kind, max_skew, at_a_time
         fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, strategy=strategy, max_skew=max_skew)
@@ -179,7 +179,7 @@ class FleetSimulation(SimulatedServers):
             if not sent and confirmed.get(id) == version and not self.plants[id].cut:
                 assert version in self.versions.ready, "nothing in use is dropped"
         versions = set(shown.values())
-        if self.plants and self.kind == FleetStrategyKind.ATOMIC:
+        if self.plants and self.kind == UpdateStrategy.Kind.ATOMIC:
             assert len(versions) <= 1, f"an atomic fleet serves one version: {shown}, {self.reasons()}"
         elif self.plants and self.max_skew:
             assert not versions or max(versions) - min(versions) <= self.max_skew, (
@@ -221,7 +221,7 @@ class AheadSimulation(FleetSimulation):
 
     @initialize()
     def begin(self) -> None:  # type: ignore[override]
-        self.set_up(FleetStrategyKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(UpdateStrategy.Kind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
 
     @precondition(lambda self: len(self.versions.staging) < 2)
     @rule(rounds=st.integers(0, 2))

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTargetKind, MoveState, PauseMode
+from resharder.server.state.fleet import Fleet, FleetTargetKind, MoveState, PauseMode, UpdateStrategy
 from resharder.server.state.server import InstallState, OrderKind, Power, Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Order, Reported
 
@@ -265,7 +265,7 @@ class SimulatedServers(RuleBasedStateMachine):
         """When one more has been told to pause."""
         move, known = self.fleet.moving, [view.server for view in self.fleets.servers()]
         together = self.fleet.pause_mode == PauseMode.WAIT or (
-            move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
+            move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC
         )
         if together or not self.joins:
             return
@@ -276,7 +276,7 @@ class SimulatedServers(RuleBasedStateMachine):
     def check_service(self, plant: ServerModel) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
         move = self.fleet.moving
-        rolling = self.kind == FleetStrategyKind.ROLLING and (move is None or move.strategy.kind == FleetStrategyKind.ROLLING)
+        rolling = self.kind == UpdateStrategy.Kind.ROLLING and (move is None or move.strategy.kind == UpdateStrategy.Kind.ROLLING)
         if not rolling or plant.shows(self.now) == 0:
             return
         away = [

@@ -7,7 +7,6 @@ import typer
 from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
 from resharder.client.cli.move_picture import move_lines
-from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
 from resharder.client.cli.output import plain, print_json, print_table, time_of
 from resharder.client.cli.show import print_problems
 from resharder.client.cli.terminal import say
@@ -15,8 +14,8 @@ from resharder.client.cli.wait import end_move, show
 from resharder.client.cli.watch_move import watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus
-from resharder.client.operator.states import MovePhase, RequestHandling, ServeAhead, TargetKind
+from resharder.client.operator.answers import FleetStatus, UpdateStrategy, VersionTarget
+from resharder.client.operator.states import MovePhase, RequestHandling, ServeAhead, StrategyKind, TargetKind
 
 fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
@@ -84,7 +83,10 @@ def set_(
     resharder fleet set tests --model policy --want 12 --pause-mode wait
     """
     target = target_of(want or "latest", every) if want or every is not None else None
-    strategy = strategy_of(StrategyOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
+    strategy = strategy_of(
+        all_at_once=all_at_once, rolling=rolling, canary=canary, atomic=atomic,
+        max_failures=max_failures, hold=hold, approve=approve, check=check,
+    )  # fmt: skip
     mode = RequestHandling(pause_mode.value.upper()) if pause_mode else None
     if serve_ahead_auto and serve_ahead is not None:
         raise UsageError("expected one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto, got two")
@@ -246,3 +248,51 @@ def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
         facts += [("failed", f"{server}: {error}") for server, error in sorted(move.failed.items())]
     facts += [("refused", f"version {refusal.version}: {refusal.reason}") for refusal in fleet.refused]
     return [*facts, ("reason", fleet.reason)]
+
+
+def target_of(text: str, every: float | None = None) -> VersionTarget:
+    """Return the target for `latest`, a version's number, or `none`. `every` is the least interval between moves in seconds.
+
+    Raises UsageError.
+    """
+    if every is not None and text != "latest":
+        raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
+    if text.isdigit() and int(text):
+        return VersionTarget(TargetKind.NUMBER, int(text))
+    kinds = {"latest": TargetKind.LATEST, "none": TargetKind.NONE}
+    if text not in kinds:
+        raise UsageError(f"expected `latest`, a version's number or `none`, got {text!r}")
+    return VersionTarget(kinds[text], every_seconds=every or 0.0)
+
+
+def strategy_of(
+    *,
+    all_at_once: bool = False,
+    rolling: int | None = None,
+    canary: int | None = None,
+    atomic: bool = False,
+    max_failures: int | None = None,
+    hold: float | None = None,
+    approve: bool = False,
+    check: str = "",
+) -> UpdateStrategy | None:
+    """Return the update strategy of the options as given; None without an option about it. Raises UsageError."""
+    ways = [all_at_once, rolling is not None or canary is not None, atomic]
+    if sum(ways) > 1:
+        raise UsageError(
+            "expected one of --all-at-once, --rolling N, --canary K and --atomic (--canary K --rolling N go together)"
+        )
+    if canary is None and (hold is not None or approve or check):
+        raise UsageError("expected --hold, --approve and --check with --canary K: they say when the rest follows it")
+    if max_failures is not None and not ways[1]:
+        raise UsageError("expected --max-failures with --rolling N or --canary K")
+    if not any(ways):
+        return None
+    if canary is not None:
+        return UpdateStrategy(
+            StrategyKind.CANARY, canaries=canary, at_a_time=rolling or 0, max_failures=max_failures or 0,
+            hold_seconds=hold or 0, approval=approve, check=check,
+        )  # fmt: skip
+    if rolling is not None:
+        return UpdateStrategy(StrategyKind.ROLLING, at_a_time=rolling, max_failures=max_failures or 0)
+    return UpdateStrategy(StrategyKind.ATOMIC if atomic else StrategyKind.ALL_AT_ONCE)

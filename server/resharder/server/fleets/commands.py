@@ -9,16 +9,7 @@ from resharder.server.fleets.explain import FleetView
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.updates import lost_servers, still_refused, turn_back
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, listed
-from resharder.server.state.fleet import (
-    Fleet,
-    FleetStrategy,
-    FleetStrategyKind,
-    FleetTarget,
-    FleetTargetKind,
-    MoveState,
-    PauseMode,
-    View,
-)
+from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -223,14 +214,14 @@ def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
     return target
 
 
-def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> FleetStrategy:
+def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> UpdateStrategy:
     """Convert and validate an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
-    if int(message.kind) not in set(FleetStrategyKind):
+    if int(message.kind) not in set(UpdateStrategy.Kind):
         raise InvalidArgument(
-            "STRATEGY", f"expected a strategy of {listed(kind.name for kind in FleetStrategyKind)}, got {message.kind}"
+            "STRATEGY", f"expected a strategy of {listed(kind.name for kind in UpdateStrategy.Kind)}, got {message.kind}"
         )
-    strategy = FleetStrategy(
-        FleetStrategyKind(message.kind),
+    strategy = UpdateStrategy(
+        UpdateStrategy.Kind(message.kind),
         message.at_a_time,
         message.max_failures,
         message.canaries,
@@ -241,13 +232,13 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
     for name in ("at_a_time", "max_failures", "canaries", "hold_seconds"):
         if not 0 <= getattr(strategy, name) < 1e9:
             raise InvalidArgument("STRATEGY", f"expected {name} of 0 to 1e9, got {getattr(strategy, name)}")
-    if strategy.kind != FleetStrategyKind.CANARY and (
+    if strategy.kind != UpdateStrategy.Kind.CANARY and (
         strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
     ):
         raise InvalidArgument(
             "STRATEGY", f"expected canaries, a hold, approval and a check with CANARY alone, got them with {strategy.kind.name}"
         )
-    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC) and (
+    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC) and (
         strategy.at_a_time or strategy.max_failures
     ):
         raise InvalidArgument(
@@ -301,9 +292,9 @@ def _check_ahead(fleet: Fleet) -> None:
         )
 
 
-def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
+def _check_kv(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     passing = sorted(id for id, server in view.servers.items() if server.passes_kv)
-    if passing and strategy.kind != FleetStrategyKind.ATOMIC:
+    if passing and strategy.kind != UpdateStrategy.Kind.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
             f"servers {listed(passing)} pass KV caches on: expected fleet {fleet.name} to move atomically, "
@@ -311,7 +302,7 @@ def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
         )
 
 
-def _check_canaries(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
+def _check_canaries(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     """Raise InvalidArgument (STRATEGY) for more canaries than a fleet has servers; one without servers may get any number."""
     count = len(fleet.members | view.servers.keys())
     if count and strategy.canaries > count:

@@ -29,7 +29,7 @@ from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable, unknown_server
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, PauseMode, View
+from resharder.server.state.fleet import Fleet, PauseMode, UpdateStrategy, View
 from resharder.server.state.server import Server, Settings, Worker, WorkerState, in_use, processes
 from resharder.server.state.server_events import (
     Attached,
@@ -279,7 +279,7 @@ class Fleets:
                     f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
                 )
             strategy = self.by_name[known.fleet].strategy.kind
-            if first.passes_kv and strategy != FleetStrategyKind.ATOMIC:
+            if first.passes_kv and strategy != UpdateStrategy.Kind.ATOMIC:
                 raise FailedPrecondition(
                     "KV_FLEET",
                     f"server {server} transfers KV caches: expected fleet {known.fleet} to update atomically "

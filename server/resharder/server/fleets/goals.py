@@ -18,15 +18,7 @@ from resharder.server.fleets.updates import (
     uncertain_servers,
     wanted,
 )
-from resharder.server.state.fleet import (
-    NOBODY,
-    Fleet,
-    FleetStrategyKind,
-    FleetTargetKind,
-    MoveState,
-    PauseMode,
-    View,
-)
+from resharder.server.state.fleet import NOBODY, Fleet, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
 from resharder.server.state.server import Goal, InstallState, Server
 
 _PAUSED = 2  # paused servers for each that ranks can send to at the same time
@@ -37,7 +29,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     """Return the goal of every server of the view."""
     found, move = {}, fleet.moving
     turns = _turns(fleet, view)
-    together = move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
+    together = move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC
     late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
@@ -94,9 +86,9 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
             return move.back_to, True, f"the fleet goes back: {move.reason}"
         case MoveState.STOPPED:
             return (move.to if id in move.servers or move.short else stays), True, f"the move stopped: {move.reason}"
-    if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
+    if id in move.failed and move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE:
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
-    if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
+    if move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
         # An install in progress ends first: if versions arrive faster than installs, no server would ever arrive.
         keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
         if keeps and fleet.target.kind == FleetTargetKind.LATEST:
@@ -121,7 +113,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     """
     move = fleet.moving
     strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
-    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC):
+    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC):
         return set(view.servers)
     if view.settling:
         return set()
@@ -150,9 +142,9 @@ def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     move = fleet.moving
     if move is not None and move.state == MoveState.APPLYING:
         return NOBODY
-    if move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC and move.state == MoveState.BACK:
+    if move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC and move.state == MoveState.BACK:
         return move.back_to, move.back_to
-    if fleet.strategy.kind == FleetStrategyKind.ATOMIC:
+    if fleet.strategy.kind == UpdateStrategy.Kind.ATOMIC:
         version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
         return version, version
     if not fleet.max_skew:

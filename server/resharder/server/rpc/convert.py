@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -14,7 +15,7 @@ from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.node.reports import NodeState, NodeView
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.state.errors import InvalidArgument, listed
-from resharder.server.state.fleet import FleetStrategy, Move
+from resharder.server.state.fleet import Move, UpdateStrategy
 from resharder.server.state.server import Install, OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
 from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
@@ -340,16 +341,8 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
     return message
 
 
-def _strategy_to_proto(strategy: FleetStrategy) -> resources_pb2.UpdateStrategy:
-    return resources_pb2.UpdateStrategy(
-        kind=resources_pb2.UpdateStrategy.Kind.Value(strategy.kind.name),
-        at_a_time=strategy.at_a_time,
-        max_failures=strategy.max_failures,
-        canaries=strategy.canaries,
-        hold_seconds=strategy.hold_seconds,
-        approval=strategy.approval,
-        check=strategy.check,
-    )
+def _strategy_to_proto(strategy: UpdateStrategy) -> resources_pb2.UpdateStrategy:
+    return resources_pb2.UpdateStrategy(**asdict(strategy))
 
 
 def _move_to_proto(move: Move) -> resources_pb2.Move:
