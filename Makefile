@@ -68,9 +68,10 @@ types: setup
 
 proto: .venv-proto/.ready
 	PYTHON=$(CURDIR)/.venv-proto/bin/python proto/generate.sh
+	$(PYTHON) -m tools.answers
 
 proto-check: proto
-	git diff --exit-code -- proto
+	git diff --exit-code -- proto client/resharder/client/operator/answers.py
 
 # The oldest vLLM with a CPU build for this torch, in a venv of its own. It has no megatron, so only tests/vllm is collected:
 # the compat marks are there.

@@ -8,6 +8,7 @@ compared with what the ranks have published, bit for bit. Needs root and iproute
 """
 
 import argparse
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,8 +23,9 @@ from resharder.converters.wire.ranges import HELD_FILE
 from safetensors.torch import load_file
 
 from benchmarks.host_lab import emulated
-from tests.support.home_rank import CONFIG, HomeRanks, serve
+from tests.support.home_rank import CONFIG
 from tests.support.namespaces import unavailable
+from tests.support.remote import Remote
 
 ROWS, COLUMNS = 1024, 1024  # of each rank, of two bytes
 WAYS = {"gathered on nodes": "auto", "data port of the daemon": "http"}
@@ -32,6 +34,8 @@ WAYS = {"gathered on nodes": "auto", "data port of the daemon": "http"}
 
 class Rank:
     """One rank, in a process of its own."""
+
+    threads = os.cpu_count()
 
     def attach(self, endpoint: str, job: str, rank: int, hosts: int, tensors: int, transport: str) -> None:
         self._values, self._index = values_of(rank, tensors), (slice(rank * ROWS, (rank + 1) * ROWS),)
@@ -73,8 +77,7 @@ def measure(asked: argparse.Namespace, way: str) -> list[Round]:
         ranks = []
         for number, node in enumerate(nodes):
             hidden = [*(other.root for other in nodes if other is not node), daemon.store]
-            program = ("-m", "benchmarks.gathered_tensors", "--serve")
-            ranks.append(stack.enter_context(HomeRanks(hidden, hosts.command(number + 1), program)))
+            ranks.append(stack.enter_context(Remote(Rank, hidden=hidden, namespace=hosts.namespace(number + 1))))
         for rank, process in enumerate(ranks):
             process.call("attach", daemon.endpoint, way, rank, asked.hosts, tensors, WAYS[way])
         found = []
@@ -119,10 +122,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100, help="of each rank")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pause", type=float, default=2.0, help="seconds between two rounds")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.serve:
-        return serve(Rank())
     if reason := unavailable():
         print(f"not measured: {reason}")
         return

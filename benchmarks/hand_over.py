@@ -20,9 +20,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.gpu_buffers import FromGpu
-from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import Piece, TensorSpec, contiguous_strides, full_box
 from resharder.converters.storage.files import FileLayout, MappedFiles, lay_out
 from resharder.server.infra.filesystem import write_zeros

@@ -31,9 +31,10 @@ from resharder.server.node.file_proofs import THREADS
 
 from benchmarks.stores import fast_store
 from tests.support.daemon import Daemon
-from tests.support.home_rank import CONFIG, HomeRanks, serve
+from tests.support.home_rank import CONFIG
 from tests.support.namespaces import unavailable
 from tests.support.node import Node, joined
+from tests.support.remote import Remote
 from tests.support.supervised import MEMORY, shared_memory
 
 TENSOR_BYTES = 16 << 20
@@ -43,6 +44,8 @@ WAYS = {"nodes, 1 replica": ("auto", 1), "nodes, 2 replicas": ("auto", 2), "data
 
 class Rank:
     """One rank, in a process of its own."""
+
+    threads = os.cpu_count()
 
     def attach(self, endpoint: str, job: str, rank: int, hosts: int, tensors: int, transport: str) -> None:
         shape = (TENSOR_BYTES // 2048, 1024)
@@ -107,7 +110,7 @@ class Round(NamedTuple):
     transport: str
 
 
-def measure(ranks: list[HomeRanks], nodes: list[Node], pool: ThreadPoolExecutor, rounds: int, pause: float) -> list[Round]:
+def measure(ranks: list[Remote], nodes: list[Node], pool: ThreadPoolExecutor, rounds: int, pause: float) -> list[Round]:
     """Return all rounds but the first, with `pause` seconds between them."""
 
     def used() -> tuple[float, float]:
@@ -147,7 +150,7 @@ def rounds_of(way: str, asked: argparse.Namespace) -> list[Round]:
         ranks = []
         for node in nodes:
             hidden = [other.root for other in nodes if other is not node]
-            ranks.append(stack.enter_context(HomeRanks(hidden, program=("-m", "benchmarks.host_publish", "--serve"))))
+            ranks.append(stack.enter_context(Remote(Rank, hidden=hidden)))
         for rank, process in enumerate(ranks):
             process.call("attach", daemon.endpoint, way, rank, asked.hosts, tensors_of(asked), transport)
         found = measure(ranks, nodes, pool, asked.rounds, asked.pause)
@@ -168,10 +171,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between two rounds")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--huge", action="store_true", help="give the nodes' memory huge pages")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.serve:
-        return serve(Rank())
     if reason := unavailable():
         print(f"not measured: {reason}")
         return

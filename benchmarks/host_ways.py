@@ -122,7 +122,7 @@ def held_box(shape: tuple[int, ...], held: str) -> "Box":
 def source(endpoint: str, name: str, transport: str) -> None:
     from resharder.client.versions import source
     from resharder.client.versions.remote import download
-    from resharder.client.versions.whole import whole_tensors
+    from resharder.client.versions.source import whole_tensors
 
     if transport == "grpc":
         source.read_boxes = download

@@ -13,8 +13,7 @@ from itertools import count
 
 import numpy as np
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.node.piece_table import PieceTable
-from resharder.server.node.sources import (
+from resharder.server.holding.sources import (
     LIMITS,
     UPLOADS,
     PeerOffer,
@@ -26,7 +25,8 @@ from resharder.server.node.sources import (
     after_failure,
     choose,
 )
-from resharder.server.node.tracker import SHORTEST, NodeReport, Tracker, TrackerAnswer
+from resharder.server.nodes.pieces import PieceTable
+from resharder.server.nodes.tracker import SHORTEST, NodeReport, Tracker, TrackerAnswer
 
 VERSION = "models/policy/versions/1"
 ORIGIN = "origin"

@@ -54,8 +54,7 @@ def pytest(name: str, marks: str, minutes: float, *folders: str, jobs: int = 2) 
 TEST = [
     make("proto-check", 5),  # not beside tests: it writes the generated files again
     *(make(name, 20, beside=True) for name in ("lint", "types", "docs")),
-    pytest("tests", "not full and not storm", 60),
-    pytest("storms", "not full and storm", 15, "chaos", "failpoints", "soak", jobs=1),
+    pytest("tests", "not full", 45),
 ]
 REST = [
     pytest("converters, in full", "full and not storm", 20, "converters"),

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from resharder.client import Operator, RequestHandling, VersionState
+from resharder.client import Operator, PauseMode, Version
 from rich.console import Console
 from rich.progress import Progress
 
@@ -43,7 +43,7 @@ def run(steps: int, seed: int) -> History:
         try:
             console.print("two Megatron ranks publish their initial weights …")
             wait_ready(operator, ranks, folder)
-            operator.set_fleet(MODEL, model=MODEL, pause_mode=RequestHandling.KEEP)
+            operator.set_fleet(MODEL, model=MODEL, pause_mode=PauseMode.KEEP)
             config = fetch_config(daemon.endpoint, folder / "config")
             console.print("a vLLM server loads them from the daemon …")
             environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
@@ -75,7 +75,7 @@ def end(ranks: subprocess.Popen[bytes]) -> None:
 
 def wait_ready(operator: Operator, ranks: subprocess.Popen[bytes], folder: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while not any(version.state is VersionState.READY for version in operator.versions()):
+    while not any(version.state is Version.State.READY for version in operator.versions()):
         check(ranks, folder, deadline)
         time.sleep(0.2)
 

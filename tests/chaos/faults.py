@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 from resharder.client.errors import ResharderError
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
@@ -111,14 +111,14 @@ class Faults:
 
     def _lacks_pieces(self) -> bool:
         with suppress(ResharderError):
-            return any(v.state == VersionState.READY and not v.folder for v in self._system.observer.versions(FLEET))
+            return any(v.state == Version.State.READY and not v.folder for v in self._system.observer.versions(FLEET))
         return False
 
     def _alone_on(self, nodes: list[str]) -> list[int]:
         """Return the versions that ranks write on some nodes."""
         with suppress(ResharderError):
             found = self._system.observer.versions(FLEET)
-            uploading = [v for v in found if v.state == VersionState.UPLOADING]
+            uploading = [v for v in found if v.state == Version.State.UPLOADING]
             return [v.number for v in uploading if {home.node.removeprefix("nodes/") for home in v.homes} & {*nodes}]
         return []
 

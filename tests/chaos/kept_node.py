@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from resharder.client.operator.answers import ServerStatus
-from resharder.client.operator.nodes import NodeLife, NodeStatus
+from resharder.client.operator import answers
 
 from tests.support.node import Node
 from tests.support.ports import free_port
@@ -104,10 +103,12 @@ class NodeUse:
 
     version: int = 0
     writes: bool = False
-    servers: tuple[ServerStatus, ...] = ()
+    servers: tuple[answers.Server, ...] = ()
 
 
-def node_problems(name: str, nodes: Iterable[NodeStatus], use: NodeUse, memory: NodeMemory, ready: Collection[int]) -> list[str]:
+def node_problems(
+    name: str, nodes: Iterable[answers.Node], use: NodeUse, memory: NodeMemory, ready: Collection[int]
+) -> list[str]:
     """Return why a node does not have what its host needs, or has more; empty if it does.
 
     Args:
@@ -118,7 +119,7 @@ def node_problems(name: str, nodes: Iterable[NodeStatus], use: NodeUse, memory: 
         ready: Numbers of the READY versions.
     """
     found = [node for node in nodes if node.name == f"nodes/{name}"]
-    if [node.state for node in found] != [NodeLife.LIVE]:
+    if [node.state for node in found] != [answers.Node.State.LIVE]:
         return [f"expected {name} to be live, got {[(node.name, node.state.value) for node in found]}"]
     (node,), problems = found, []
     copies = {int(copy.version.rpartition("/")[2]): copy for copy in node.copies}

@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from resharder.client.errors import ResharderError
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
-from resharder.client.operator.nodes import NodeStatus
+from resharder.client.operator.answers import Fleet, Node, Server, Version
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
@@ -43,7 +42,7 @@ class Observer(Periodic):
             self._changed("node", node.name, shown_node(node))
         self._before = began
 
-    def versions(self, versions: list[VersionStatus], asked: float) -> None:
+    def versions(self, versions: list[Version], asked: float) -> None:
         """Record versions that are new, changed, or no longer listed, in the answer to a question at time `asked`."""
         listed = set()
         for version in sorted(versions, key=lambda version: version.number):
@@ -63,7 +62,7 @@ class Observer(Periodic):
             self._history.record(kind, **fields, **more, before=round(self._before, 3))
 
 
-def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
+def shown_fleet(fleet: Fleet) -> dict[str, Any]:
     """Return the fields of a fleet that the history has."""
     move = fleet.move
     return {
@@ -79,7 +78,7 @@ def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
     }
 
 
-def shown_node(node: NodeStatus) -> dict[str, Any]:
+def shown_node(node: Node) -> dict[str, Any]:
     """Return the fields of a node that the history has."""
     problems = {copy.version: re.sub(r"\d+", "…", copy.problem) for copy in node.copies if copy.problem}
     whole = [copy.version for copy in node.copies if copy.held_pieces == copy.pieces > 0]
@@ -87,7 +86,7 @@ def shown_node(node: NodeStatus) -> dict[str, Any]:
     return {"name": node.name, "state": node.state.value, "problems": problems, "holds": holds}
 
 
-def shown_server(server: ServerStatus) -> dict[str, Any]:
+def shown_server(server: Server) -> dict[str, Any]:
     """Return the fields of a server that the history has."""
     return {
         "name": server.name.removeprefix("servers/"),

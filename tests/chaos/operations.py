@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resharder.client.errors import ResharderError
-from resharder.client.operator.answers import FleetStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.states import RequestHandling, ServeAhead, StrategyKind, TargetKind, VersionState
+from resharder.client.operator.answers import Fleet, PauseMode, ServeAhead, UpdateStrategy, Version, VersionTarget
 
 from demo.jobs import JobFailed
 from tests.chaos.history import History
@@ -81,41 +80,41 @@ class Operations:
     # Fleet
 
     def _ready(self, pick: float) -> int:
-        ready = sorted(v.number for v in self._system.operator.versions(FLEET) if v.state == VersionState.READY)
+        ready = sorted(v.number for v in self._system.operator.versions(FLEET) if v.state == Version.State.READY)
         return ready[int(pick * len(ready))]
 
-    def _target(self, pick: float, accept_refused: bool) -> FleetStatus:
-        target = VersionTarget(TargetKind.NUMBER, self._ready(pick))
+    def _target(self, pick: float, accept_refused: bool) -> Fleet:
+        target = VersionTarget(VersionTarget.Kind.NUMBER, self._ready(pick))
         return self._system.operator.set_fleet(FLEET, target=target, accept_refused=accept_refused)
 
-    def _latest(self, accept_refused: bool) -> FleetStatus:
-        target = VersionTarget(TargetKind.LATEST)
+    def _latest(self, accept_refused: bool) -> Fleet:
+        target = VersionTarget(VersionTarget.Kind.LATEST)
         return self._system.operator.set_fleet(FLEET, target=target, accept_refused=accept_refused)
 
-    def _rollback(self, pick: float | None) -> FleetStatus:
+    def _rollback(self, pick: float | None) -> Fleet:
         version = None if pick is None else self._ready(pick)
         return self._system.operator.rollback(FLEET, version, reason="chaos")
 
-    def _strategy(self, kind: str, **options: Any) -> FleetStatus:
-        return self._system.operator.set_fleet(FLEET, strategy=UpdateStrategy(StrategyKind(kind), **options))
+    def _strategy(self, kind: str, **options: Any) -> Fleet:
+        return self._system.operator.set_fleet(FLEET, strategy=UpdateStrategy(UpdateStrategy.Kind(kind), **options))
 
-    def _skew(self, bound: int) -> FleetStatus:
+    def _skew(self, bound: int) -> Fleet:
         return self._system.operator.set_fleet(FLEET, max_skew=bound)
 
-    def _ahead(self, on: bool | None) -> FleetStatus:
+    def _ahead(self, on: bool | None) -> Fleet:
         """Set whether the fleet serves ahead of READY; None: the default."""
         return self._system.operator.set_fleet(FLEET, serve_ahead=ServeAhead.AUTO if on is None else on)
 
-    def _pause_mode(self, mode: str) -> FleetStatus:
-        return self._system.operator.set_fleet(FLEET, pause_mode=RequestHandling(mode))
+    def _pause_mode(self, mode: str) -> Fleet:
+        return self._system.operator.set_fleet(FLEET, pause_mode=PauseMode(mode))
 
-    def _sleep(self, server: str, level: int) -> FleetStatus:
+    def _sleep(self, server: str, level: int) -> Fleet:
         return self._system.operator.sleep(FLEET, server, level=level)
 
-    def _wake(self, server: str) -> FleetStatus:
+    def _wake(self, server: str) -> Fleet:
         return self._system.operator.wake(FLEET, server)
 
-    def _drain(self, server: str) -> FleetStatus:
+    def _drain(self, server: str) -> Fleet:
         return self._system.operator.drain(FLEET, server)
 
     def _drain_node(self, node: str) -> dict[str, Any]:
@@ -124,16 +123,16 @@ class Operations:
     def _resume_node(self, node: str) -> dict[str, Any]:
         return {"state": self._system.operator.resume_node(node).state.value}
 
-    def _resume(self) -> FleetStatus:
+    def _resume(self) -> Fleet:
         return self._system.operator.resume(FLEET)
 
-    def _pin(self) -> FleetStatus:
+    def _pin(self) -> Fleet:
         return self._system.operator.pin(FLEET)
 
-    def _approve(self) -> FleetStatus:
+    def _approve(self) -> Fleet:
         return self._system.operator.approve(FLEET)
 
-    def _back(self) -> FleetStatus:
+    def _back(self) -> Fleet:
         return self._system.operator.back(FLEET, reason="chaos")
 
     def _gc(self, keep: int, pick: float | None) -> dict[str, Any]:
@@ -165,7 +164,7 @@ class Operations:
         return outcome
 
     def _shown(self, answer: Any) -> dict[str, Any]:
-        if isinstance(answer, FleetStatus):
+        if isinstance(answer, Fleet):
             return {"wanted": answer.wanted_version, "settled": answer.settled_version}
         return dict(answer)
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import psutil
 from resharder.client.errors import Refused, ResharderError
-from resharder.client.operator.answers import FleetStatus, ServerStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.nodes import NodeStatus
-from resharder.client.operator.states import (
-    MovePhase,
-    PublisherState,
-    RequestHandling,
+from resharder.client.operator.answers import (
+    Fleet,
+    Move,
+    Node,
+    PauseMode,
+    Power,
+    PublisherStatus,
     ServeAhead,
-    ServerPower,
-    ServerState,
-    StrategyKind,
-    TargetKind,
-    VersionState,
+    Server,
+    UpdateStrategy,
+    Version,
+    VersionTarget,
 )
 
 from tests.chaos.history import Event, History
@@ -36,10 +36,10 @@ _HOME = 20.0
 """Seconds in which ranks write on a node again that has restarted."""
 DESCRIPTORS, CONNECTIONS = 200, 40
 _SIDES = {"left": 1, "right": 2}
-_RESTING = (ServerState.SERVING, ServerState.ASLEEP, ServerState.DRAINED, ServerState.FAILED)
+_RESTING = (Server.State.SERVING, Server.State.ASLEEP, Server.State.DRAINED, Server.State.FAILED)
 _ENDS = {"aborted", "retired", "ready"}
 """Events of a version that is UPLOADING no longer."""
-_ENDED = (MovePhase.DONE, MovePhase.FAILED, MovePhase.STOPPED, MovePhase.UNSPECIFIED)
+_ENDED = (Move.State.DONE, Move.State.FAILED, Move.State.STOPPED, Move.State.UNSPECIFIED)
 
 
 class Peace:
@@ -93,9 +93,9 @@ class Peace:
     def _arrives(self) -> list[str]:
         """With plain settings, a new version is READY and served by every server, and each gives answers of it."""
         operator = self._system.operator
-        plain = {"target": VersionTarget(TargetKind.LATEST), "strategy": UpdateStrategy(StrategyKind.ALL_AT_ONCE)}
+        plain = {"target": VersionTarget(VersionTarget.Kind.LATEST), "strategy": UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE)}
         operator.set_fleet(
-            FLEET, **plain, max_skew=0, serve_ahead=ServeAhead.AUTO, pause_mode=RequestHandling.KEEP, accept_refused=True
+            FLEET, **plain, max_skew=0, serve_ahead=ServeAhead.AUTO, pause_mode=PauseMode.KEEP, accept_refused=True
         )
         operator.wake(FLEET)
         operator.resume(FLEET)
@@ -140,7 +140,7 @@ class Peace:
         return problems or self._answers(newest)
 
     def _newest(self) -> int:
-        return max(v.number for v in self._system.operator.versions(FLEET) if v.state == VersionState.READY)
+        return max(v.number for v in self._system.operator.versions(FLEET) if v.state == Version.State.READY)
 
     def _nodes_hold(self) -> list[str]:
         """A version that cannot take the direct path is written on the trainer's home, and read through the nodes of workers."""
@@ -156,7 +156,7 @@ class Peace:
             with suppress(ResharderError):
                 servers, found = observer.servers(), observer.nodes()
                 problems[:] = [f"{short.version}: {short.problem}" for short in observer.replica_shortages()]
-                ready = [v.number for v in observer.versions(FLEET) if v.state == VersionState.READY]
+                ready = [v.number for v in observer.versions(FLEET) if v.state == Version.State.READY]
                 for name, kept in nodes.items():
                     use = self._use_of(name, newest, servers)
                     problems.extend(node_problems(name, found, use, kept.memory(), ready))
@@ -180,7 +180,7 @@ class Peace:
     def _resumes(self, node: str) -> bool:
         return wait_for(lambda: self._operations.run("resume_node", {"node": node}) == "ok", ARRIVE, 1.0)
 
-    def _use_of(self, node: str, newest: int, servers: list[ServerStatus]) -> NodeUse:
+    def _use_of(self, node: str, newest: int, servers: list[Server]) -> NodeUse:
         names = {name for name, server in self._system.servers.items() if server.reads == node}
         readers = tuple(server for server in servers if server.name.removeprefix("servers/") in names)
         writes = self._system.trainer.home == node
@@ -189,7 +189,7 @@ class Peace:
     def _approve(self) -> None:
         """Let a move of the storm continue that waits for an operator."""
         move = self._system.observer.fleet(FLEET).move
-        if move is not None and move.state in (MovePhase.HOLDING, MovePhase.STOPPED):
+        if move is not None and move.state in (Move.State.HOLDING, Move.State.STOPPED):
             with suppress(Refused):
                 self._system.operator.approve(FLEET, move=move.id, reason="peace")
 
@@ -203,7 +203,7 @@ class Peace:
         return problems
 
 
-def altered(system: System, name: str, nodes: Iterable[NodeStatus]) -> list[str]:
+def altered(system: System, name: str, nodes: Iterable[Node]) -> list[str]:
     """Return the versions that a node reports to hold and whose files there are not those of the store."""
     copies = [copy for node in nodes if node.name == f"nodes/{name}" for copy in node.copies]
     found = []
@@ -232,32 +232,32 @@ def set_aside_seconds(events: Iterable[Event], node: str) -> float:
     return 60.0 * 2 ** (failed - 1) if failed else 0.0
 
 
-def restless(fleet: FleetStatus, servers: list[ServerStatus], names: set[str]) -> list[str]:
+def restless(fleet: Fleet, servers: list[Server], names: set[str]) -> list[str]:
     """Return why a fleet has not come to rest under its own settings; empty if it has."""
     problems = [f"{name} is not listed" for name in names - {server.name.removeprefix("servers/") for server in servers}]
     move = fleet.move
-    waits = move is not None and move.state == MovePhase.HOLDING and move.strategy.approval
+    waits = move is not None and move.state == Move.State.HOLDING and move.strategy.approval
     if move is not None and move.state not in _ENDED and not waits:
-        absent = [server for server in servers if server.state in (ServerState.ASLEEP, ServerState.DRAINED)]
+        absent = [server for server in servers if server.state in (Server.State.ASLEEP, Server.State.DRAINED)]
         if not absent:
             problems.append(f"the move to version {move.to_version} is {move.state.value}: {fleet.reason}")
     for server in servers:
-        if server.state not in _RESTING and not (waits and server.state == ServerState.WAITING):
+        if server.state not in _RESTING and not (waits and server.state == Server.State.WAITING):
             problems.append(f"{server.name} is {server.state.value}: {server.reason}")
-        arrived = server.version == fleet.wanted_version or server.state != ServerState.SERVING
-        if move is not None and move.state == MovePhase.DONE and not arrived:
+        arrived = server.version == fleet.wanted_version or server.state != Server.State.SERVING
+        if move is not None and move.state == Move.State.DONE and not arrived:
             problems.append(
                 f"{server.name} serves version {server.version}, the fleet wants {fleet.wanted_version}: {server.reason}"
             )
     return problems
 
 
-def behind(servers: list[ServerStatus], version: int) -> list[str]:
+def behind(servers: list[Server], version: int) -> list[str]:
     """Return the servers that do not serve a version with open gates; empty if all do."""
     return [
         f"{server.name} is {server.state.value} with version {server.version}, not SERVING {version}: {server.reason}"
         for server in servers
-        if (server.state, server.version, server.power) != (ServerState.SERVING, version, ServerPower.AWAKE) or server.ahead
+        if (server.state, server.version, server.power) != (Server.State.SERVING, version, Power.AWAKE) or server.ahead
     ]
 
 
@@ -278,7 +278,7 @@ def left_in_store(system: System) -> list[str]:
     """Return folders of the store that no version explains."""
     folder = system.daemon.store / "models" / FLEET
     found = [f"left in the store: {path}" for kind in ("staging", "retired") for path in (folder / kind).glob("*")]
-    ready = {version.number for version in system.observer.versions(FLEET) if version.state == VersionState.READY}
+    ready = {version.number for version in system.observer.versions(FLEET) if version.state == Version.State.READY}
     stored = {int(path.name) for path in (folder / "versions").iterdir()}
     if stored != ready:
         found.append(f"READY are {sorted(ready)}, the store has {sorted(stored)}")
@@ -294,7 +294,9 @@ def leases(system: System) -> list[str]:
     """Return publishers and servers that should not be live, or that should."""
     daemon, servers = system.observer.daemon(), system.observer.servers()
     live = [
-        publisher for publisher in daemon.publishers if publisher.state in (PublisherState.ACTIVE, PublisherState.REGISTERING)
+        publisher
+        for publisher in daemon.publishers
+        if publisher.state in (PublisherStatus.State.ACTIVE, PublisherStatus.State.REGISTERING)
     ]
     found = [] if [publisher.live_ranks for publisher in live] == [RANKS] else [f"live publishers: {live}"]
     sides = {server.name.removeprefix("servers/"): server.control_sides for server in servers}

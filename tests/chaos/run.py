@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from resharder.client.operator.nodes import NodeLife
+from resharder.client.operator.answers import Node
 
 from tests.chaos.history import History
 from tests.chaos.kept_server import BOOT
@@ -66,7 +66,7 @@ class Run:
         self.traffic.open()
 
     def _is_live(self, node: str) -> bool:
-        return any(found.name == f"nodes/{node}" and found.state == NodeLife.LIVE for found in self.system.observer.nodes())
+        return any(found.name == f"nodes/{node}" and found.state == Node.State.LIVE for found in self.system.observer.nodes())
 
     def violations(self) -> list[Violation]:
         """Check the history so far."""

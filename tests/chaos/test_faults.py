@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 
 from tests.chaos.faults import Faults
 from tests.chaos.history import History
@@ -24,7 +24,7 @@ class Signals:
         self.sent, self.heals, self.folder = list[Any](), 0, "/store"
         self.nodes = {"far": SimpleNamespace(processes=lambda: ["far"], failpoint="", small=False)}
         self.keepers = {"far": SimpleNamespace(down_until=0.0)}
-        self.observer = SimpleNamespace(versions=lambda model: [SimpleNamespace(state=VersionState.READY, folder=self.folder)])
+        self.observer = SimpleNamespace(versions=lambda model: [SimpleNamespace(state=Version.State.READY, folder=self.folder)])
 
     def signal(self, processes: list[str], number: signal.Signals) -> None:
         self.sent.append((processes, number))
@@ -68,7 +68,7 @@ def test_a_node_that_ranks_write_on_is_killed_for_good_while_it_alone_has_a_vers
     time.sleep(0.1)
     assert (system.sent, silent) == ([], [("far-data", True)]), "no version is written there"
     home = SimpleNamespace(node="nodes/far")
-    version = SimpleNamespace(state=VersionState.UPLOADING, folder="/staging", homes=[home], number=3)
+    version = SimpleNamespace(state=Version.State.UPLOADING, folder="/staging", homes=[home], number=3)
     system.observer.versions = lambda model: [version]
     thread.join(60)
     assert system.sent == [(["far"], signal.SIGKILL)]

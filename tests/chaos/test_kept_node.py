@@ -5,19 +5,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from resharder.client.operator.answers import ServerStatus
-from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
+from resharder.client.operator.answers import Node, NodeCopy, Server
 
 from tests.chaos.kept_node import NodeMemory, NodeUse, node_problems
 from tests.chaos.peace import set_aside_seconds
 
-COPY = NodeCopyStatus("models/policy/versions/7", 1, 1, 1, True, "", ("right",))
-NODE = NodeStatus("nodes/node", NodeLife.LIVE, "127.0.0.1:1", 100, 10, 0, 0, 0, 0, None, (COPY,), 0, ())
+COPY = NodeCopy("models/policy/versions/7", held_pieces=1, wanted_pieces=1, pieces=1, wanted=True, servers=("right",))
+NODE = Node("nodes/node", Node.State.LIVE, "127.0.0.1:1", capacity_bytes=100, used_bytes=10, copies=(COPY,))
 
 
-def server(transport: str = "node") -> ServerStatus:
+def server(transport: str = "node") -> Server:
     worker = SimpleNamespace(rank=0, transport=transport, transport_reason="nodes/node: it is lost")
-    return cast(ServerStatus, SimpleNamespace(name="servers/right", workers=(worker,)))
+    return cast(Server, SimpleNamespace(name="servers/right", workers=(worker,)))
 
 
 def problems(
@@ -30,7 +29,7 @@ def problems(
     **changes: Any,
 ) -> list[str]:
     use, memory = NodeUse(version, writes, (server(transport),)), NodeMemory(stored, sets)
-    other = replace(NODE, name="nodes/other", state=NodeLife.LOST)
+    other = replace(NODE, name="nodes/other", state=Node.State.LOST)
     return node_problems(name, [other, replace(NODE, **changes)], use, memory, (6, 7))
 
 
@@ -44,7 +43,7 @@ def test_a_node_that_serves_its_host_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"state": NodeLife.LOST}, "expected node to be live"),
+        ({"state": Node.State.LOST}, "expected node to be live"),
         ({"name": "other"}, "expected other to be live"),
         ({"copies": ()}, "node does not hold version 7: None"),
         ({"copies": (replace(COPY, held_pieces=0),)}, "node does not hold version 7"),

@@ -1,6 +1,7 @@
-"""The direct path's kernels against the host: `TRITON_INTERPRET=1 python -m tests.client.direct_kernels`."""
+"""The direct path's kernels against the host: `TRITON_INTERPRET=1 python -m tests.client.direct_kernels ROUNDS`."""
 
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,10 +14,9 @@ from resharder.client.gpu.digest import Digester
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.table import _on_host
 from resharder.client.transport.at_home import AtHome, PieceSubset
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.gpu_buffers import FromGpu
 from resharder.client.transport.host_buffers import digests_of
-from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
 from resharder.converters.models.tensor_io import read_piece, view_of
 from resharder.converters.storage.digest import digest
@@ -155,7 +155,7 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
             releases = Released()
-            found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces), releases)
+            found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces), releases).digests
             assert releases.files == [file.path for file in files if file.by_name.keys() & {spec.name for spec in specs}]
             with MappedFiles(Path(folder), files) as mapped:
                 for piece, spec, value in zip(pieces, specs, found, strict=True):
@@ -169,10 +169,8 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
 class Sent:
     """A way to the daemon on which boxes are read and digested."""
 
-    name, reason, mapped = "http", "", False
-
-    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: LiveItems, releases: Released) -> list[int]:
-        return digests_of(slot, items)
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: LiveItems, releases: Released) -> Delivered:
+        return Delivered(digests_of(slot, items), "http")
 
 
 def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
@@ -192,18 +190,19 @@ def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
             items, releases = LiveItems(tensors, pieces), Released()
             transport = AtHome(folder, slot.divided(gathers=False), memory, Sent(), subsets)
-            assert transport.deliver(resources_pb2.Version(folder="elsewhere"), slot, items, releases) == digests_of(slot, items)
+            found = transport.deliver(resources_pb2.Version(folder="elsewhere"), slot, items, releases)
+            assert found.digests == digests_of(slot, items)
             assert set(releases.files) == {file.path for file in files}
         plans.add(id(memory._planned))
     assert len(plans) == 1
 
 
-def main() -> None:
+def main(rounds: int) -> None:
     np.seterr(over="ignore")
     random.seed(7)
     torch.manual_seed(7)
     tiles_are_moved_as_the_host_does()
-    for _ in range(3):
+    for _ in range(rounds):
         digests_are_those_of_the_host()
         digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
@@ -212,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -29,7 +29,7 @@ from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer
 from tests.support.late_group import Late
 
 STAGING, DIRECT_BYTES = 1 << 20, 1 << 17  # the former for each peer
-TIMEOUT, LONG = 8.0, 120.0  # seconds: one that a test waits for, and one that nothing here takes
+TIMEOUT, LONG = 4.0, 120.0  # seconds: one that a test waits for, and one that nothing here takes
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 

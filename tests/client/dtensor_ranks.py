@@ -1,12 +1,10 @@
 """Four real ranks train transformers' Qwen3 with FSDP2 over tensor parallelism, two by two, and publish before and after a step.
 
-`torchrun --nproc-per-node 4 -m tests.client.dtensor_ranks ENDPOINT FOLDER` with a checkpoint in FOLDER/source; writes the whole
-state dicts as torch gathers them, FOLDER/before.pt, after.pt and exchanged.pt, and FOLDER/again.pt after filling from the first
-version.
+`main(ENDPOINT, FOLDER)` under `tests.support.ranks`, with a checkpoint in FOLDER/source; writes the whole state dicts as torch
+gathers them, FOLDER/before.pt, after.pt and exchanged.pt, and FOLDER/again.pt after filling from the first version.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM
+from transformers import Qwen3ForCausalLM
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 PLAN: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
 
 
-def main(endpoint: str, folder: Path) -> None:
+def main(endpoint: str, path: str) -> None:
+    folder = Path(path)
     dist.init_process_group("gloo")
     config = json.loads((folder / "source" / "config.json").read_text())
-    model: Any = AutoModelForCausalLM.from_pretrained(folder / "source", attn_implementation="eager")
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder / "source", attn_implementation="eager")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     for layer in model.model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
@@ -62,7 +61,3 @@ def gather(model: torch.nn.Module, file: Path) -> None:
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         torch.save(whole, file)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,29 +1,19 @@
 """Four Megatron ranks on two emulated hosts with a node each: ranks 0 and 1 read the first folder alone, 2 and 3 the second.
 
-`torchrun --nproc-per-node 4 -m tests.client.home_ranks ENDPOINT FOLDER` with FOLDER/nodes.json, the folder of each node, and a
-checkpoint in FOLDER/policy; writes FOLDER/transports-RANK.json. Needs root.
+`main(ENDPOINT, FOLDER)` under `tests.support.ranks`, with FOLDER/nodes.json, the folder of each node, and a checkpoint in
+FOLDER/policy; writes FOLDER/transports-RANK.json. Needs root.
 """
 
-import ctypes
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-_CLONE_NEWNS = 0x00020000
+from tests.support.hidden import hide
 
 
-def hide(folder: str) -> None:
-    """Make a folder empty to this process. Called before it has threads."""
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "no mount namespace")
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
-
-
-def main(endpoint: str, folder: Path) -> None:
-    hide(json.loads((folder / "nodes.json").read_text())[1 - int(os.environ["RANK"]) // 2])
+def main(endpoint: str, path: str) -> None:
+    folder = Path(path)
+    hide([json.loads((folder / "nodes.json").read_text())[1 - int(os.environ["RANK"]) // 2]])
     import resharder.client.trainer.connect as resharder
     import torch
     import torch.distributed as dist
@@ -48,7 +38,3 @@ def main(endpoint: str, folder: Path) -> None:
     found = [handle.transport for handle in handles]
     (folder / f"transports-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,11 +1,10 @@
 """Four real Megatron ranks, in one world whatever is asked of them: starting one takes longer than most of what it does.
 
-`torchrun --nproc-per-node 4 -m tests.client.megatron_ranks ENDPOINT FOLDER` with FOLDER/cases.json and the checkpoint of each
-case in FOLDER/MODEL; writes FOLDER/found.json.
+`main(ENDPOINT, FOLDER)` under `tests.support.ranks`, with FOLDER/cases.json and the checkpoint of each case in
+FOLDER/MODEL; writes FOLDER/found.json.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,8 @@ def divided(endpoint: str, source: Path, config: Config, layout: dict[str, Any],
 ACTS = {"publish": publish, "go_on": go_on, "cast": cast, "divided": divided}
 
 
-def main(endpoint: str, folder: Path) -> None:
+def main(endpoint: str, path: str) -> None:
+    folder = Path(path)
     dist.init_process_group("gloo")
     found = {}
     for act, cases in json.loads((folder / "cases.json").read_text()).items():
@@ -113,7 +113,3 @@ def main(endpoint: str, folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from resharder.client.cli.named_version import named_version
+from resharder.client.cli.versions import named_version
 from resharder.client.operator import Operator
 from resharder.client.trainer.connect import DeclaredTensor, Handle, connect
 from resharder.client.trainer.publisher import Publisher

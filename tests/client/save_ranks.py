@@ -1,7 +1,7 @@
 """Four real Megatron ranks that save their model as training does: torch_dist, with an optimizer's states beside the weights.
 
-`python -m tests.support.forked_ranks tests.client.save_ranks FOLDER` with FOLDER/cases.json and the checkpoint of each case in
-FOLDER/FAMILY writes FOLDER/NAME/iter_0000005 and FOLDER/NAME/latest_checkpointed_iteration.txt.
+`main(FOLDER)` under `tests.support.ranks`, with FOLDER/cases.json and the checkpoint of each case in
+FOLDER/FAMILY, writes FOLDER/NAME/iter_0000005 and FOLDER/NAME/latest_checkpointed_iteration.txt.
 """
 
 import json

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.transport.at_home import AtHome, PieceSubset
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.host_buffers import digests_of
-from resharder.client.transport.live_items import LiveItems
 from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.geometry.layout import Piece, TensorSpec, contiguous_strides, full_box
 from resharder.converters.storage.files import lay_out
@@ -32,15 +31,13 @@ PIECES = [Piece(s.name, full_box(s.shape), s.name, 0, contiguous_strides(s.shape
 class Daemon:
     """Takes the boxes that are sent to it."""
 
-    name, reason, mapped = "http", "a reason", False
-
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def deliver(self, version: Any, slot: AssignedSlot, items: Iterable[Any], releases: Any) -> list[int]:
+    def deliver(self, version: Any, slot: AssignedSlot, items: Iterable[Any], releases: Any) -> Delivered:
         kept = [(number, tensor.clone()) for number, tensor in items]
         self.names = [slot.specs[number].name for number, _ in kept]
-        return digests_of(slot, kept)
+        return Delivered(digests_of(slot, kept), "http", "a reason")
 
 
 class Releases:
@@ -72,9 +69,8 @@ def test_boxes_of_the_node_are_written_there_and_the_others_are_sent(folder: Pat
         version = resources_pb2.Version(name="models/policy/versions/1", folder="/the/daemons")
         items = LiveItems(TENSORS, PIECES) if kind != "iterator" else iter([*LiveItems(TENSORS, PIECES)])
         found = transport.deliver(version, SLOT, items, releases)
-        assert found == digests_of(SLOT, LiveItems(TENSORS, PIECES))
+        assert found == (digests_of(SLOT, LiveItems(TENSORS, PIECES)), "node", "a reason", False)
         assert daemon.names == [name for number, name in enumerate(NAMES) if number not in home]
-        assert (transport.name, transport.reason, transport.mapped) == ("node", "a reason", False)
         written = read_folder(str(folder))
         assert {name: array.tobytes() for name, array in written.items()} == {
             NAMES[n]: TENSORS[NAMES[n]].numpy().tobytes() if n in home else bytes(SPECS[n].size) for n in HOME
@@ -88,5 +84,6 @@ def test_a_slot_that_is_all_at_home_needs_no_way_to_the_daemon(folder: Path) -> 
     items = [(number, TENSORS[spec.name]) for number, spec in enumerate(slot.specs)]
     divided = slot.divided(gathers=False)
     transport = AtHome(str(folder), divided, SharedMemory(1), None, (PieceSubset(), PieceSubset()))
-    assert transport.deliver(resources_pb2.Version(), slot, iter(items), Releases()) == digests_of(slot, items)
-    assert (divided.rest_boxes, transport.reason, transport.mapped) == ((), "", False)
+    found = transport.deliver(resources_pb2.Version(), slot, iter(items), Releases())
+    assert found == (digests_of(slot, items), "node", "", False)
+    assert divided.rest_boxes == ()

@@ -14,9 +14,9 @@ from resharder.client.errors import ResharderError
 from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions import port_connection, port_reads
-from resharder.client.versions.boxes import read_boxes
+from resharder.client.versions import port_reader
 from resharder.client.versions.remote import Arrived, VersionManifest, download
+from resharder.client.versions.source import read_boxes
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed
 from resharder.converters.wire import windows
@@ -33,6 +33,7 @@ from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.secure import PROBE, Authority, SecureDaemon
+from tests.support.variants import alone
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ COLUMNS: list[tuple[str, Box]] = [
 """Boxes that are packed, but for the scalar."""
 
 
-@pytest.fixture(params=["plain", "mutual TLS"])
+@pytest.fixture(params=alone(["plain", "mutual TLS"], ["mutual TLS"]))
 def either(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Iterator[Channel]:
     """A channel to a daemon with a version of `SPECS`."""
     if request.param == "plain":
@@ -76,7 +77,7 @@ def without_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> Iterator[Arrived]:
         raise AssertionError("expected no download by gRPC")
 
-    monkeypatch.setattr("resharder.client.versions.boxes.download", refused)
+    monkeypatch.setattr("resharder.client.versions.source.download", refused)
 
 
 def test_strided_boxes_come_by_the_data_port_with_the_bytes_of_the_stream(either: Channel) -> None:
@@ -135,7 +136,7 @@ def test_after_cut_connections_the_chunks_that_are_left_are_read(channel: Channe
 def test_where_the_data_port_ends_in_the_middle_the_stream_takes_over(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
+    monkeypatch.setattr(port_reader, "PATIENCE", 0.1)
     monkeypatch.setattr(windows, "WINDOW_BYTES", 2 << 20)
     manifest = manifest_of(channel)
     wanted = [*COLUMNS, *all_boxes(manifest)]
@@ -159,7 +160,7 @@ def test_without_a_data_port_boxes_come_by_the_stream(channel: Channel, caplog: 
 
 def test_a_daemon_killed_in_the_middle_serves_the_rest_after_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "WINDOW_BYTES", 2 << 20)
-    monkeypatch.setattr(port_connection, "PATIENCE", 0.5)
+    monkeypatch.setattr(port_reader, "PATIENCE", 0.5)
     with Daemon(data_listen="127.0.0.1:0") as daemon, Channel(daemon.endpoint) as channel:
         publish(daemon, 1)
         manifest = manifest_of(channel)
@@ -178,7 +179,7 @@ def test_a_version_stays_while_its_boxes_are_read_however_slowly(monkeypatch: py
     with Daemon(data_listen="127.0.0.1:0", keep_count=1) as daemon, Channel(daemon.endpoint) as channel:
         publish(daemon, 1, SMALL)
         manifest = manifest_of(channel)
-        monkeypatch.setattr(port_reads, "_PIN_SECONDS", 0.1)
+        monkeypatch.setattr(port_reader, "_PIN_SECONDS", 0.1)
         monkeypatch.setattr(windows, "WINDOW_BYTES", 1 << 8)
         without_grpc(monkeypatch)
         folder = daemon.store / "models/policy/versions/00000001"

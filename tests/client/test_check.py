@@ -20,6 +20,8 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.models.megatron.layout import local_layout
 from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 
+from tests.support.command import resharder
+
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_tied", 8, {"tp": 2, "pp": 2}),
     ("qwen3", 8, {"tp": 2, "cp": 2}),
@@ -110,10 +112,11 @@ def test_the_command_plans_a_trainer_and_a_server_without_cuda_or_transformer_en
 
 
 def test_the_command_says_what_does_not_fit_and_exits_4(tmp_path: Path) -> None:
-    done = run(tiny_hf.tiny_config("qwen3", vocab_size=1024), tmp_path, "--world", "6", "--tp", "4")
-    assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr.splitlines()[-1].startswith("resharder: expected a world size that tp x cp x pp = 4")
-    assert "Traceback" not in done.stderr
+    (tmp_path / "config.json").write_text(json.dumps(tiny_hf.tiny_config("qwen3", vocab_size=1024)))
+    done = resharder("check", tmp_path, "--world", 6, "--tp", 4)
+    assert (done.code, done.out) == (4, "")
+    assert done.err.splitlines()[-1].startswith("resharder: expected a world size that tp x cp x pp = 4")
+    assert "Traceback" not in done.err
 
 
 def test_what_megatron_refuses_is_one_error() -> None:

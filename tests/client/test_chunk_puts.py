@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.trainer.publisher import Publisher
-from resharder.client.transport import http_chunks
+from resharder.client.transport import chunks as chunks_module
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.chunk_body import LENGTH, MOST_BODY_BYTES
 from resharder.converters.wire.chunk_frame import ChunkHeader, frame, unframe
@@ -52,7 +52,7 @@ def test_after_a_cut_connection_only_the_chunks_that_the_daemon_lacks_are_sent(d
 def test_where_the_data_port_cannot_be_reached_a_rank_publishes_by_grpc_and_says_why(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(http_chunks, "_PATIENCE", 0.1)
+    monkeypatch.setattr(chunks_module, "_PATIENCE", 0.1)
     full = weights(2)
     (publisher,) = connected(daemon.endpoint, 1, "away", transport="http")
     through(publisher, "127.0.0.1:1")

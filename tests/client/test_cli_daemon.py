@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
+from resharder.client.operator.answers import Server, UpdateStrategy, VersionTarget
 
 from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder, running
@@ -103,14 +102,14 @@ def test_a_command_that_waits_for_servers_says_when_one_was_lost(
     fleet = f"losing-{verb}"
     said("fleet", "set", fleet, "--model", "policy")
     with SimulatedServer(daemon, f"{fleet}-a", fleet=fleet) as dies, SimulatedServer(daemon, f"{fleet}-b", fleet=fleet):
-        wait_until(lambda: [s.state for s in operator.servers(fleet)] == [ServerState.SERVING] * 2, "both serve")
+        wait_until(lambda: [s.state for s in operator.servers(fleet)] == [Server.State.SERVING] * 2, "both serve")
         if verb == "wake":
             said("sleep", "--fleet", fleet, *WAIT)
         dies.dies_at = {dies_at}
         done = resharder(verb, "--fleet", fleet, *WAIT)
         assert done.code == 5
         assert f"servers/{fleet}-a LOST: its engine died, " in done.out
-        assert operator.server(f"{fleet}-b").state != ServerState.LOST
+        assert operator.server(f"{fleet}-b").state != Server.State.LOST
 
 
 def test_servers_are_drained_resumed_put_to_sleep_and_woken(daemon: Daemon) -> None:
@@ -207,10 +206,10 @@ def test_what_is_waited_for_and_followed_goes_on_over_a_restart_of_the_daemon() 
         for number in (1, 2):
             publish_all(publishers, 10 * number, weights(number))[0].wait_ready(60)
         publishers[0].close()
-        operator.set_fleet("policy", target=VersionTarget(TargetKind.NUMBER, version=1))
+        operator.set_fleet("policy", target=VersionTarget(VersionTarget.Kind.NUMBER, version=1))
         with SimulatedServer(daemon, "a"):
-            operator.set_fleet("policy", strategy=UpdateStrategy(StrategyKind.CANARY, approval=True))
-            asked = operator.set_fleet("policy", target=VersionTarget(TargetKind.NUMBER, version=2))
+            operator.set_fleet("policy", strategy=UpdateStrategy(UpdateStrategy.Kind.CANARY, approval=True))
+            asked = operator.set_fleet("policy", target=VersionTarget(VersionTarget.Kind.NUMBER, version=2))
             moved = pool.submit(operator.wait_moved, asked, timeout=120)
             next(event for event in seen if event.what == "holding")
             daemon.kill()

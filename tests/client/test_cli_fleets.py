@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.cli import completion, format
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
+from resharder.client.cli import complete, format
+from resharder.client.operator import answers
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -146,20 +146,20 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
     ],
 )
 def test_a_fleet_is_shown_with_the_rule_by_which_it_serves_ahead(ahead: bool, reason: str, expected: str) -> None:
-    fleet = converted(FleetStatus, resources_pb2.Fleet(name="policy", serve_ahead=ahead, serve_ahead_reason=reason))
+    fleet = converted(answers.Fleet, resources_pb2.Fleet(name="policy", serve_ahead=ahead, serve_ahead_reason=reason))
     assert format.serves(fleet).startswith(expected)
 
 
 def test_what_is_served_ahead_is_shown_as_such() -> None:
-    server = converted(ServerStatus, Server(name="servers/a", state=Server.SERVING, ahead=True))
+    server = converted(answers.Server, Server(name="servers/a", state=Server.SERVING, ahead=True))
     assert format.state(server) == "SERVING, ahead"
     states = {3: resources_pb2.Version.UPLOADING, 2: resources_pb2.Version.READY, 4: resources_pb2.Version.UPLOADING}
     shown = [
-        converted(VersionStatus, resources_pb2.Version(model="policy", number=number, state=state, servers_following=2))
+        converted(answers.Version, resources_pb2.Version(model="policy", number=number, state=state, servers_following=2))
         for number, state in states.items()
     ]
     servers = [
-        converted(ServerStatus, Server(name=f"servers/{number}", model="policy", version=number, state=Server.SERVING))
+        converted(answers.Server, Server(name=f"servers/{number}", model="policy", version=number, state=Server.SERVING))
         for number in (3, 2)
     ]
     assert [row[6] for row in format.version_rows(shown, servers)] == ["1/2, ahead", "1/2", "–"]
@@ -258,7 +258,7 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
 
 
 def test_the_shell_completes_what_the_daemon_knows(fake: FakeOperator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "SECONDS", 60.0)
+    monkeypatch.setattr(complete, "SECONDS", 60.0)
     fake.versions.append(resources_pb2.Version(model="policy", number=12, state=resources_pb2.Version.READY))
     fake.versions.append(resources_pb2.Version(model="policy", number=11, state=resources_pb2.Version.RETIRED))
 

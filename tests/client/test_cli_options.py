@@ -7,16 +7,15 @@ from resharder.client.cli import format
 from resharder.client.cli.fleets import strategy_of, target_of
 from resharder.client.errors import UsageError
 from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import StrategyKind, TargetKind
 
 
 @pytest.mark.parametrize(
     ("text", "every", "target", "said"),
     [
-        ("latest", None, VersionTarget(TargetKind.LATEST), "latest"),
-        ("latest", 60.0, VersionTarget(TargetKind.LATEST, every_seconds=60), "latest, one move in 60 s"),
-        ("12", None, VersionTarget(TargetKind.NUMBER, version=12), "version 12"),
-        ("none", None, VersionTarget(TargetKind.NONE), "none"),
+        ("latest", None, VersionTarget(VersionTarget.Kind.LATEST), "latest"),
+        ("latest", 60.0, VersionTarget(VersionTarget.Kind.LATEST, every_seconds=60), "latest, one move in 60 s"),
+        ("12", None, VersionTarget(VersionTarget.Kind.NUMBER, version=12), "version 12"),
+        ("none", None, VersionTarget(VersionTarget.Kind.NONE), "none"),
     ],
 )
 def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target: VersionTarget, said: str) -> None:
@@ -28,16 +27,16 @@ def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target
     ("options", "strategy", "said"),
     [
         ({}, None, ""),
-        (dict(all_at_once=True), UpdateStrategy(StrategyKind.ALL_AT_ONCE), "all at once"),
-        (dict(atomic=True), UpdateStrategy(StrategyKind.ATOMIC), "atomically"),
+        ({"all_at_once": True}, UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE), "all at once"),
+        ({"atomic": True}, UpdateStrategy(UpdateStrategy.Kind.ATOMIC), "atomically"),
         (
-            dict(rolling=2, max_failures=3),
-            UpdateStrategy(StrategyKind.ROLLING, at_a_time=2, max_failures=3),
+            {"rolling": 2, "max_failures": 3},
+            UpdateStrategy(UpdateStrategy.Kind.ROLLING, at_a_time=2, max_failures=3),
             "2 at a time, stops after 3 failures",
         ),
         (
-            dict(canary=1, rolling=4, hold=30, approve=True, check="smoke"),
-            UpdateStrategy(StrategyKind.CANARY, canaries=1, at_a_time=4, hold_seconds=30, approval=True, check="smoke"),
+            {"canary": 1, "rolling": 4, "hold": 30, "approve": True, "check": "smoke"},
+            UpdateStrategy(UpdateStrategy.Kind.CANARY, canaries=1, at_a_time=4, hold_seconds=30, approval=True, check="smoke"),
             "1 server first, held for 30 s and approval and check smoke, then 4 at a time, stops after 1 failure",
         ),
     ],
@@ -56,7 +55,8 @@ def test_a_version_that_is_none_is_refused(text: str) -> None:
 def test_options_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(UsageError, match="--every with `latest` alone, got it with '3'"):
         target_of("3", 60)
-    for ways in (dict(all_at_once=True, rolling=1), dict(atomic=True, canary=1)):
+    several: list[dict[str, Any]] = [{"all_at_once": True, "rolling": 1}, {"atomic": True, "canary": 1}]
+    for ways in several:
         with pytest.raises(UsageError, match="expected one of --all-at-once"):
             strategy_of(**ways)
     with pytest.raises(UsageError, match="with --canary K"):

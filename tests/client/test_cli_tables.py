@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.cli.sentences import event_line
-from resharder.client.cli.table import Columns, lines, short
-from resharder.client.operator.answers import DaemonEvent
+from resharder.client.cli.format import event_line
+from resharder.client.cli.terminal import Columns, lines, short
+from resharder.client.operator.answers import Event
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -129,7 +129,7 @@ def test_a_name_is_shortened_in_its_middle() -> None:
     ],
 )
 def test_events_are_sentences_without_lists_and_json(event: dict[str, object], said: str) -> None:
-    made = converted(DaemonEvent, operator_pb2.Event(**event))  # type: ignore[arg-type]
+    made = converted(Event, operator_pb2.Event(**event))  # type: ignore[arg-type]
     assert event_line(made).plain == f"1970-01-01 00:00:00Z  {said}"
 
 

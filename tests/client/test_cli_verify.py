@@ -4,10 +4,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from resharder.client.cli.verify import _code, _line
-from resharder.client.operator.answers import UncomparedTensors, WorkerVerification
+from resharder.client.cli.check import _verify_code, _verify_line
+from resharder.client.operator.answers import Uncompared, Verification
 
-WHOLE = WorkerVerification(
+WHOLE = Verification(
     rank=0,
     request="r",
     time=datetime(2026, 1, 1, tzinfo=UTC),
@@ -22,7 +22,7 @@ WHOLE = WorkerVerification(
     digested_bytes=16 << 20,
     uncompared=(),
 )
-PACKED = UncomparedTensors("a kernel has packed them", 5, 11 << 20, ("q", "k", "v", "o"))
+PACKED = Uncompared("a kernel has packed them", 5, 11 << 20, ("q", "k", "v", "o"))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,6 @@ PACKED = UncomparedTensors("a kernel has packed them", 5, 11 << 20, ("q", "k", "
         (replace(WHOLE, skipped="it sleeps"), 4, "worker 0: not verified: it sleeps"),
     ],
 )
-def test_a_line_says_how_much_was_compared_and_why_the_rest_was_not(found: WorkerVerification, code: int, line: str) -> None:
-    assert _line(found) == line
-    assert _code([WHOLE, found]) == code
+def test_a_line_says_how_much_was_compared_and_why_the_rest_was_not(found: Verification, code: int, line: str) -> None:
+    assert _verify_line(found) == line
+    assert _verify_code([WHOLE, found]) == code

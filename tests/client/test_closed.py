@@ -14,12 +14,10 @@ import torch
 from resharder.client.direct.links import until_over
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus
-from resharder.client.operator.states import ServerPower
+from resharder.client.operator.answers import Fleet, Power
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
-from resharder.client.transport.chunks import PackedChunk
-from resharder.client.transport.grpc_chunks import ChunkStreams
+from resharder.client.transport.chunks import ChunkStreams, PackedChunk
 from resharder.client.versions.remote import VersionManifest, download
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.server.node.daemon_client import DaemonClient
@@ -65,16 +63,16 @@ CALLS: dict[str, Callable[[Operator], Any]] = {
     "versions_after": lambda operator: operator.versions_after(1, model="m"),
     "wait_drained": lambda operator: operator.wait_drained("rl"),
     "wait_moved": lambda operator: operator.wait_moved(_fleet()),
-    "wait_power": lambda operator: operator.wait_power("rl", ServerPower.AWAKE),
+    "wait_power": lambda operator: operator.wait_power("rl", Power.AWAKE),
     "wait_serving": lambda operator: operator.wait_serving("rl"),
     "wake": lambda operator: operator.wake("rl"),
 }
 
 
-def _fleet() -> FleetStatus:
+def _fleet() -> Fleet:
     from resharder.client.operator.convert import answer
 
-    return answer(FleetStatus, resources_pb2.Fleet(name="rl"))
+    return answer(Fleet, resources_pb2.Fleet(name="rl"))
 
 
 def test_every_call_of_a_closed_operator_is_refused() -> None:

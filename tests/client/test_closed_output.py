@@ -11,12 +11,14 @@ import pytest
 import structlog
 from resharder.client import cli
 from resharder.converters.printable import CLOSED, printable_output
-from resharder.server import main, node_main
+from resharder.server import main
 from resharder.server.logs import configure_logs
+from resharder.server.node import main as node_main
 
 from tests.support.command import Done, running
 from tests.support.fake_operator import FakeOperator
 from tests.support.hostile_operator import COMMANDS, Hostile, named
+from tests.support.variants import alone
 
 FOLLOWING = (("watch",), ("watch", "--json"), ("watch", "--wide"), ("events", "--follow"), ("fleet", "show", "--watch"))
 HELP = (("--help",), ("--version",), ("gc", "--help"))
@@ -60,7 +62,10 @@ def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("line", ['"$@" >&-', '"$@" >&- <&-', '"$@" >&- 2>&-'])
+SHELL = ['"$@" >&-', '"$@" >&- <&-', '"$@" >&- 2>&-']
+
+
+@pytest.mark.parametrize("line", alone(SHELL, SHELL[:1]))
 def test_a_command_with_closed_outputs_does_its_work(daemon: Hostile, line: str) -> None:
     done = shell(line, "status", "--endpoint", daemon.endpoint)
     assert (done.returncode, done.stderr) == (0, "")

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from resharder.v1 import resources_pb2
 
-from tests.failpoints.roles import Actor
 from tests.support.daemon import Daemon
 from tests.support.direct_hosts import HostServer, HostTrainer
 from tests.support.namespaces import Hosts, unavailable
 from tests.support.observing import wait_serving, wait_until
+from tests.support.remote import Remote
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-SECONDS = 12.0  # the daemon's bound on a transfer
+SECONDS = 6.0  # the daemon's bound on a transfer
 TRAINER, SERVER = 0, 1  # hosts
 STORAGE = "10.255.0.1"  # address of the trainer's host that leads nowhere
 
@@ -28,7 +28,7 @@ STORAGE = "10.255.0.1"  # address of the trainer's host that leads nowhere
 class Site:
     hosts: Hosts
     daemon: Daemon
-    trainer: Actor
+    trainer: Remote
     served: Path
 
     def publish(self, step: int) -> resources_pb2.Server:
@@ -60,7 +60,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             host=hosts.address, insecure=True, shared_memory=False, direct_seconds=SECONDS, log_format="json", lease_seconds=10
         )
         daemon = stack.enter_context(made)
-        trainer = Actor(HostTrainer, {"namespace": hosts.namespace(TRAINER), "endpoint": daemon.endpoint}, {})
+        trainer = Remote(HostTrainer, daemon.endpoint, namespace=hosts.namespace(TRAINER))
         stack.callback(trainer.close)
         trainer.call("register", "job", "auto", True)
         trainer.call("publish", 1)
@@ -69,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             "RESHARDER_SERVER_ID": "one",
             "RESHARDER_PAGE": str(served.parent / "page"),
         }
-        server = Actor(HostServer, {"namespace": hosts.namespace(SERVER), "served": str(served)}, environment)
+        server = Remote(HostServer, str(served), environment=environment, namespace=hosts.namespace(SERVER))
         stack.callback(server.close)
         assert server.call("boot") == 1
         yield Site(hosts, daemon, trainer, served)

@@ -12,7 +12,7 @@ import resharder.server.state.errors as server
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from resharder.client import errors as client
-from resharder.server.ingest.uploads import CLOSED
+from resharder.server.ingest.intake import CLOSED
 from resharder.server.rpc.dispatch import DOMAIN
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.rpc.channel import Channel
-from resharder.client.trainer.file_releases import FileReleases
-from resharder.client.transport.base import AssignedSlot
-from resharder.client.transport.live_items import LiveItems
+from resharder.client.trainer.delivery import FileReleases
+from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.geometry.layout import Piece, Range, TensorSpec, box_index, contiguous_strides, full_box
 from resharder.converters.storage.digest import digest
@@ -71,7 +70,7 @@ def test_a_models_own_tensors_are_written_file_by_file(tmp_path: Path) -> None:
     slot = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs[piece.tensor] for piece in pieces), 1 << 20)
     releases = Released()
     version = resources_pb2.Version(folder=str(tmp_path))
-    found = SharedMemory(2).deliver(version, slot, LiveItems(tensors, pieces), releases)
+    found = SharedMemory(2).deliver(version, slot, LiveItems(tensors, pieces), releases).digests
     assert releases.files == [file.path for file in files]
     assert len(files) == 3
     with MappedFiles(tmp_path, files) as maps:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import GenerationEnded, ResharderError, ServersNotAsleep, UsageError, WaitTimeout
-from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator import answers
 from resharder.client.operator.convert import answer
-from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
 from resharder.client.trainer.delivery import Wake
+from resharder.client.trainer.generation import Generation, GenerationPart, Ranks, SharedFleet, meet
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
-from resharder.client.trainer.rendezvous import Ranks, meet
 from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -60,12 +59,12 @@ class Gpus:
                 self.violations.append(f"woken while ranks hold memory: {self.here}")
             self._change(power)
 
-    def servers(self, fleet: str) -> list[ServerStatus]:
+    def servers(self, fleet: str) -> list[answers.Server]:
         with self._lock:
-            return [answer(ServerStatus, server) for server in self.running.values()]
+            return [answer(answers.Server, server) for server in self.running.values()]
 
-    def fleets(self) -> list[FleetStatus]:
-        return [answer(FleetStatus, self.policy)]
+    def fleets(self) -> list[answers.Fleet]:
+        return [answer(answers.Fleet, self.policy)]
 
     def set_aside(self, rank: int) -> None:
         with self._lock:

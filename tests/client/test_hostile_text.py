@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from resharder.client.cli import completion
+from resharder.client.cli import complete
 
 from tests.support.command import resharder
 from tests.support.fake_operator import FakeOperator
@@ -82,9 +82,9 @@ def test_json_has_the_texts_themselves(daemon: Hostile, command: tuple[str, ...]
 
 def test_a_name_that_acts_is_not_offered_to_the_shell(daemon: Hostile) -> None:
     context: Any = SimpleNamespace(params={"endpoint": daemon.endpoint})
-    for names in (completion.fleets, completion.models, completion.servers, completion.nodes):
+    for names in (complete.fleets, complete.models, complete.servers, complete.nodes):
         assert names(context, "") == []
-    assert completion.versions(context, "") == ["latest", "1"]
+    assert complete.versions(context, "") == ["latest", "1"]
 
 
 def str_values(value: Any) -> set[str]:

@@ -1,8 +1,5 @@
 """A daemon and workers on other hosts: network namespaces with limited links."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +10,8 @@ from tests.support.daemon import Daemon
 from tests.support.namespaces import Hosts, unavailable
 from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole
+from tests.support.reading import Reader
+from tests.support.remote import Remote
 
 SPECS = [TensorSpec("a", "BF16", (4 << 10, 1024))]
 RATE = 100e6  # bits a second
@@ -37,10 +36,8 @@ def daemon(hosts: Hosts) -> Iterator[Daemon]:
 
 
 def read(hosts: Hosts, host: int, daemon: Daemon) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.support.reading_process", daemon.endpoint, "models/policy/versions/1"]
-    done = subprocess.run(hosts.command(host, *command), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    with Remote(Reader, daemon.endpoint, namespace=hosts.namespace(host)) as reader:
+        found: dict[str, Any] = reader.call("read", "models/policy/versions/1")
     return found
 
 

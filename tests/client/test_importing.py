@@ -16,7 +16,7 @@ from tests.support import fakepg, tiny_hf
 # isort: split
 from resharder.client.errors import Conflict, StaleEpoch, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import connect
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
-from tests.support.forked_ranks import forked
 from tests.support.observing import wait_until
+from tests.support.ranks import forked
 from tests.support.weights import random_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def change(folder: Path, act: Callable[[Tensors], object]) -> None:
 def test_a_folder_comes_out_as_it_went_in(daemon: Daemon, checkpoint: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     version = import_checkpoint(daemon.endpoint, checkpoint, "folder", step=7, progress=lambda *said: told.append(said))
-    assert (version.state, version.step) == (VersionState.READY, 7)
+    assert (version.state, version.step) == (Version.State.READY, 7)
     assert version.job.startswith("import-checkpoint-")
     full = tiny_hf.load_checkpoint(checkpoint)
     assert equal(exported(daemon.endpoint, version.name, tmp_path / "out"), full)
@@ -131,7 +131,7 @@ def test_a_live_trainer_is_fenced_only_when_that_is_asked_for(daemon: Daemon, ch
 
 def test_a_trainer_that_is_gone_for_a_lease_is_in_nobodys_way(checkpoint: Path) -> None:
     config = tiny_hf.tiny_config("qwen3_tied")
-    with Daemon(lease_seconds=8) as daemon, Operator(daemon.endpoint) as operator:
+    with Daemon(lease_seconds=4) as daemon, Operator(daemon.endpoint) as operator:
         with connect(daemon.endpoint, model="trained", job="trainer", config=config) as publisher:
             publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
             wait_until(lambda: [known.live_ranks for known in operator.daemon().publishers] == [1], "a live rank")

@@ -15,9 +15,9 @@ from transformer_engine.pytorch.tensor import quantized
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.client.models import equal, exported
-from tests.client.ranks import torchrun
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
+from tests.support.ranks import torchrun
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
 FAMILIES = {"tied-padded-pipeline": "qwen3_tied", "experts-bf16-ddp": "qwen3_moe", "dense": "qwen3_tied", "experts": "qwen3_moe"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client import Operator, UsageError, VersionState
+from resharder.client import Operator, UsageError, Version
 from resharder.client.integrations.megatron_bridge import PublishCallback
 
 from tests.support.daemon import Daemon
@@ -29,7 +29,7 @@ class Job:
         config = tiny_config("qwen3", num_hidden_layers=1)
         return PublishCallback(name, config, self.folder, endpoint=self.daemon.endpoint, **options)
 
-    def versions(self, name: str) -> list[tuple[int, VersionState]]:
+    def versions(self, name: str) -> list[tuple[int, Version.State]]:
         with Operator(self.daemon.endpoint) as operator:
             return [(version.step, version.state) for version in reversed(operator.versions(name))]
 
@@ -62,7 +62,7 @@ def train(
 def test_versions_are_published_at_the_start_every_nth_step_and_at_the_end(job: Job, tmp_path: Path) -> None:
     callback = job.callback("every", every=2)
     train(callback, job.model, iterations=5)
-    wait_until(lambda: job.versions("every") == [(step, VersionState.READY) for step in (0, 2, 4, 5)], "all are READY")
+    wait_until(lambda: job.versions("every") == [(step, Version.State.READY) for step in (0, 2, 4, 5)], "all are READY")
     assert callback.handle is not None
     with Operator(job.daemon.endpoint) as operator:
         operator.export(callback.handle.version, tmp_path / "last", model="every")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from resharder.client.cli.move_picture import WIDTH, move_lines
-from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.cli.format import WIDTH, move_lines
+from resharder.client.operator import answers
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Install, Move, Server, UpdateStrategy, Worker
@@ -17,7 +17,7 @@ ROLLING = UpdateStrategy(kind=UpdateStrategy.ROLLING, at_a_time=2)
 def picture(strategy: UpdateStrategy, state: int, admitted: str, servers: list[Server], failed: Mapping[str, str] = {}) -> str:
     move = Move(id=5, state=state, from_version=2, to_version=3, strategy=strategy, servers=admitted.split(), failed=failed)
     fleet = resources_pb2.Fleet(name="policy", model="policy", wanted_version=3, settled_version=2, move=move)
-    return "\n".join(move_lines(converted(FleetStatus, fleet), [converted(ServerStatus, server) for server in servers]))
+    return "\n".join(move_lines(converted(answers.Fleet, fleet), [converted(answers.Server, server) for server in servers]))
 
 
 def server(name: str, version: int, state: int = Server.SERVING, workers: str = "", **more: Any) -> Server:
@@ -86,4 +86,4 @@ def test_no_line_is_wider_than_80_columns(strategy: UpdateStrategy) -> None:
 
 
 def test_a_fleet_without_a_move_has_no_picture() -> None:
-    assert move_lines(converted(FleetStatus, resources_pb2.Fleet(name="policy")), []) == []
+    assert move_lines(converted(answers.Fleet, resources_pb2.Fleet(name="policy")), []) == []

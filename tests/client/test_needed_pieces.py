@@ -1,7 +1,7 @@
 """The pieces of a version that a worker's boxes touch, and no others."""
 
 import pytest
-from resharder.client.versions.needed_pieces import needed_pieces
+from resharder.client.versions.read_plan import needed_pieces
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, full_box
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.ranges import PIECE_BYTES

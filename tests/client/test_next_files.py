@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from resharder.client.inference.worker.next_files import NextFiles
-from resharder.client.inference.worker.source_files import SourceFiles
+from resharder.client.inference.worker.source import NextFiles, SourceFiles
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, full_box

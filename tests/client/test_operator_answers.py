@@ -8,33 +8,23 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from resharder.client.cli.output import plain
+from google.protobuf.message_factory import GetMessageClass
 from resharder.client.operator import answers
-from resharder.client.operator.convert import answer, keywords, wire_name
-from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
-from resharder.v1 import operator_pb2, resources_pb2
+from resharder.client.operator.answers import Server, UpdateStrategy, VersionTarget
+from resharder.client.operator.convert import answer, keywords, plain
+from resharder.v1 import resources_pb2
+
+from tools.answers import ALWAYS_SENT, NAMES, PAGE, messages, render
 
 PAIRS: list[tuple[type[Message], type[Any]]] = [
-    (operator_pb2.Daemon, answers.DaemonStatus),
-    (operator_pb2.Event, answers.DaemonEvent),
-    (operator_pb2.ArchivedVersion, answers.ArchivedVersion),
-    (operator_pb2.RetireVersionsResponse, answers.CollectedVersions),
-    (resources_pb2.Version, answers.VersionStatus),
-    (resources_pb2.Slot, answers.SlotStatus),
-    (resources_pb2.StoreAccess, answers.StoreNonce),
-    (resources_pb2.Publisher, answers.PublisherStatus),
-    (resources_pb2.Fleet, answers.FleetStatus),
-    (resources_pb2.Move, answers.MoveStatus),
-    (resources_pb2.Refusal, answers.RefusedVersion),
-    (resources_pb2.VersionTarget, answers.VersionTarget),
-    (resources_pb2.UpdateStrategy, answers.UpdateStrategy),
-    (resources_pb2.Server, answers.ServerStatus),
-    (resources_pb2.Worker, answers.WorkerStatus),
-    (resources_pb2.Install, answers.InstallStatus),
-    (resources_pb2.Timing, answers.PhaseTiming),
-    (resources_pb2.Profile, answers.WorkerProfile),
+    (GetMessageClass(message), getattr(answers, NAMES.get(message.name, message.name))) for message in messages()
 ]
 MOMENTS = (1_700_000_000_000_000_000, 1_700_000_000_120_000_000, 1_700_000_000_123_456_000)
+
+
+def test_the_answers_are_those_of_the_proto() -> None:
+    """After a change of a .proto file: `make proto`."""
+    assert PAGE.read_text() == render()
 
 
 def expected(message: Message) -> dict[str, Any]:
@@ -97,7 +87,7 @@ def _scalar(field: Any, seeds: Iterator[int]) -> Any:
 def test_every_field_of_a_message_is_in_its_answer_and_every_state_in_its_enumeration(
     message: type[Message], kind: type[Any]
 ) -> None:
-    assert [field.name for field in message.DESCRIPTOR.fields if field.name not in {wire_name(f) for f in fields(kind)}] == []
+    assert [field.name for field in message.DESCRIPTOR.fields if field.name not in {f.name for f in fields(kind)}] == []
     for field in message.DESCRIPTOR.fields:
         for number in field.enum_type.values_by_number if field.enum_type is not None else ():
             one = message(**{field.name: number})
@@ -111,7 +101,7 @@ def test_json_is_what_protobuf_prints(message: type[Message], kind: type[Any]) -
     # What the daemon always sends of a fleet and a move is not optional in their answers.
     empty = message()
     for name in ("target", "strategy"):
-        if name in message.DESCRIPTOR.fields_by_name:
+        if f"{message.DESCRIPTOR.name}.{name}" in ALWAYS_SENT:
             getattr(empty, name).SetInParent()
     assert plain(answer(kind, empty)) == expected(empty)
 
@@ -119,22 +109,22 @@ def test_json_is_what_protobuf_prints(message: type[Message], kind: type[Any]) -
 def test_answers_are_frozen_and_of_plain_types() -> None:
     message = resources_pb2.Server(name="servers/a", state=resources_pb2.Server.SERVING)
     message.lease_expire_time.FromNanoseconds(MOMENTS[1])
-    server = answer(answers.ServerStatus, message)
-    assert (server.state, server.install, server.workers) == (ServerState.SERVING, None, ())
+    server = answer(answers.Server, message)
+    assert (server.state, server.install, server.workers) == (Server.State.SERVING, None, ())
     assert server.lease_expire_time == datetime(2023, 11, 14, 22, 13, 20, 120_000, UTC)
     with pytest.raises(FrozenInstanceError):
         server.version = 3  # type: ignore[misc]
 
 
 def test_a_state_of_a_newer_daemon_is_unspecified() -> None:
-    assert answer(answers.ServerStatus, resources_pb2.Server(state=99)).state == ServerState.UNSPECIFIED  # type: ignore[arg-type]
+    assert answer(answers.Server, resources_pb2.Server(state=99)).state == Server.State.UNSPECIFIED  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (answers.VersionTarget(TargetKind.LATEST, every_seconds=9), resources_pb2.VersionTarget),
-        (answers.UpdateStrategy(StrategyKind.CANARY, 2, 1, 3, 60.0, True, "eval"), resources_pb2.UpdateStrategy),
+        (VersionTarget(VersionTarget.Kind.LATEST, every_seconds=9), resources_pb2.VersionTarget),
+        (UpdateStrategy(UpdateStrategy.Kind.CANARY, 2, 1, 3, 60.0, True, "eval"), resources_pb2.UpdateStrategy),
     ],
 )
 def test_an_order_arrives_as_it_was_given(value: Any, message: type[Message]) -> None:

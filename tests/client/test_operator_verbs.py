@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from resharder.client import NotFound, Operator, ServerPower, UsageError, WaitTimeout
+from resharder.client import NotFound, Operator, Power, UsageError, WaitTimeout
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.fake_operator import FakeOperator
@@ -79,13 +79,13 @@ def test_approve_and_back_decide_the_current_move(fake: FakeOperator, operator: 
 
 def test_a_wait_without_a_timeout_has_no_bound_and_with_0_looks_once(fake: FakeOperator, operator: Operator) -> None:
     with pytest.raises(WaitTimeout, match="expected ASLEEP_2 within 0 s"):
-        operator.wait_power("policy", ServerPower.ASLEEP_2, timeout=0)
+        operator.wait_power("policy", Power.ASLEEP_2, timeout=0)
 
     def asleep() -> None:
         fake.servers[0].power = resources_pb2.ASLEEP_2
 
     fake.later(lambda: None, lambda: None, asleep)
-    assert operator.wait_power("policy", ServerPower.ASLEEP_2).name == "policy"
+    assert operator.wait_power("policy", Power.ASLEEP_2).name == "policy"
 
 
 def test_a_sleep_level_that_vllm_lacks_is_a_usage_error(operator: Operator) -> None:

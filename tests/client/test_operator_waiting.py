@@ -3,22 +3,20 @@
 from dataclasses import replace
 
 import pytest
-from resharder.client.operator import waiting
-from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator import answers, waiting
 from resharder.client.operator.convert import answer
-from resharder.client.operator.states import ServerPower
 from resharder.v1 import resources_pb2
 
 Fleet, Move, Server = resources_pb2.Fleet, resources_pb2.Move, resources_pb2.Server
 
 
-def fleet(move: int, state: int, *, wanted: int = 2, settled: int = 1, failed: dict[str, str] | None = None) -> FleetStatus:
+def fleet(move: int, state: int, *, wanted: int = 2, settled: int = 1, failed: dict[str, str] | None = None) -> answers.Fleet:
     moves = Move(id=move, state=state, from_version=1, to_version=2, failed=failed)
-    return answer(FleetStatus, Fleet(name="f", wanted_version=wanted, settled_version=settled, move=moves))
+    return answer(answers.Fleet, Fleet(name="f", wanted_version=wanted, settled_version=settled, move=moves))
 
 
-def server(version: int, state: int = Server.SERVING, name: str = "servers/a", **fields: object) -> ServerStatus:
-    return answer(ServerStatus, Server(name=name, state=state, version=version, **fields))
+def server(version: int, state: int = Server.SERVING, name: str = "servers/a", **fields: object) -> answers.Server:
+    return answer(answers.Server, Server(name=name, state=state, version=version, **fields))
 
 
 def test_a_move_has_ended_when_it_is_done_and_every_server_in_service_is_there() -> None:
@@ -59,23 +57,23 @@ def test_a_fleet_that_is_there_already_or_has_nothing_to_want_is_not_waited_for(
     there = fleet(1, Move.DONE, settled=2)
     assert waiting.moved(there)(there, [server(2)])
     assert waiting.went_well(there, there)
-    nothing = answer(FleetStatus, Fleet(name="f"))
+    nothing = answer(answers.Fleet, Fleet(name="f"))
     assert waiting.moved(nothing)(nothing, [server(0, Server.BOOTING)])
 
 
 def test_no_wait_for_all_servers_ends_while_a_restarted_daemon_awaits_one() -> None:
     back = server(2, power=resources_pb2.AWAKE)
     there = replace(fleet(1, Move.DONE, settled=2), returning=("servers/b",))
-    conditions = waiting.moved(fleet(1, Move.MOVING)), waiting.powered(ServerPower.AWAKE), waiting.drained(), waiting.serving()
+    conditions = waiting.moved(fleet(1, Move.MOVING)), waiting.powered(answers.Power.AWAKE), waiting.drained(), waiting.serving()
     assert [condition(there, [back]) for condition in conditions] == [False] * 4
     assert [condition(replace(there, returning=()), [back]) for condition in conditions] == [True] * 4
-    assert waiting.powered(ServerPower.AWAKE, "servers/a")(there, [back])
-    assert not waiting.powered(ServerPower.AWAKE, "servers/b")(there, [back])
+    assert waiting.powered(answers.Power.AWAKE, "servers/a")(there, [back])
+    assert not waiting.powered(answers.Power.AWAKE, "servers/b")(there, [back])
 
 
 def test_awake_means_serving_and_drained_means_that_the_last_answer_is_given() -> None:
-    none = answer(FleetStatus, Fleet())
-    awake = waiting.powered(ServerPower.AWAKE)
+    none = answer(answers.Fleet, Fleet())
+    awake = waiting.powered(answers.Power.AWAKE)
     assert not awake(none, [server(1, power=resources_pb2.ASLEEP_2)])
     assert not awake(none, [server(1, Server.APPLYING, power=resources_pb2.AWAKE)])
     assert awake(none, [server(1, power=resources_pb2.AWAKE), server(1, Server.LOST)])

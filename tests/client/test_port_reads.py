@@ -16,12 +16,11 @@ import pytest
 from resharder.client.errors import CorruptData
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import fetch
-from resharder.client.inference.worker.source import DESCRIPTORS, Stager
+from resharder.client.inference.worker.source import DESCRIPTORS, Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
-from resharder.client.versions import port_connection
-from resharder.client.versions.port_connection import PortUnavailable
-from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions import port_reader
+from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import plan_reads
 from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Box, Range
@@ -84,12 +83,12 @@ def test_the_helper_reads_a_version_by_ranges_and_its_files_are_the_stores(daemo
 def test_a_worker_stages_a_version_by_ranges_and_reports_how(daemon: Daemon, channel: Channel) -> None:
     manifest = manifest_of(channel)
     needs = {name: (box,) for name, box in all_boxes(manifest)}
-    stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server", transport="http"))
-    source = stager.stage(manifest, needs)
-    assert (source.transport, stager.transport, stager.transport_reason) == ("http", "http", "")
+    sources = Sources(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server", transport="http"))
+    source = sources.open(manifest, needs)
+    assert (source.transport, sources.transport, sources.transport_reason) == ("http", "http", "")
     assert source.arrays["big"].tobytes() == stored(daemon).read_bytes()[-source.arrays["big"].nbytes :]
     source.close()
-    stager.close()
+    sources.close()
 
 
 def test_after_a_cut_connection_the_rest_of_its_range_is_read(daemon: Daemon, channel: Channel) -> None:
@@ -118,7 +117,7 @@ def test_bytes_that_differ_from_their_pieces_checksum_are_an_error(daemon: Daemo
 def test_without_a_data_port_the_reader_names_the_reason(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, address: str, reason: str
 ) -> None:
-    monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
+    monkeypatch.setattr(port_reader, "PATIENCE", 0.1)
     manifest = replace(manifest_of(channel), data_address=address)
     with mirror(manifest) as descriptors, pytest.raises(PortUnavailable, match=reason):
         read(channel, manifest, descriptors)
@@ -297,7 +296,7 @@ def test_a_reader_needs_a_certificate_and_a_role_for_the_model(tmp_path: Path, m
                     pytest.raises(PortUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
                 ):
                     list(PortReader(refused, manifest).windows(cut_windows([BoxPart(0, "a", COLUMN)], manifest.specs)))
-                monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
+                monkeypatch.setattr(port_reader, "PATIENCE", 0.1)
                 without = Channel(daemon.endpoint, tls=authority.tls())
                 with without, pytest.raises(PortUnavailable, match=r"127\.0\.0\.1:\d+: ") as error:
                     read(without, manifest, descriptors)

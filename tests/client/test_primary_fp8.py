@@ -5,7 +5,6 @@ TransformerEngine needs CUDA. Its tensor class is `tests/support/fake_te`'s, wit
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,13 @@ from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
+from tests.support.variants import alone
 from tests.support.weights import random_weights
 
 AGREE = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 HEADS_OF_64 = AGREE | {"head_dim": 64}
 NARROW = AGREE | {"intermediate_size": 320}  # 160 rows for each rank
 Found = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 class FP8Ranks(Ranks):
@@ -132,7 +126,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", DIVIDED)
+@pytest.mark.parametrize("case", alone(DIVIDED, ["rows", "replicas"]))
 def test_ranks_of_a_distributed_optimizer_cast_and_deliver_the_parts_of_the_master_weights_that_they_have(
     daemon: Daemon, case: str, tmp_path: Path
 ) -> None:

@@ -7,9 +7,8 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from resharder.client.cli.server_lag import ServerLag, server_lag
-from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
+from resharder.client.cli.check import ServerLag, server_lag
+from resharder.client.operator import Operator, answers
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import resources_pb2
 
@@ -23,23 +22,23 @@ from tests.support.simulated_server import SimulatedServer
 Server, Version, Fleet = resources_pb2.Server, resources_pb2.Version, resources_pb2.Fleet
 
 
-def server(version: int, wanted: int, state: "Server.State.ValueType" = Server.SERVING) -> ServerStatus:
-    return converted(ServerStatus, Server(name="servers/one", version=version, wanted_version=wanted, state=state))
+def server(version: int, wanted: int, state: "Server.State.ValueType" = Server.SERVING) -> answers.Server:
+    return converted(answers.Server, Server(name="servers/one", version=version, wanted_version=wanted, state=state))
 
 
-def versions() -> list[VersionStatus]:
+def versions() -> list[answers.Version]:
     """1 to 5, READY at 10 times their number; 3 never was."""
     found = [Version(number=number) for number in (5, 4, 3, 2, 1)]
     for version in found:
         if version.number != 3:
             version.ready_time.FromSeconds(10 * version.number)
-    return [converted(VersionStatus, version) for version in found]
+    return [converted(answers.Version, version) for version in found]
 
 
-def began_at(seconds: int) -> FleetStatus:
+def began_at(seconds: int) -> answers.Fleet:
     fleet = Fleet(name="policy")
     fleet.move.start_time.FromSeconds(seconds)
-    return converted(FleetStatus, fleet)
+    return converted(answers.Fleet, fleet)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def began_at(seconds: int) -> FleetStatus:
         pytest.param(server(5, 2), [server(2, 2)], ServerLag(2, 40.0), id="it is to go back"),
     ],
 )
-def test_how_far_a_server_is_behind(one: ServerStatus, others: list[ServerStatus], expected: ServerLag) -> None:
+def test_how_far_a_server_is_behind(one: answers.Server, others: list[answers.Server], expected: ServerLag) -> None:
     now = datetime.fromtimestamp(100, UTC)
     assert server_lag(one, began_at(60), [one, *others], versions(), now) == expected
 
@@ -156,7 +155,7 @@ def test_a_daemon_that_has_just_started_leaves_an_unknown_server_to_its_gate(mon
     with health(200) as url, Daemon() as fresh:
         monkeypatch.setenv("RESHARDER_ENDPOINT", fresh.endpoint)
         assert probe("--url", url, *bounds) == Done(0, "ready: the gate alone decides: the daemon has just started\n", "")
-        monkeypatch.setattr("resharder.client.cli.probe._REGISTERING_SECONDS", 0.0)
+        monkeypatch.setattr("resharder.client.cli.check._REGISTERING_SECONDS", 0.0)
         assert probe("--url", url, *bounds).code == 1
 
 

@@ -15,7 +15,7 @@ from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.server.config import ConfigError
 from resharder.server.node.daemon_client import DaemonClient
-from resharder.server.node_main import load
+from resharder.server.node.main import load
 from resharder.v1 import node_pb2, resources_pb2
 
 from tests.support.command import resharder

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import reduce
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from textwrap import dedent
 
 import pytest
 import resharder.client
-from resharder.client import errors
+from resharder.client import deprecated, errors
 from resharder.converters import errors as conversion_errors
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,17 @@ def test_every_exported_name_resolves_and_others_are_attribute_errors() -> None:
     assert set(resharder.client.__all__) <= set(dir(resharder.client))
     with pytest.raises(AttributeError, match="nothing"):
         _ = resharder.client.nothing
+
+
+@pytest.mark.parametrize("name", deprecated.RENAMED)
+def test_a_renamed_name_is_the_new_one_and_warns(name: str) -> None:
+    new = reduce(getattr, deprecated.RENAMED[name].split("."), resharder.client)
+    with pytest.warns(
+        DeprecationWarning, match=rf"resharder\.client\.{name} is now resharder\.client\.{deprecated.RENAMED[name]}$"
+    ) as found:
+        assert getattr(resharder.client, name) is new
+    assert [warning.filename for warning in found] == [__file__]
+    assert name not in resharder.client.__all__
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
@@ -106,7 +118,7 @@ def test_the_api_page_has_every_exported_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     shown = re.findall(r"^::: (\S+)", page, re.MULTILINE)
     documented = {name.rpartition(".")[2] for name in shown}
-    for module in ("resharder.client.operator.answers", "resharder.client.operator.states", "resharder.client.errors"):
+    for module in ("resharder.client.operator.answers", "resharder.client.errors"):
         assert module in shown
         documented |= vars(import_module(module)).keys()
     assert set(resharder.client.__all__) - documented == {"__version__"}

@@ -4,7 +4,6 @@ The ranks' models are real ones, each built as the rank that it is; they publish
 """
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
+from tests.support.variants import alone
 from tests.support.weights import random_weights
 
 CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {  # sizes whose parts are not whole blocks
@@ -37,12 +37,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {  # sizes w
     "latent": ("deepseek_v3", {"moe_intermediate_size": 192}, 4, {"tp": 2, "pp": 2, "ep": 2, "spec": "te"}),
     "gated-delta": ("qwen3_next", {}, 2, {"tp": 2, "spec": "te"}),
 }
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
@@ -64,7 +58,7 @@ def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     }  # as routers have it
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", alone(CASES, ["dense", "experts-of-several-ranks", "latent"]))
 def test_ranks_deliver_one_cast_of_the_whole_tensors(daemon: Daemon, case: str, tmp_path: Path) -> None:
     family, changes, world, layout = CASES[case]
     config = tiny_config(family, **changes)
@@ -145,7 +139,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_end_the_version_for
 
 
 def test_a_rank_that_dies_before_it_brings_its_maxima_holds_no_other_up() -> None:
-    with Daemon(lease_seconds=8) as daemon, two(daemon, "dead") as ranks:
+    with Daemon(lease_seconds=5) as daemon, two(daemon, "dead") as ranks:
         ranks.publish(1)
         ranks.publishers[1].close()
         with pytest.raises(VersionAborted, match="rank 1 was silent"):

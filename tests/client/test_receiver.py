@@ -8,8 +8,8 @@ import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.errors import Refused
-from resharder.client.inference.worker import direct_receiver
-from resharder.client.inference.worker.direct_receiver import Receiver, _check_unchanged
+from resharder.client.inference.worker import receiver as module
+from resharder.client.inference.worker.receiver import Receiver, _check_unchanged
 
 
 def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> None:
@@ -40,7 +40,7 @@ class Link:
 @pytest.mark.parametrize("over", [False, True])
 def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(direct_receiver, "finish", lambda channel, member, group, error: told.append(error))
+    monkeypatch.setattr(module, "finish", lambda channel, member, group, error: told.append(error))
     refusal = Refused("its offer is over: the publisher waits for 4 s after READY")
     refusal.reason = "NOT_OFFERED"
 

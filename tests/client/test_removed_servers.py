@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from resharder.client.errors import NotFound, Refused
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerState, TargetKind
+from resharder.client.operator.answers import Server, VersionTarget
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.command import resharder
@@ -16,7 +16,7 @@ from tests.support.simulated_server import SimulatedServer
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(lease_seconds=6) as running:
+    with Daemon(lease_seconds=5) as running:
         publishers = connected(running.endpoint, 1, "removed")
         publish_all(publishers, 1, weights(1))[0].wait_ready(60)
         publishers[0].close()
@@ -38,7 +38,7 @@ def test_a_lost_server_is_forgotten_and_its_fleet_deleted(daemon: Daemon, operat
             operator.forget("one")
         with pytest.raises(Refused, match="expected fleet apart to have no servers, it has one"):
             operator.delete_fleet("apart")
-    wait_until(lambda: operator.server("one").state == ServerState.LOST, "its lease ends")
+    wait_until(lambda: operator.server("one").state == Server.State.LOST, "its lease ends")
     assert resharder("forget", "one").out == "one: forgotten\n"
     assert operator.servers("apart") == []
     assert resharder("fleet", "delete", "apart").out == "apart: deleted\n"
@@ -51,19 +51,19 @@ def test_a_lost_server_is_forgotten_and_its_fleet_deleted(daemon: Daemon, operat
 
 def test_a_default_fleet_that_is_deleted_has_default_settings_also_after_a_restart(daemon: Daemon, operator: Operator) -> None:
     assert resharder("pin", 1, "--fleet", "policy").code == 0
-    assert operator.fleet("policy").target.kind == TargetKind.NUMBER
+    assert operator.fleet("policy").target.kind == VersionTarget.Kind.NUMBER
     operator.delete_fleet("policy")
-    assert operator.fleet("policy").target.kind == TargetKind.LATEST
+    assert operator.fleet("policy").target.kind == VersionTarget.Kind.LATEST
     daemon.kill()
     daemon.start()
     with Operator(connect_timeout=30) as again:
-        assert again.fleet("policy").target.kind == TargetKind.LATEST
+        assert again.fleet("policy").target.kind == VersionTarget.Kind.LATEST
 
 
 def test_a_forgotten_server_that_returns_is_registered_again(daemon: Daemon, operator: Operator) -> None:
     with SimulatedServer(daemon, "two"):
         wait_serving(daemon, 1)
-    wait_until(lambda: operator.server("two").state == ServerState.LOST, "its lease ends")
+    wait_until(lambda: operator.server("two").state == Server.State.LOST, "its lease ends")
     operator.forget("two")
     with SimulatedServer(daemon, "two"):
         wait_serving(daemon, 1)
@@ -71,7 +71,7 @@ def test_a_forgotten_server_that_returns_is_registered_again(daemon: Daemon, ope
 
 def test_versions_counts_the_servers_on_exactly_each_version(daemon: Daemon, operator: Operator) -> None:
     publishers = connected(daemon.endpoint, 1, "second")
-    wait_until(lambda: {server.state for server in operator.servers()} <= {ServerState.LOST}, "no other server is left")
+    wait_until(lambda: {server.state for server in operator.servers()} <= {Server.State.LOST}, "no other server is left")
     with SimulatedServer(daemon, "three"):
         wait_until(lambda: operator.server("three").version == 1, "it serves")
         publish_all(publishers, 2, weights(2))[0].wait_ready(60)

@@ -3,8 +3,8 @@
 import ipaddress
 
 import pytest
-from resharder.client.inference import address
-from resharder.client.inference.address import server_address
+from resharder.client.inference import settings
+from resharder.client.inference.settings import server_address
 
 
 @pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "[::]"])
@@ -27,7 +27,7 @@ def test_a_server_on_all_addresses_reports_a_routable_one(host: str | None, daem
 def test_the_route_to_the_daemon_comes_first_and_the_loopback_last(
     routes: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(address, "_source", lambda host, port: routes.get(host, ""))
+    monkeypatch.setattr(settings, "_source", lambda host, port: routes.get(host, ""))
     assert server_address("", None, 8000, "daemon:7677") == said
 
 

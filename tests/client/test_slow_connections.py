@@ -10,7 +10,7 @@ from resharder.client import Operator
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 
-SECONDS = 4.0  # longer than any pause between attempts
+SECONDS = 3.0  # longer than any pause between attempts
 
 
 class Slow(Proxy):

@@ -15,10 +15,11 @@ from resharder.client.errors import ConversionError, UsageError
 from resharder.client.operator import Operator
 
 from tests.client.models import equal, exported, together
-from tests.failpoints.roles import CONFIG, PATIENCE, Actor, Gone, weights
+from tests.failpoints.roles import CONFIG, PATIENCE, weights
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
 from tests.support.observing import wait_until
+from tests.support.remote import Gone, Remote
 from tests.support.tiny_hf import tiny_config
 from tests.support.weights import random_weights
 
@@ -104,7 +105,7 @@ KILLED = {  # the rank dies while it publishes step 2 -> whether it is READY aft
 
 
 def test_after_a_kill_of_the_rank_at_any_step_both_versions_are_ready_or_neither() -> None:
-    with Daemon(lease_seconds=8) as daemon:
+    with Daemon(lease_seconds=6) as daemon:
         actors = {point: start(daemon, point) for point in KILLED}
         for actor in actors.values():
             actor.call("publish", 1)
@@ -126,6 +127,6 @@ def job_of(point: str) -> str:
     return point.replace("@", "-")
 
 
-def start(daemon: Daemon, point: str, armed: bool = True) -> Actor:
+def start(daemon: Daemon, point: str, armed: bool = True) -> Remote:
     environment = {"RESHARDER_FAILPOINT": f"{point}=kill" if armed else ""}
-    return Actor(Pair, {"endpoint": daemon.endpoint, "job": job_of(point)}, environment)
+    return Remote(Pair, daemon.endpoint, job_of(point), environment=environment)

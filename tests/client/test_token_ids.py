@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from resharder.client.trainer.model_files import Tokenizer, tokenizer_files
-from resharder.client.trainer.token_ids import refuse_ids_in_padding
+from resharder.client.trainer.model_files import Tokenizer, refuse_ids_in_padding, tokenizer_files
 from resharder.converters.errors import LayoutError
 from transformers import AutoTokenizer
 

@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from resharder.client.tools.traffic import Traffic, largest_over_mean, svg, text_map
+from resharder.client.tools.check import Traffic, largest_over_mean, svg, text_map
 
 MIB = 1 << 20
 THREE = Traffic((0, 1, 4), ((12 * MIB, 0), (6 * MIB, 6 * MIB), (0, 1 * MIB)))

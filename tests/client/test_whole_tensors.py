@@ -4,8 +4,7 @@ import pytest
 import torch
 from resharder.client.errors import CorruptData
 from resharder.client.trainer.connect import connect
-from resharder.client.versions.source import open_source
-from resharder.client.versions.whole import whole_tensors
+from resharder.client.versions.source import open_source, whole_tensors
 
 from tests.client.models import CONFIG, equal
 from tests.support.daemon import Daemon

@@ -10,6 +10,7 @@ import torch
 
 from tests.support import fakepg, reference, tiny_hf
 from tests.support.megatron_models import build_model, fill_from_hf, wrap_float16
+from tests.support.variants import alone
 
 # isort: split
 from resharder.converters import architectures
@@ -101,7 +102,7 @@ def difference(folder: Path, family: str, count: int, spec: Any) -> float:
     return reference.difference(chunks, config, folder, tokens)
 
 
-@pytest.mark.parametrize("spec", ["local", "te"])
+@pytest.mark.parametrize("spec", alone(["local", "te"], ["te"]))
 @pytest.mark.parametrize("family", PREDICTING)
 def test_two_layers_that_predict_compute_what_transformers_does(
     folder_of: Callable[[str, int], Path], family: str, spec: str
@@ -197,8 +198,14 @@ PLACES: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("spec", ["local", "te"])
-@pytest.mark.parametrize(("family", "count", "world", "layout"), PLACES, ids=repr)
+@pytest.mark.parametrize(
+    ("spec", "family", "count", "world", "layout"),
+    [
+        pytest.param(spec, *place, marks=[pytest.mark.full] * ((number + second) % 2), id=repr((spec, *place)))
+        for number, place in enumerate(PLACES)
+        for second, spec in enumerate(("local", "te"))
+    ],
+)
 def test_wherever_layers_that_predict_lie_every_element_is_given_once(
     folder_of: Callable[[str, int], Path], family: str, count: int, world: int, layout: dict[str, Any], spec: Any
 ) -> None:

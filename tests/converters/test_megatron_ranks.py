@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg, tiny_hf
-from tests.support.forked_ranks import forked
 from tests.support.megatron_ranks import FAMILY, FORWARD
+from tests.support.ranks import forked
 from tests.support.variants import selected, variants
 
 FEW = 6

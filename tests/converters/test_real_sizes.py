@@ -20,20 +20,23 @@ from benchmarks import shapes
         pytest.param(
             shapes.QWEN3_235B, 36945, 437.9, Parallel(128, tp=4, pp=4, ep=8),
             {"num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 23}, id="Qwen3-235B-A22B",
+            marks=pytest.mark.full,
         ),
         pytest.param(
             shapes.DEEPSEEK_V3, 46183, 1275.0, Parallel(128, tp=2, pp=4, ep=16),
             {"mtp_num_layers": 1, "num_layers_in_first_pipeline_stage": 18, "num_layers_in_last_pipeline_stage": 13},
-            id="DeepSeek-V3 with MTP",
+            id="DeepSeek-V3 with MTP", marks=pytest.mark.full,
         ),
         pytest.param(
             shapes.KIMI_K2, 69975, 1911.8, Parallel(128, tp=1, pp=4, ep=16), {"num_layers_in_first_pipeline_stage": 16},
-            id="Kimi-K2",
+            id="Kimi-K2", marks=pytest.mark.full,
         ),
         pytest.param(
             shapes.GLM_4_5, 44691, 667.5, Parallel(64, tp=4, pp=4, ep=8), {"mtp_num_layers": 1}, id="GLM-4.5 with MTP"
         ),
-        pytest.param(shapes.GPT_OSS_120B, 615, 217.6, Parallel(32, tp=1, pp=4, ep=8), {}, id="gpt-oss-120b"),
+        pytest.param(
+            shapes.GPT_OSS_120B, 615, 217.6, Parallel(32, tp=1, pp=4, ep=8), {}, id="gpt-oss-120b", marks=pytest.mark.full
+        ),
     ],
 )  # fmt: skip
 def test_a_real_model_tiles_exactly(

@@ -1,6 +1,6 @@
 """Without an extra, each program ends with one line that names it; with the extra, it starts."""
 
-import os
+import json
 import subprocess
 import sys
 import zipfile
@@ -17,6 +17,7 @@ from resharder.client.cli import app
 from tests.support.bare_venv import ROOT, BareVenv
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
+from tests.support.variants import alone
 
 
 def commands(of: typer.Typer = app) -> Iterator[list[str]]:
@@ -50,7 +51,7 @@ def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
         assert f"pip install 'resharder[{extra}]'" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["Operator", "connect", "fill", "import_checkpoint", "attach"])
+@pytest.mark.parametrize("name", alone(["Operator", "connect", "fill", "import_checkpoint", "attach"], ["Operator", "attach"]))
 def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: BareVenv, name: str) -> None:
     assert bare.run("-c", "from resharder.client import Tls, UsageError").stderr == ""
     last = bare.run("-c", f"from resharder.client import {name}").stderr.splitlines()[-1]
@@ -58,10 +59,21 @@ def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: B
     assert "pip install" in last
 
 
-@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
-def test_with_the_extra_client_every_command_has_its_help(client: BareVenv, command: list[str]) -> None:
-    ended = client.run("-m", "resharder.client", *command, "--help")
+EVERY_HELP = """
+import json, sys
+from resharder.client import cli
+for words in json.loads(sys.argv[1]):
+    try:
+        cli.main([*words, "--help"])
+    except SystemExit as end:
+        assert not end.code, words
+"""
+
+
+def test_with_the_extra_client_every_command_has_its_help(client: BareVenv) -> None:
+    ended = client.run("-c", EVERY_HELP, json.dumps(list(commands())))
     assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("Usage: ") == len(list(commands()))
 
 
 def test_commands_that_need_megatron_say_how_to_get_it(client: BareVenv, tmp_path: Path) -> None:
@@ -75,7 +87,7 @@ def test_commands_that_need_megatron_say_how_to_get_it(client: BareVenv, tmp_pat
         assert "pip install 'resharder[megatron]'" in ended.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", alone([True, False], [True]))
 def test_a_safetensors_folder_is_imported_and_exported_without_torch(
     client: BareVenv, tmp_path: Path, shared_memory: bool
 ) -> None:
@@ -100,26 +112,11 @@ def test_a_daemon_that_is_not_there_is_one_line(client: BareVenv) -> None:
 
 def test_with_the_extra_server_the_daemon_starts(server: BareVenv, tmp_path: Path) -> None:
     assert server.run("-m", "resharder.server", "--version").stdout.startswith("resharderd ")
-    assert server.run("-m", "resharder.server.node_main", "--version").stdout.startswith("resharder-node ")
+    assert server.run("-m", "resharder.server.node.main", "--version").stdout.startswith("resharder-node ")
     (tmp_path / "file").touch()
-    (tmp_path / "security.yaml").write_text(
-        f"security: {{certificate: {tmp_path}/none.pem, key: {tmp_path}/none.key, tokens: {tmp_path}/none, "
-        "roles: {'token:a': [operator]}}"
-    )
-    for options, named in (
-        (["--store", str(tmp_path / "file")], "--store: expected a folder"),
-        (["--listen", "nonsense"], "--listen: expected host:port"),
-        (["--listen", "127.0.0.1:99999"], "--listen: expected host:port"),
-        (["--keep-count", "0"], "--keep-count: expected greater than or equal to 1, got 0"),
-        (["--config", str(tmp_path / "none.yaml")], "--config: expected a YAML file"),
-        (["--config", str(tmp_path / "security.yaml"), "--store", str(tmp_path / "store")], "security: "),
-    ):
-        ended = server.run("-m", "resharder.server", *options)
-        assert ended.returncode == 2, ended.stderr
-        assert named in ended.stderr.splitlines()[-1]
-        assert ended.stderr.count("\n") == 1, ended.stderr
-    if os.geteuid():
-        assert "--store" in server.run("-m", "resharder.server", "--store", "/proc/1/x").stderr
+    ended = server.run("-m", "resharder.server", "--store", str(tmp_path / "file"))
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "--store: expected a folder" in ended.stderr
 
 
 def test_a_wheel_has_the_packages_their_types_and_both_programs_but_no_tests(tmp_path: Path) -> None:

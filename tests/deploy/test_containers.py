@@ -8,7 +8,7 @@ import pytest
 import yaml
 from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import load
-from resharder.server.node_main import NodeConfig
+from resharder.server.node.main import NodeConfig
 
 from tests.support.tools import checked, tool
 

@@ -13,7 +13,7 @@ import yaml
 from resharder.client.cli import app
 from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import Config, load
-from resharder.server.node_main import NodeConfig
+from resharder.server.node.main import NodeConfig
 
 from tests.support.tools import checked, tool
 

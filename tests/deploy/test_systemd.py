@@ -53,7 +53,7 @@ def test_there_is_time_to_drain() -> None:
 
 
 def test_a_node_has_time_to_wait_for_copies_of_what_it_alone_holds() -> None:
-    from resharder.server.node_main import NodeConfig
+    from resharder.server.node.main import NodeConfig
 
     deploy, least = UNITS.parent, NodeConfig().drain_seconds + 15
     bounds = {

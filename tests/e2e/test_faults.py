@@ -133,6 +133,7 @@ publisher.publish_tensors(99, half())
 """
 
 
+@pytest.mark.full
 def test_a_trainer_killed_in_mid_publish_leaves_nothing_and_the_next_one_publishes(system: System) -> None:
     before = versions(system.daemon)
     serving = max(n for n, state in before.items() if state == "READY")

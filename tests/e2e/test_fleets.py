@@ -17,8 +17,7 @@ import pytest
 from resharder.client import Publisher, connect
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import MoveStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.states import MovePhase, ServerPower, StrategyKind
+from resharder.client.operator.answers import Move, Power, UpdateStrategy, VersionTarget
 from resharder.client.operator.waiting import went_well
 from resharder.v1 import resources_pb2
 
@@ -37,7 +36,7 @@ LEASE = 20.0  # long enough for a busy machine: whoever is lost is not waited fo
 LONG = 120.0  # seconds that nothing here takes
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 Server = resources_pb2.Server
-ALL_AT_ONCE = UpdateStrategy(StrategyKind.ALL_AT_ONCE)
+ALL_AT_ONCE = UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE)
 
 
 @dataclass
@@ -100,10 +99,10 @@ class Fleet:
         self.everyone_gets(version)
 
     @property
-    def move(self) -> MoveStatus | None:
+    def move(self) -> Move | None:
         return self.operator.fleet("policy").move
 
-    def comes_to(self, state: MovePhase, version: int) -> MoveStatus:
+    def comes_to(self, state: Move.State, version: int) -> Move:
         """Once the move to this version is in this state."""
 
         def there() -> bool:
@@ -223,9 +222,9 @@ def _aloud(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_canary_serves_alone_until_an_operator_lets_the_rest_follow(fleet: Fleet) -> None:
     fleet.arrives(1)
     fleet.everyone_gets(1)
-    fleet.set(UpdateStrategy(StrategyKind.CANARY, canaries=1, approval=True))
+    fleet.set(UpdateStrategy(UpdateStrategy.Kind.CANARY, canaries=1, approval=True))
     version = fleet.publish()
-    (canary,) = fleet.comes_to(MovePhase.HOLDING, version).servers
+    (canary,) = fleet.comes_to(Move.State.HOLDING, version).servers
     other = "right" if canary == "left" else "left"
     assert fleet.serving() == {canary: version, other: 1}
     asked = fleet.operator.approve("policy", reason="the answers look right")
@@ -236,26 +235,26 @@ def test_a_canary_serves_alone_until_an_operator_lets_the_rest_follow(fleet: Fle
 
 def test_a_canary_whose_check_fails_goes_back_by_itself_as_one_does_that_an_operator_sends_back(fleet: Fleet) -> None:
     before = fleet.newest
-    fleet.set(UpdateStrategy(StrategyKind.CANARY, check="answers"))
+    fleet.set(UpdateStrategy(UpdateStrategy.Kind.CANARY, check="answers"))
     worse = fleet.publish()
-    move = fleet.comes_to(MovePhase.FAILED, worse)
+    move = fleet.comes_to(Move.State.FAILED, worse)
     assert f"version {worse} is worse" in move.reason
     assert fleet.serving() == {"left": before, "right": before}
-    fleet.set(UpdateStrategy(StrategyKind.CANARY, approval=True))
+    fleet.set(UpdateStrategy(UpdateStrategy.Kind.CANARY, approval=True))
     other = fleet.publish()
-    fleet.comes_to(MovePhase.HOLDING, other)
+    fleet.comes_to(Move.State.HOLDING, other)
     fleet.operator.back("policy", reason="too talkative")
-    fleet.comes_to(MovePhase.FAILED, other)
+    fleet.comes_to(Move.State.FAILED, other)
     fleet.everyone_gets(before)
     assert [refusal.version for refusal in fleet.operator.fleet("policy").refused] == [worse, other]
 
 
 def test_a_rolling_move_stops_at_the_first_failed_install_and_goes_on_when_told_to(fleet: Fleet) -> None:
     before = fleet.serving()["left"]
-    fleet.set(UpdateStrategy(StrategyKind.ROLLING, at_a_time=1, max_failures=1))
+    fleet.set(UpdateStrategy(UpdateStrategy.Kind.ROLLING, at_a_time=1, max_failures=1))
     with fleet.faults("left", torn_after=fleet.newest):
         version = fleet.publish()
-        move = fleet.comes_to(MovePhase.STOPPED, version)
+        move = fleet.comes_to(Move.State.STOPPED, version)
         assert list(move.failed) == ["left"]
         assert "torn half-way by the test" in move.reason
         fleet.each_gets({"left": before, "right": before})
@@ -266,14 +265,14 @@ def test_a_rolling_move_stops_at_the_first_failed_install_and_goes_on_when_told_
 
 def test_an_atomic_move_shows_nobody_an_old_version_after_the_new_one(fleet: Fleet) -> None:
     before = fleet.newest
-    fleet.set(UpdateStrategy(StrategyKind.ATOMIC))
+    fleet.set(UpdateStrategy(UpdateStrategy.Kind.ATOMIC))
     with Client(fleet.servers) as both:
         wait_until(lambda: bool(both.answers), "an answer of the old version", LONG)
         with fleet.faults("right", held="apply"):
             version = fleet.publish()
             fleet.wait_state("right", Server.APPLYING, version)
             fleet.wait_state("left", Server.WAITING, version)
-        fleet.comes_to(MovePhase.DONE, version)
+        fleet.comes_to(Move.State.DONE, version)
         wait_until(lambda: both.answers[-1].versions == (str(version),), "an answer of the new version alone", LONG)
     seen = [answer.versions for answer in both.answers]
     new = seen.index((str(version),))
@@ -288,7 +287,7 @@ def test_an_atomic_move_that_one_server_cannot_make_is_made_by_none(fleet: Fleet
     fleet.judge()  # whatever clients get from now on began on this version
     with fleet.faults("right", torn_after=before):
         version = fleet.publish()
-        assert "right: " in fleet.comes_to(MovePhase.FAILED, version).reason
+        assert "right: " in fleet.comes_to(Move.State.FAILED, version).reason
         fleet.arrives(before)
         answers, _ = fleet.judge()
         assert not [found for one in answers if (found := fleet.truth.wrong(replace(one, versions=(str(before),))))]
@@ -328,14 +327,14 @@ def test_a_drained_server_answers_what_it_has_begun_and_nothing_else(fleet: Flee
 
 def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhile(fleet: Fleet) -> None:
     fleet.operator.sleep("policy", level=2)
-    fleet.operator.wait_power("policy", ServerPower.ASLEEP_2, timeout=LONG)
+    fleet.operator.wait_power("policy", Power.ASLEEP_2, timeout=LONG)
     for name, server in fleet.servers.items():
         refusal = ask(name, server, PROMPTS[0])
         assert isinstance(refusal, Turned)
         assert "sleep" in refusal.reason
     version = fleet.publish()
     fleet.operator.wake("policy")
-    fleet.operator.wait_power("policy", ServerPower.AWAKE, timeout=LONG)
+    fleet.operator.wait_power("policy", Power.AWAKE, timeout=LONG)
     fleet.arrives(version)
     fleet.everyone_gets(version)
 

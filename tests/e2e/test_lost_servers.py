@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from resharder.client import Publisher
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import MoveStatus
-from resharder.client.operator.states import MovePhase, ServerState
+from resharder.client.operator.answers import Move, Server
 
 from tests.support.command import resharder, running
 from tests.support.daemon import Daemon
@@ -66,17 +65,17 @@ class Site:
     def serving(self) -> dict[str, int]:
         servers = self.operator.servers("policy")
         return {
-            server.name.removeprefix("servers/"): server.version if server.state == ServerState.SERVING else 0
+            server.name.removeprefix("servers/"): server.version if server.state == Server.State.SERVING else 0
             for server in servers
         }
 
-    def state(self) -> ServerState:
+    def state(self) -> Server.State:
         return self.operator.server("a").state
 
-    def wait(self, *states: ServerState) -> None:
+    def wait(self, *states: Server.State) -> None:
         wait_until(lambda: self.state() in states, f"a is {states}", LONG)
 
-    def ends(self, state: MovePhase) -> MoveStatus:
+    def ends(self, state: Move.State) -> Move:
         def ended() -> bool:
             move = self.operator.fleet("policy").move
             return move is not None and (move.to_version, move.state) == (self.version, state)
@@ -117,21 +116,22 @@ def waits_for_move() -> Iterator[Callable[[], tuple[int, str]]]:
         yield ended
 
 
+@pytest.mark.full
 def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--rolling", 1, "--max-failures", 1).code == 0
     with site.server("--tensor-parallel-size", "2") as server:
         worker = server.child("Worker")
         worker.send_signal(signal.SIGSTOP)
         site.publish()
-        site.wait(ServerState.STAGING)
+        site.wait(Server.State.STAGING)
         with waits_for_move() as ended:
             worker.kill()
-            move = site.ends(MovePhase.STOPPED)
+            move = site.ends(Move.State.STOPPED)
             code, said = ended()
         assert code == 5
         assert "servers/a" in said or "a: " in said
         assert list(move.failed) == ["a"]
-        site.wait(ServerState.LOST)
+        site.wait(Server.State.LOST)
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version - 1)}
         assert "fleet policy has LOST 1 of 3 servers: a (" in resharder("status").out.splitlines()[0]
     assert resharder("approve", "--wait").code == 0, "it goes on without the one that is lost"
@@ -146,48 +146,50 @@ def test_an_atomic_move_goes_back_when_an_engine_core_dies(site: Site) -> None:
         before = site.version
         core.send_signal(signal.SIGSTOP)
         site.publish()
-        site.wait(ServerState.STAGING)
+        site.wait(Server.State.STAGING)
         core.kill()
-        move = site.ends(MovePhase.FAILED)
+        move = site.ends(Move.State.FAILED)
         assert "a: its engine core ended with code -9" in move.reason
-        site.wait(ServerState.LOST)
+        site.wait(Server.State.LOST)
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, before)}
     assert resharder("forget", "a").code == 0
     assert resharder("update", "--accept-refused", "--wait").code == 0
 
 
+@pytest.mark.full
 def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--canary", 1, "--approve").code == 0
     with site.server() as server:
         before = site.version
         site.publish()
-        assert site.ends(MovePhase.HOLDING).servers == ("a",)
+        assert site.ends(Move.State.HOLDING).servers == ("a",)
         assert server.process is not None
         core = server.child("EngineCore")
         os.kill(server.process.pid, signal.SIGKILL)
         core.kill()  # vLLM leaves it behind
-        assert "a: its lease ended" in site.ends(MovePhase.FAILED).reason
+        assert "a: its lease ended" in site.ends(Move.State.FAILED).reason
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, before)}
     assert resharder("forget", "a").code == 0
     assert resharder("update", "--accept-refused").code == 0
     assert resharder("approve", "--wait").code == 0
 
 
+@pytest.mark.full
 def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_and_say_so(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--all-at-once").code == 0
     with site.server() as server:
         core = server.child("EngineCore")
         core.send_signal(signal.SIGSTOP)
         site.publish()
-        site.wait(ServerState.STAGING)
+        site.wait(Server.State.STAGING)
         with waits_for_move() as ended:
             server.kill()
-            move = site.ends(MovePhase.STOPPED)
+            move = site.ends(Move.State.STOPPED)
             code, said = ended()
         assert code == 5
         assert "1 of 3 servers is missing: a: " in move.reason
         assert "2/3 serve" in said
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
     with site.server():
-        site.ends(MovePhase.DONE)  # it is back, and has booted from where the others are
+        site.ends(Move.State.DONE)  # it is back, and has booted from where the others are
         assert set(site.serving().values()) == {site.version}

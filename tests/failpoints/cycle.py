@@ -21,9 +21,10 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.failpoints.cases import AT_HOME, LEASE, REMOTE, RESTARTED, Case
 from tests.failpoints.light_server import LightServer
-from tests.failpoints.roles import Actor, Console, Gone, Refusal, Trainer
+from tests.failpoints.roles import Console, Trainer
 from tests.support.daemon import Daemon
 from tests.support.node import Node
+from tests.support.remote import Gone, Refusal, Remote
 
 BOUND = 45.0
 IMPORTED = 100  # the step of an imported version; its weights are those of step 1
@@ -113,7 +114,7 @@ class Cycle:
         self.daemon = KeptDaemon(**options)
         self.node = KeptNode(self.daemon.endpoint, self.environment_of(case, "node")) if with_node else None
         self.daemon.environment["RESHARDER_CYCLE"] = str(self.folder)
-        self.actors: dict[str, Actor] = {}
+        self.actors: dict[str, Remote] = {}
         self.job: tuple[str, str, bool] = ("a", "auto", False)
         self.ready: dict[int, str] = {}  # fingerprints of the versions that were READY
         self.retired: set[int] = set()
@@ -244,7 +245,7 @@ class Cycle:
         except Refusal as refusal:
             self.note(refusal)
 
-    def actor(self, place: str) -> Actor:
+    def actor(self, place: str) -> Remote:
         """The process of a role, started if it is not alive: a trainer registers again, a server boots."""
         while True:
             actor = self.actors.get(place)
@@ -254,12 +255,12 @@ class Cycle:
                 self.bury(place)
             self.actors[place] = self._begin(place)
 
-    def _begin(self, place: str) -> Actor:
+    def _begin(self, place: str) -> Remote:
         endpoint, environment = self.daemon.endpoint, self.environment(place)
         if place == "operator":
-            return Actor(Console, {"endpoint": endpoint}, environment)
+            return Remote(Console, endpoint, environment=environment)
         role: type = Trainer
-        arguments: dict[str, Any] = {"endpoint": endpoint}
+        argument = endpoint
         first: tuple[Any, ...] = ("register", *self.job)
         if place == "server":
             environment |= {
@@ -272,10 +273,10 @@ class Cycle:
             }
             if self.report.case is not None and (transport := REMOTE.get(self.report.case.point)):
                 environment["RESHARDER_TRANSPORT"] = transport
-            role, arguments, first = LightServer, {"served": str(self.served)}, ("boot",)
+            role, argument, first = LightServer, str(self.served), ("boot",)
         deadline = time.monotonic() + BOUND
         while True:
-            actor = Actor(role, arguments, environment)
+            actor = Remote(role, argument, environment=environment)
             try:
                 actor.call(*first)
                 return actor

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import xxhash
-from resharder.client.inference.power import STAY_PAUSED
+from resharder.client.inference.engine import STAY_PAUSED
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.vllm import attach as attach_module
 from resharder.client.inference.vllm import boot_loader, worker_rpc
@@ -184,6 +184,8 @@ class LightServer:
         served: File to which each pair of a served version and the fingerprint of memory is appended once.
     """
 
+    preloaded = ("tests.failpoints.preload",)
+
     def __init__(self, served: str) -> None:
         self._served, self._seen = Path(served), set[tuple[int, str]]()
         boot_loader.VLLMHost = Host  # type: ignore[attr-defined]
@@ -198,8 +200,8 @@ class LightServer:
         agent = boot_loader._begin(config)
         assert agent is not None
         assert agent.boot is not None
-        assert agent.staging.stager is not None
-        booting = boot_loader._Booting(agent, agent.staging.stager, agent.boot, agent.parts.part(MODEL))
+        assert agent.staging.sources is not None
+        booting = boot_loader._Booting(agent, agent.staging.sources, agent.boot, agent.parts.part(MODEL))
         booting.load(self._model)
         inventory.after_loading(self._model)
         booting.verify(self._model)

@@ -1,40 +1,20 @@
-"""The processes of a cycle, next to the daemon: a trainer, a server and an operator, each forked and driven over a pipe.
+"""The roles of the processes of a cycle, next to the daemon: a trainer, a server and an operator (`tests.support.remote`)."""
 
-A role is a class whose methods run in the child. `Actor.call` returns a method's result, raises `Refusal` with the reason of
-the error that it raised, and `Gone` if the process died.
-"""
-
-import multiprocessing
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from resharder.client import Publisher, ResharderError, connect
+from resharder.client import Publisher, connect
 from resharder.client.operator import Operator
 from resharder.client.tools.import_checkpoint import import_checkpoint
-from resharder.converters import failpoints
+
+from tests.support.remote import Refusal, Remote
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 32}
 SHAPES = {"embed": (torch.bfloat16, (64, 32)), "norm": (torch.float32, (32,)), "head": (torch.bfloat16, (64, 32))}
 PATIENCE = 20.0  # seconds that one wait of a client may take
-
-
-class Gone(Exception):
-    """The process died."""
-
-
-class Refusal(Exception):
-    """A method raised. `reason` is that of a ResharderError, or the name of another error's class."""
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(f"{reason}: {text}")
-        self.reason, self.text = reason, text
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
@@ -112,90 +92,7 @@ class Console:
         return import_checkpoint(self._endpoint, folder, "policy", step=step, take_over=True, serve=True).number
 
 
-class Actor:
-    """A child process with one role.
-
-    Args:
-        role: The class, at the top of a module.
-        arguments: Of its constructor.
-        environment: Of the process, from its first line on.
-    """
-
-    def __init__(self, role: type, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.failpoints.preload"])
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, role, dict(arguments), dict(environment)))
-        self._process.start()
-        theirs.close()
-
-    def call(self, method: str, *args: Any, timeout: float = 3 * PATIENCE, **options: Any) -> Any:
-        try:
-            self._pipe.send((method, args, options))
-            if not self._pipe.poll(timeout):
-                raise TimeoutError(f"{method} took longer than {timeout:g} s")
-            result, reason, text = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            if isinstance(error, TimeoutError):
-                raise
-            raise Gone(method) from error
-        if reason:
-            raise Refusal(reason, text)
-        return result
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join(30)
-        self._pipe.close()
-
-
 def warm() -> None:
     """Import everything once, in the process that all others are forked from."""
-    actor = Actor(Console, {"endpoint": "127.0.0.1:1"}, {})
-    with suppress(Refusal):
-        actor.call("export", 0, "/", timeout=300)
-    actor.close()
-
-
-def _serve(pipe: Connection, role: type, arguments: dict[str, Any], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    failpoints.arm(environment.get("RESHARDER_FAILPOINT", ""), environment.get("RESHARDER_FAILPOINT_MARK", ""))
-    _end_with_parent()
-    made = _answered(lambda: role(**arguments))
-    while True:
-        try:
-            method, args, options = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        instance, reason, text = made
-        answer = (None, reason, text) if reason else _answered(lambda: getattr(instance, method)(*args, **options))  # noqa: B023
-        pipe.send(answer)
-
-
-def _answered(act: Callable[[], Any]) -> tuple[Any, str, str]:
-    try:
-        return act(), "", ""
-    except ResharderError as error:
-        return None, error.reason, f"{type(error).__name__}: {error}"
-    except Exception as error:
-        return None, type(error).__name__, str(error)
-
-
-def _end_with_parent() -> None:
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    with Remote(Console, "127.0.0.1:1") as console, suppress(Refusal):
+        console.call("export", 0, "/", timeout=300)

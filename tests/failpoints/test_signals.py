@@ -150,7 +150,7 @@ def test_a_command_that_ends_leaves_no_process_and_keeps_its_files_if_it_failed(
 
 
 COMMANDS = {
-    "failpoints": (["tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2"], "node_main", 1),
+    "failpoints": (["tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2"], "resharder.server.node.main", 1),
     "simulation": (["tests.simulation", "--only", "store", "--jobs", "2"], "tests.simulation.main", 3),
     "chaos": (["tests.chaos", "--minutes", "1"], "tests.chaos.trainer", 3),
     "soak": (["tests.soak", "--minutes", "1"], "tests.chaos.trainer", 3),

@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 
 from tests.failpoints.cases import DECIDED, LEASE, Case
 from tests.failpoints.cycle import BOUND, DOCUMENTED, Failed, KeptDaemon, Report
-from tests.failpoints.roles import PATIENCE, Actor, Gone, Refusal
+from tests.failpoints.roles import PATIENCE
 from tests.support.fp8_reference import FP8, cast
+from tests.support.remote import Gone, Refusal, Remote
 from tests.support.weights import random_weights
 
 CONFIG = {
@@ -102,7 +103,7 @@ class TogetherCycle:
         self.mark = self.folder / "mark"
         self.daemon = ArmedDaemon(lease_seconds=LEASE, keep_count=20, data_listen="127.0.0.1:0")
         self.daemon.environment["RESHARDER_CYCLE"] = str(self.folder)
-        self.actors: dict[int, Actor] = {}
+        self.actors: dict[int, Remote] = {}
         self.job: tuple[str, str, float] = ("", "", 0.0)
         self.step, self.ready = 0, dict[str, dict[int, str]]()  # fingerprints of READY versions by step, of each model
         self.spoilt = set[int]()
@@ -187,9 +188,7 @@ class TogetherCycle:
         try:
             actor = self.actors.get(rank)
             if actor is None:
-                actor = self.actors[rank] = Actor(
-                    Rank, {"endpoint": self.daemon.endpoint, "rank": rank}, self.environment("trainer")
-                )
+                actor = self.actors[rank] = Remote(Rank, self.daemon.endpoint, rank, environment=self.environment("trainer"))
                 if method != "register":
                     actor.call("register", *self.job)
             actor.call(method, *args)

@@ -10,7 +10,7 @@ import torch
 from resharder.client import connect
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker import memory
-from resharder.client.inference.worker.faults import Fault
+from resharder.client.inference.worker.memory import Fault
 from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage.digest import digest, digest_torch
 from safetensors.torch import load_file

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client import connect
-from resharder.client.trainer.offload import set_aside
-from resharder.client.trainer.saved_state import keep_rng
+from resharder.client.trainer.offload import keep_rng, set_aside
 
 from tests.support.daemon import Daemon
 from tests.support.observing import SERVING, servers, wait_serving

@@ -10,9 +10,8 @@ import pytest
 import torch
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.pinned_pages import register
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.gpu_buffers import FromGpu
-from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.storage.digest import digest
@@ -117,7 +116,8 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
         for tensor in tensors.values():
             tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
         releases = Released()
-        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, layout.pieces), releases)
+        items = LiveItems(tensors, layout.pieces)
+        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, items, releases).digests
         assert releases.files == [file.path for file in lay_out(SPECS.values())]
         check(folder, layout, tensors, found)
         after = stored(folder)

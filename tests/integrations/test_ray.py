@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="Ray is not installed: make integrations")
 pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for trainers")
 
 import ray
-from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, TargetKind, VersionTarget, attach
+from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, VersionTarget, attach
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import ModuleSource, RayVLLMWeightSyncClient, WeightTransferTrainerFactory
@@ -143,7 +143,7 @@ def test_actors_that_publish_move_servers_that_are_actors(daemon: Daemon, cluste
     assert sent[0][0] != sent[1][0]
     with Operator(daemon.endpoint) as operator:
         assert [server.version for server in operator.servers()] == [2, 2]
-        operator.set_fleet(MODEL, target=VersionTarget(TargetKind.NUMBER, 2))
+        operator.set_fleet(MODEL, target=VersionTarget(VersionTarget.Kind.NUMBER, 2))
         refusal = ray.get(trainer.refusal.remote())
         assert refusal.startswith(
             f"expected models/{MODEL}/versions/3 to be served, got expected version 3 to be served, got version 2"

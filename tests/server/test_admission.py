@@ -21,8 +21,8 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import Array
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.server.infra.filesystem import write_zeros
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.boxes import pack
+from resharder.server.ingest.intake import Intake
 from resharder.server.rpc.admission import FairPool, Places, model_of_request
 from resharder.server.rpc.methods import METHODS
 from resharder.server.state.errors import ResourceExhausted
@@ -32,6 +32,7 @@ from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
+from tests.support.variants import alone
 from tests.support.waits import settled
 
 READY = resources_pb2.Version.READY
@@ -238,10 +239,13 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         at_last.callback(ended.set)
         first, second = (sealed(intake, "noisy", shapes["noisy"], step) for step in (1, 2))
         calm = sealed(intake, "calm", shapes["calm"], 1)
-        assert settled(intake.waits.wait, "calm", calm, 30, False).state == "READY"
+        assert settled(intake.wait_version, "calm", calm, 30, False).state == "READY"
         assert [store.catalogue.get("noisy", number).state for number in (first, second)] == ["UPLOADING", "UPLOADING"]
         ended.set()
-        assert [settled(intake.waits.wait, "noisy", number, 30, False).state for number in (first, second)] == ["READY", "READY"]
+        assert [settled(intake.wait_version, "noisy", number, 30, False).state for number in (first, second)] == [
+            "READY",
+            "READY",
+        ]
 
 
 def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
@@ -259,21 +263,21 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
         at_last.callback(ended.set)
         for model in noisy:
             publisher, boxes = (
-                intake.publishers.create(model, "job", 1, {"config.json": b"{}"}),
+                intake.create_publisher(model, "job", 1, {"config.json": b"{}"}),
                 pack([(0, full_box(SPECS[0].shape), False)]),
             )
-            intake.publishers.register(publisher.name, 0, "same", SPECS[:1], boxes)
+            intake.register_slot(publisher.name, 0, "same", SPECS[:1], boxes)
         calm = sealed(intake, "calm", (32, 32), 1)
-        assert settled(intake.waits.wait, "calm", calm, 30, False).state == "READY"
+        assert settled(intake.wait_version, "calm", calm, 30, False).state == "READY"
         assert not list((tmp_path / "store/models").glob("noisy*/pool/*/*.safetensors"))
 
 
 def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int:
     """A version of zeros, which new files hold already, as a rank in shared memory delivers it: its number."""
-    publisher = intake.publishers.create(model, "job", 1, {"config.json": b"{}"})
-    intake.publishers.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
-    version = settled(intake.steps.create, publisher.name, 0, step)
-    return intake.uploads.seal(model, version.number, version.epoch, 0, [0], mapped=True).number
+    publisher = intake.create_publisher(model, "job", 1, {"config.json": b"{}"})
+    intake.register_slot(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
+    version = settled(intake.create_version, publisher.name, 0, step)
+    return intake.seal_slot(model, version.number, version.epoch, 0, [0], mapped=True).number
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -345,7 +349,8 @@ async def attached(endpoint: str, count: int, then: Callable[[], None]) -> None:
         assert not any(stream.done() for stream in streams)
 
 
-def test_512_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon() -> None:
+@pytest.mark.parametrize("sides", alone([128, 512], [128]))
+def test_many_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon(sides: int) -> None:
     with Daemon(threads=2048) as daemon, connection(daemon) as noisy, connection(daemon) as calm, ExitStack() as ended:
         weights = random_weights(SPECS, 1)
         flooding = Job(noisy, SPECS, [whole(SPECS)], model="noisy").connect()
@@ -362,4 +367,4 @@ def test_512_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon() 
             wait_until(lambda: renewals.count >= 20)
             assert len(list(Path(f"/proc/{daemon.pid}/task").iterdir())) <= 128
 
-        asyncio.run(attached(daemon.endpoint, 512, check))
+        asyncio.run(attached(daemon.endpoint, sides, check))

@@ -149,7 +149,7 @@ def test_every_nth_version_is_archived_also_over_restarts(store: Store, opened: 
     again = opened(store, every=2)
     publish(store, epoch, 3)
     wait_until(lambda: archived(again) == [4, 2])
-    wait_until(lambda: store.pins.holders("policy", 4) == [])
+    wait_until(lambda: store.lifecycle.holders("policy", 4) == [])
 
 
 def test_versions_that_are_overtaken_while_they_wait_are_skipped(store: Store, opened: Callable[..., Archive]) -> None:

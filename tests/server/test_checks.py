@@ -114,9 +114,9 @@ def test_no_shell_reads_the_arguments(run: Callable[..., Ended]) -> None:
 
 def test_a_command_that_takes_too_long_ends_with_all_that_it_started(run: Callable[..., Ended], tmp_path: Path) -> None:
     started = tmp_path / "started"
-    ended = run("sh", "-c", f"echo begun; sleep 1000 & echo $! > {started}; wait", timeout=10)
+    ended = run("sh", "-c", f"echo begun; sleep 1000 & echo $! > {started}; wait", timeout=5)
     ok, message = ended.get(timeout=60)
-    assert (ok, message) == (False, "did not end within 10 s: begun")
+    assert (ok, message) == (False, "did not end within 5 s: begun")
     wait_until(lambda: gone(int(started.read_text())))
 
 

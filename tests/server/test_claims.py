@@ -13,9 +13,9 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.converters.wire.direct import layout_to_proto
 from resharder.server.direct.direct import Direct
 from resharder.server.direct.state import Member
-from resharder.server.ingest import publishers as module
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest import intake
+from resharder.server.ingest.boxes import pack
+from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.rpc.direct_service import DirectService
 from resharder.server.state.errors import DaemonError
@@ -47,18 +47,18 @@ class Site:
         self.start()
 
     def create(self, job: str, ranks: int = 1, model: str = "policy", together: tuple[str, ...] = ()) -> PublisherRecord:
-        return self.intake.publishers.create(model, job, ranks, FILES, together)
+        return self.intake.create_publisher(model, job, ranks, FILES, together)
 
     def register(self, publisher: PublisherRecord, rank: int = 0, held=WHOLE, specs=SPECS) -> PublisherRecord:  # type: ignore[no-untyped-def]
         names = [spec.name for spec in specs]
         boxes = pack((names.index(name), box, False) for name, box in held[rank])
-        return self.intake.publishers.register(publisher.name, rank, f"{rank}", specs, boxes)
+        return self.intake.register_slot(publisher.name, rank, f"{rank}", specs, boxes)
 
     def connect(self, job: str, **options) -> PublisherRecord:  # type: ignore[no-untyped-def]
         return self.register(self.create(job, **options))
 
     def begin(self, publisher: PublisherRecord, step: int) -> VersionRecord:
-        record: VersionRecord = settled(self.intake.steps.create, publisher.name, 0, step)
+        record: VersionRecord = settled(self.intake.create_version, publisher.name, 0, step)
         return record
 
     def deliver(self, record: VersionRecord) -> None:
@@ -68,8 +68,8 @@ class Site:
             for name, box in WHOLE[0]:
                 files.arrays[name][...] = record.step
                 digests.append(digest(files.arrays[name], box, files.arrays[name].shape))
-        self.intake.uploads.seal(record.model, record.number, record.epoch, 0, digests, True)
-        settled(self.intake.waits.wait, record.model, record.number, 60.0, False)
+        self.intake.seal_slot(record.model, record.number, record.epoch, 0, digests, True)
+        settled(self.intake.wait_version, record.model, record.number, 60.0, False)
 
     def state(self, record: VersionRecord) -> str:
         return self.store.catalogue.get(record.model, record.number).state
@@ -99,12 +99,12 @@ def test_a_job_whose_layout_does_not_tile_leaves_the_running_job_its_model_and_i
     record = site.begin(running, 1)
     with pytest.raises(DaemonError, match="held by no rank"):
         site.register(site.create("wrong"), held=TORN)
-    site.intake.publishers.get(running.name, 0)
+    site.intake.publisher(running.name, 0)
     site.deliver(record)
     assert site.state(record) == READY
     assert site.create("running") is running
     assert site.publishes(running, 2)
-    assert [(each.job, each.state) for each in site.intake.publishers.all()] == [("running", "ACTIVE"), ("wrong", "REJECTED")]
+    assert [(each.job, each.state) for each in site.intake.publishers()] == [("running", "ACTIVE"), ("wrong", "REJECTED")]
 
 
 def test_a_job_without_room_leaves_the_running_job_its_model_and_its_files(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_a_job_that_lacks_ranks_holds_nobody_up_and_is_forgotten(site: Site) -> 
     late = site.create("half", ranks=2)
     site.register(late, 0, HALVES)
     assert site.publishes(running, 1)
-    site.now += 2 * module._FORGOTTEN_SECONDS
-    site.intake.publishers.get(running.name, 0)
-    site.intake.publishers.expire()
-    assert site.intake.publishers.all() == [running]
+    site.now += 2 * intake._FORGOTTEN_SECONDS
+    site.intake.publisher(running.name, 0)
+    site.intake.expire()
+    assert site.intake.publishers() == [running]
     assert reason(lambda: site.register(late, 1, HALVES))[0] == "PUBLISHER_UNKNOWN"
     assert site.publishes(running, 2)
 
@@ -150,10 +150,10 @@ def test_the_ranks_of_a_fenced_job_read_which_job_has_taken_over(site: Site) -> 
     aborted = site.store.catalogue.get("policy", record.number)
     assert (aborted.state, aborted.reason) == ("ABORTED", "job 'newer' has taken over the model")
     for call in (
-        lambda: site.intake.publishers.get(running.name, 0),
+        lambda: site.intake.publisher(running.name, 0),
         lambda: site.begin(running, 2),
         lambda: site.create("running"),
-        lambda: site.intake.uploads.missing("policy", record.number, record.epoch, 0),
+        lambda: site.intake.missing_chunks("policy", record.number, record.epoch, 0),
         running.check_usable,
     ):
         found, text = reason(call)
@@ -198,7 +198,7 @@ def test_a_job_that_was_refused_may_come_again_after_a_restart_of_the_daemon(sit
     site.restart()
     site.connect("running")
     site.connect("wrong")
-    assert reason(lambda: site.intake.publishers.get(running.name, 0))[0] == "STALE_EPOCH"
+    assert reason(lambda: site.intake.publisher(running.name, 0))[0] == "STALE_EPOCH"
 
 
 def test_a_claim_whose_record_cannot_be_written_takes_no_effect_and_can_be_tried_again(site: Site) -> None:
@@ -240,10 +240,10 @@ def test_models_that_a_job_publishes_together_are_taken_over_together_or_not_at_
     keep, serve = (site.create("wrong", model=model, together=models) for model in models)
     site.register(keep)
     assert (keep.state, running[0].state) == ("REGISTERING", "ACTIVE")
-    assert "['serve']" in reason(lambda: settled(site.intake.publishers.assignment, keep.name, 0, 0.0))[1]
+    assert "['serve']" in reason(lambda: settled(site.intake.assignment, keep.name, 0, 0.0))[1]
     with pytest.raises(DaemonError, match="held by no rank"):
         site.register(serve, held=TORN)
-    assert reason(lambda: settled(site.intake.publishers.assignment, keep.name, 0, 0.0))[0] == "LAYOUT_MISMATCH"
+    assert reason(lambda: settled(site.intake.assignment, keep.name, 0, 0.0))[0] == "LAYOUT_MISMATCH"
     assert [publisher.state for publisher in running] == ["ACTIVE", "ACTIVE"]
     newer = [site.create("newer", model=model, together=models) for model in models]
     for publisher in newer:
@@ -293,11 +293,11 @@ def test_ranks_that_wait_while_the_daemon_checks_the_layout_are_told_so(site: Si
         assert go_on.wait(60)
         return lay_out(*given, **options)
 
-    monkeypatch.setattr(module, "lay_out", slow)
+    monkeypatch.setattr("resharder.server.ingest.publisher.lay_out", slow)
     last = threading.Thread(target=site.register, args=(publisher, 1, HALVES))
     last.start()
     assert checking.wait(60)
-    found, text = reason(lambda: settled(site.intake.publishers.assignment, publisher.name, 0, 0.0))
+    found, text = reason(lambda: settled(site.intake.assignment, publisher.name, 0, 0.0))
     go_on.set()
     last.join()
     assert found == "NOT_REGISTERED"

@@ -14,10 +14,10 @@ from resharder.converters.storage.files import lay_out
 from resharder.converters.storage.pages import Span
 from resharder.converters.wire.pieces import Bitmap, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.memory import EngineFailed, PieceTaken
+from resharder.server.holding.transfers import HttpTransfer, PieceBusy, PieceSource, ReceivedBytes
 from resharder.server.node.copies import HeldVersion, NodeCopies
 from resharder.server.node.engine_transfer import EngineTransfer
-from resharder.server.node.memory import EngineFailed, PieceTaken
-from resharder.server.node.transfers import HttpTransfer, PieceBusy, PieceSource, ReceivedBytes
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (20 << 10, 1024))]))
 NAME, FILE, SIZE = "models/policy/versions/7", FILES[0].path, FILES[0].size

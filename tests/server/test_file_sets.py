@@ -13,17 +13,15 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
+from resharder.server.holding.part_files import AHEAD, FilesOnNode
+from resharder.server.holding.transfers import ReceivedBytes
 from resharder.server.ingest.homes import FileProof
 from resharder.server.node import file_proofs, file_sets
 from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
-from resharder.server.node.file_sets import FileSets
-from resharder.server.node.part_files import FilesOnNode
-from resharder.server.node.reports import AHEAD
-from resharder.server.node.reserved_sets import FileSet
-from resharder.server.node.transfers import ReceivedBytes
+from resharder.server.node.file_sets import FileSet, FileSets
 from resharder.server.store.digests import digest_tensors
 from resharder.v1 import node_pb2
 from xxhash import xxh3_64_intdigest

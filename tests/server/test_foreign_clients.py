@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import Daemon
+from tests.support.forked import Ended, run
 from tests.support.ports import free_port
 from tests.support.secure import Authority, SecureDaemon
 
@@ -25,27 +24,26 @@ def authority(tmp_path: Path) -> Authority:
     return made
 
 
-@pytest.fixture(params=[True, False], ids=["certificates", "tokens"])
+@pytest.fixture(params=[pytest.param(True, id="certificates"), pytest.param(False, id="tokens", marks=pytest.mark.full)])
 def daemon(authority: Authority, request: pytest.FixtureRequest) -> Iterator[SecureDaemon]:
     roles = {"dns:probe.test": ["operator"], "token:alice": ["operator"]}
     with SecureDaemon(authority, roles, certificates=request.param, log_format="json") as made:
         yield made
 
 
-def command(endpoint: str, *arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+def command(endpoint: str, *arguments: str, **settings: object) -> Ended:
     environment: Mapping[str, str] = os.environ | {"RESHARDER_ENDPOINT": endpoint} | {k: str(v) for k, v in settings.items()}
     clean = {name: value for name, value in environment.items() if name != "GRPC_VERBOSITY"}
-    arguments = ("-m", "resharder.client.cli", *arguments)
-    return subprocess.run([sys.executable, *arguments], env=clean, capture_output=True, text=True, timeout=120)
+    return run("resharder.client.cli", *arguments, environment=clean)
 
 
 def test_clients_that_cannot_speak_to_it_add_no_raw_line_to_its_log(daemon: SecureDaemon, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
     for settings in ({}, {"RESHARDER_TLS_CA": other.folder / "ca.pem"}):
         done = command(daemon.endpoint, "status", **settings)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
-        assert "SSL" not in done.stderr
-        assert len(done.stderr) < 200
+        assert (done.returncode, done.output.count("\n")) == (3, 1)
+        assert "SSL" not in done.output
+        assert len(done.output) < 200
     port = int(daemon.endpoint.rpartition(":")[2])
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05nonsense", b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -61,7 +59,7 @@ def test_doctor_tells_a_missing_token_a_wrong_authority_and_a_firewall_apart(aut
     other = Authority(tmp_path / "other")
 
     def found(endpoint: str, **settings: object) -> tuple[str, str]:
-        checks = json.loads(command(endpoint, "doctor", "--json", **settings).stdout)["checks"]
+        checks = json.loads(command(endpoint, "doctor", "--json", **settings).output)["checks"]
         (check,) = (check for check in checks if check["name"] == "daemon")
         assert "\n" not in check["found"] + check["mend"]
         return check["found"], check["mend"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from resharder.converters.storage.files import read_layout
-from resharder.server.node.reports import AHEAD
+from resharder.server.holding.part_files import AHEAD
 from resharder.v1 import resources_pb2
 
 from tests.support.home_rank import Rows

@@ -3,16 +3,16 @@
 import time
 
 from resharder.client.operator import Operator
-from resharder.client.operator.states import PublisherState
+from resharder.client.operator.answers import PublisherStatus
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 
-LEASE_SECONDS = 6.0
+LEASE_SECONDS = 4.0
 
 
-def state(daemon: Daemon) -> PublisherState:
+def state(daemon: Daemon) -> PublisherStatus.State:
     with Operator(daemon.endpoint) as operator:
         (publisher,) = operator.daemon().publishers
         return publisher.state
@@ -23,10 +23,10 @@ def test_a_publisher_whose_ranks_are_gone_is_not_active() -> None:
         publishers = connected(daemon.endpoint, 1, "first")
         publish_all(publishers, 1, weights(1))[0].wait_ready(60)
         time.sleep(1.5 * LEASE_SECONDS)
-        assert state(daemon) == PublisherState.ACTIVE, "it renews its lease"
+        assert state(daemon) == PublisherStatus.State.ACTIVE, "it renews its lease"
         publishers[0].close()
-        wait_until(lambda: state(daemon) == PublisherState.GONE, "its lease ends")
+        wait_until(lambda: state(daemon) == PublisherStatus.State.GONE, "its lease ends")
         again = connected(daemon.endpoint, 1, "first")
         publish_all(again, 2, weights(2))[0].wait_ready(60)
-        assert state(daemon) == PublisherState.ACTIVE
+        assert state(daemon) == PublisherStatus.State.ACTIVE
         again[0].close()

@@ -6,9 +6,9 @@ import pytest
 from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, NodeHome
-from resharder.server.node import homes
-from resharder.server.node.homes import HomeRegister
-from resharder.server.node.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
+from resharder.server.nodes import homes
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
 from resharder.server.state.version import ABORTED, READY, VersionRecord
 
 GROUPS = {"a": "one", "b": "two", "g": "one, gathered"}

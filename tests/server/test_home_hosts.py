@@ -7,12 +7,13 @@ import pytest
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.home_rank import HomeRanks
+from tests.support.home_rank import Ranks
 from tests.support.home_site import Site
 from tests.support.namespaces import Hosts, unavailable
 from tests.support.node import Node, joined, nodes, patient, stored
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
+from tests.support.remote import Remote
 
 ARRIVED = {"verified": True, "transport": "node", "reason": ""}
 REASON = unavailable()
@@ -43,7 +44,7 @@ class LinkedSite(Site):
             self.nodes[name] = stack.enter_context(node)
         for number, name in enumerate("abc"):
             hidden = [node.root for other, node in self.nodes.items() if other != name]
-            ranks = stack.enter_context(HomeRanks(hidden, hosts.command(number)))
+            ranks = stack.enter_context(Remote(Ranks, hidden=hidden, namespace=hosts.namespace(number)))
             if name == "c":
                 self.worker = ranks
             else:

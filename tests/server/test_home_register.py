@@ -6,11 +6,11 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost
-from resharder.server.node import homes
-from resharder.server.node.home_fetch import HomeSource
-from resharder.server.node.homes import HomeRegister
-from resharder.server.node.lost import nonce_id
-from resharder.server.node.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
+from resharder.server.nodes import homes
+from resharder.server.nodes.home_fetch import HomeSource
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.records import nonce_id
+from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, VersionRecord
 

@@ -9,16 +9,18 @@ import pytest
 import torch
 from resharder.client.operator import Operator
 from resharder.converters.wire.range_client import PartRefused, PartRequest, RangeConnection
-from resharder.server.node.daemon_client import NodeTls
-from resharder.server.node.transfers import data_address
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import data_address
 from resharder.server.own_fetcher import node_tls
 from resharder.server.security.settings import Security
 
-from tests.support.home_rank import HomeRanks, Ranks, weights
+from tests.support.home_rank import Ranks, weights
 from tests.support.namespaces import unavailable
 from tests.support.node import Node, patient, stored
 from tests.support.observing import wait_until
+from tests.support.remote import Remote
 from tests.support.secure import PROBE, Authority, SecureDaemon
+from tests.support.variants import alone
 
 SHAPE = [1000, 1024]
 
@@ -37,7 +39,10 @@ def published(daemon: SecureDaemon, transport: str) -> tuple[str, dict[str, byte
     return version, content
 
 
-@pytest.mark.parametrize(("fleet", "transport", "replicas"), [("policy", "node", 2), ("policy", "node", 1), ("other", "http", 2)])
+HELD = [("policy", "node", 2), ("policy", "node", 1), ("other", "http", 2)]
+
+
+@pytest.mark.parametrize(("fleet", "transport", "replicas"), alone(HELD, HELD[1:]))
 def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
     tmp_path: Path, fleet: str, transport: str, replicas: int
 ) -> None:
@@ -60,7 +65,7 @@ def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
                 assert "may not call GetReservedFiles" in node.log.read_text()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", alone([1, 2], [1]))
 def test_ranks_with_tokens_write_into_files_of_a_node_with_a_token(tmp_path: Path, replicas: int) -> None:
     """The daemon asks for no certificates, and shows its own to the node from which it fetches."""
     authority = Authority(tmp_path / "pki")
@@ -90,7 +95,7 @@ def test_the_daemon_verifies_certificates_of_nodes_by_client_ca(tmp_path: Path, 
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
-@pytest.mark.parametrize("by", ["certificate", "token"])
+@pytest.mark.parametrize("by", alone(["certificate", "token"], ["certificate"]))
 def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, by: str) -> None:
     """Each host's rank has half of a tensor. A node of another model may not read what either has written."""
     authority, names = Authority(tmp_path / "pki"), ("a", "b", "other")
@@ -115,9 +120,10 @@ def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, 
             found[name] = stack.enter_context(Node(daemon.endpoint, name, **files))
         operator = stack.enter_context(Operator(daemon.endpoint))
         wait_until(lambda: [node.state.value for node in operator.nodes()] == ["LIVE"] * 3)
-        hosts = {
-            name: stack.enter_context(HomeRanks([node.root for other, node in found.items() if other != name])) for name in "ab"
-        }
+        hosts = {}
+        for name in "ab":
+            hidden = [node.root for other, node in found.items() if other != name]
+            hosts[name] = stack.enter_context(Remote(Ranks, hidden=hidden))
         for rank, ranks in enumerate(hosts.values()):
             ranks.call("attach", daemon.endpoint, "job", {str(rank): [("a", SHAPE, 500 * rank, 500)]}, 2)
         used = [ranks.call("publish", 1)[0] for ranks in hosts.values()]

@@ -15,6 +15,7 @@ from tests.support.home_site import SPLIT, Site
 from tests.support.namespaces import unavailable
 from tests.support.node import joined, nodes, stored
 from tests.support.observing import wait_until
+from tests.support.variants import alone
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -79,7 +80,7 @@ def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
     assert found[3][1] == "node"
 
 
-@pytest.mark.parametrize("point", ["node.verify", "node.adopt", "while-writing"])
+@pytest.mark.parametrize("point", alone(["node.verify", "node.adopt", "while-writing"], ["while-writing"]))
 def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -> None:
     """Before READY the version is aborted with the reason; ranks then send to the daemon until they have read the new nonce."""
     node = site.nodes["b"]
@@ -105,7 +106,7 @@ def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -
     wait_until(lambda: [transport for _, transport, _ in site.publish(next(STEPS))[1]] == ["node"] * 4)
 
 
-@pytest.mark.parametrize("ends", ["killed", "stopped"])
+@pytest.mark.parametrize("ends", alone(["killed", "stopped"], ["killed"]))
 def test_a_node_that_was_gone_before_a_restart_of_the_daemon_delays_no_rank(site: Site, ends: str) -> None:
     site.attach(f"after a node was {ends}")
     site.check(site.publish(1)[0])

@@ -18,8 +18,8 @@ from resharder.converters.storage.files import MappedFiles, read_layout
 from resharder.converters.wire.chunk_frame import frame, unframe
 from resharder.server.config import Config
 from resharder.server.fleets.fleets import Fleets
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.packed_boxes import cut_slot, pack
+from resharder.server.ingest.boxes import cut_slot, pack
+from resharder.server.ingest.intake import Intake
 from resharder.server.main import Daemon as DaemonInProcess
 from resharder.server.state.server import OrderKind, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
@@ -322,27 +322,27 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     now = [100.0]
     store = Store(tmp_path / "store")
     intake = Intake(store, lease_seconds=10, clock=lambda: now[0])
-    publisher = intake.publishers.create("policy", "job", 2, {"config.json": b"{}"})
+    publisher = intake.create_publisher("policy", "job", 2, {"config.json": b"{}"})
     for rank in (0, 1):
         boxes = pack((["a", "b"].index(name), box, False) for name, box, _ in TWO[rank])
-        intake.publishers.register(publisher.name, rank, str(rank), SPECS, boxes)
-    record = settled(intake.steps.create, publisher.name, 0, 1)
+        intake.register_slot(publisher.name, rank, str(rank), SPECS, boxes)
+    record = settled(intake.create_version, publisher.name, 0, 1)
     now[0] += 8
-    intake.publishers.get(publisher.name, 0)
-    intake.publishers.get(publisher.name, 1)
+    intake.publisher(publisher.name, 0)
+    intake.publisher(publisher.name, 1)
     now[0] += 8
-    intake.publishers.get(publisher.name, 0)
-    assert intake.publishers.live_ranks(publisher) == 2
-    intake.publishers.expire()
+    intake.publisher(publisher.name, 0)
+    assert intake.live_ranks(publisher) == 2
+    intake.expire()
     assert store.catalogue.get("policy", record.number).state == "UPLOADING"
     now[0] += 3
-    assert intake.publishers.live_ranks(publisher) == 1
-    intake.publishers.expire()
+    assert intake.live_ranks(publisher) == 1
+    intake.expire()
     ended = store.catalogue.get("policy", record.number)
     assert ended.state == "ABORTED"
     assert "rank 1 was silent for 11.0 s" in ended.reason
-    assert settled(intake.steps.create, publisher.name, 0, 1).number == record.number + 1
-    intake.steps.drain(0)
+    assert settled(intake.create_version, publisher.name, 0, 1).number == record.number + 1
+    intake.drain(0)
     store.close()
 
 
@@ -352,7 +352,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
 def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resharder.server.ingest.version_waits._LOOK", 60.0)
+    monkeypatch.setattr("resharder.server.ingest.intake._LOOK", 60.0)
     config = Config(listen="127.0.0.1:0", store=tmp_path / "store", shared_memory=False, lease_seconds=300)
     asked: list[tuple[int, int]] = []
     serving = Fleets.serving
@@ -362,7 +362,7 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
     settled(daemon.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     control = daemon.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(settled, daemon.intake.waits.wait, "policy", record.number, 60, True)
+        waiting = pool.submit(settled, daemon.intake.wait_version, "policy", record.number, 60, True)
         wait_until(lambda: bool(asked), "it looks")
         time.sleep(1.2)
         assert not waiting.done()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from resharder.server.infra.change_signal import Pause
-from resharder.server.node.known_node import KnownNode
-from resharder.server.node.link_orders import MOST_LINKS, LinkEnds, LinkOrders, links_of, next_links
-from resharder.server.node.reports import CopyReport, LinkOrder, StateReport
+from resharder.server.nodes.known_node import KnownNode
+from resharder.server.nodes.link_orders import MOST_LINKS, LinkEnds, LinkOrders, links_of, next_links
+from resharder.server.nodes.reports import CopyReport, LinkOrder, StateReport
 from resharder.server.state.errors import InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.v1 import resources_pb2
 

@@ -12,7 +12,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, full_bo
 from resharder.converters.storage import digest as digest_module
 from resharder.converters.storage.files import BITS
 from resharder.server.config import Config
-from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.boxes import pack
 from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
 from resharder.server.state.errors import FailedPrecondition, Unavailable
@@ -33,7 +33,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon with one READY version, one publisher and one attached server, without a listener."""
     made = Daemon(Config(listen="127.0.0.1:0", web_listen="", store=tmp_path / "store", shared_memory=False, lease_seconds=600))
     record = ready_version(made.store)
-    made.intake.publishers.create("policy", "job", 1, FILES)
+    made.intake.create_publisher("policy", "job", 1, FILES)
     settled(made.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     made.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     made.fleets.report_worker("s", Worker(0, WorkerState.BOOTED, 1, process="p", fingerprint=record.fingerprint))
@@ -43,14 +43,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 LOOKS: dict[str, Callable[[Daemon], object]] = {
-    "a lease is renewed": lambda d: d.intake.publishers.get("models/policy/publishers/1", 0).name,
-    "publishers are listed": lambda d: [publisher.name for publisher in d.intake.publishers.all()],
+    "a lease is renewed": lambda d: d.intake.publisher("models/policy/publishers/1", 0).name,
+    "publishers are listed": lambda d: [publisher.name for publisher in d.intake.publishers()],
     "a version is looked at": lambda d: d.store.catalogue.get("policy", 1).state,
-    "a version is waited for": lambda d: settled(d.intake.waits.wait, "policy", 1, 0, False).state,
-    "its servers are waited for": lambda d: settled(d.intake.waits.wait, "policy", 1, 0, True).state,
+    "a version is waited for": lambda d: settled(d.intake.wait_version, "policy", 1, 0, False).state,
+    "its servers are waited for": lambda d: settled(d.intake.wait_version, "policy", 1, 0, True).state,
     "versions are listed": lambda d: [record.number for record in d.store.catalogue.versions("policy")],
     "the newest is asked for": lambda d: d.store.catalogue.newest("policy").number,  # type: ignore[union-attr]
-    "who uses it": lambda d: d.store.pins.holders("policy", 1),
+    "who uses it": lambda d: d.store.lifecycle.holders("policy", 1),
     "whose the model is": lambda d: d.store.epochs.claim("policy"),
     "models are listed": lambda d: d.store.catalogue.models(),
     "servers are listed": lambda d: [view.server.id for view in d.fleets.servers()],
@@ -71,7 +71,7 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
     before = look(daemon)
     assert before
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        for lock in (daemon.fleets.lock, daemon.intake._shared.lock, daemon.store.catalogue.changed):
+        for lock in (daemon.fleets.lock, daemon.intake.lock, daemon.store.catalogue.changed):
             held.enter_context(lock)
         looking = threads.submit(look, daemon)
         looking.exception(PATIENCE)
@@ -83,9 +83,9 @@ def test_what_proofs_need_is_compiled_when_a_job_registers_and_not_in_its_first_
     kernels = digest_module._compiled
     specs = [TensorSpec("a", "BF16", (4, 4)), TensorSpec("b", "U8", (8,))]
     boxes = pack((number, full_box(spec.shape), False) for number, spec in enumerate(specs))
-    publisher = daemon.intake.publishers.create("other", "job", 1, FILES)
+    publisher = daemon.intake.create_publisher("other", "job", 1, FILES)
     kernels.cache_clear()
-    assert daemon.intake.publishers.register(publisher.name, 0, "fingerprint", specs, boxes).state == ACTIVE
+    assert daemon.intake.register_slot(publisher.name, 0, "fingerprint", specs, boxes).state == ACTIVE
     compiled = kernels.cache_info().misses
     assert compiled == 2
     for spec in specs:
@@ -118,8 +118,8 @@ def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store
     done = threading.Event()
 
     def use() -> None:
-        store.pins.pin("policy", 1, "servers/s")
-        store.pins.release("policy", 1, "servers/s")
+        store.lifecycle.pin("policy", 1, "servers/s")
+        store.lifecycle.release("policy", 1, "servers/s")
         done.set()
 
     def elsewhere() -> None:

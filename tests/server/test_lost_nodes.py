@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from resharder.server.node.homes import HomeRegister
-from resharder.server.node.lost import LostNodes, nonce_id
-from resharder.server.node.reports import StateReport
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.records import LostNodes, nonce_id
+from resharder.server.nodes.reports import StateReport
 
 
 @pytest.fixture

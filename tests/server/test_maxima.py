@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import Range, TensorSpec
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.boxes import pack
+from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.maxima import RankBlocks, plan_shared, read_shared
-from resharder.server.ingest.packed_boxes import pack
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.store import Store
 from resharder.v1 import publisher_pb2
@@ -38,16 +38,15 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
         self.intake = Intake(Store(folder / "store", limit_bytes=1 << 20, clock=self.clock), clock=self.clock, lease_seconds=1e6)
-        publishers = self.intake.publishers
-        self.name = publishers.create("policy", "job", 3, {"config.json": b"{}"}).name
+        self.name = self.intake.create_publisher("policy", "job", 3, {"config.json": b"{}"}).name
         for rank in range(3):
             rows = [(tensor, (Range(rank, 1), Range(0, 2)), False) for tensor in range(2)]
             shared = RankBlocks(blocks(*self.SHARES[rank]), blocks(*self.SHARES[rank]))
-            publishers.register(self.name, rank, str(rank), SPECS, pack(rows), f"process {rank}", shared)
-        self.version = settled(self.intake.steps.create, self.name, 0, 1)
+            self.intake.register_slot(self.name, rank, str(rank), SPECS, pack(rows), f"process {rank}", shared)
+        self.version = settled(self.intake.create_version, self.name, 0, 1)
 
     def exchange(self, rank: int, *values: float, wait: float = 0.0) -> list[float]:
-        found = settled(self.intake.exchange.exchange, "policy", self.version.number, self.version.epoch, rank, values, wait)
+        found = settled(self.intake.exchange_maxima, "policy", self.version.number, self.version.epoch, rank, values, wait)
         return list(found)
 
     def refused(self, rank: int, *values: float) -> DaemonError:
@@ -84,15 +83,15 @@ def test_values_that_are_no_maxima_of_the_ranks_blocks_are_refused(ranks: Ranks,
 
 
 def test_an_abort_ends_the_wait(ranks: Ranks) -> None:
-    ranks.intake.uploads.abort("policy", ranks.version.number, ranks.version.epoch, "rank 1 is gone")
+    ranks.intake.abort_version("policy", ranks.version.number, ranks.version.epoch, "rank 1 is gone")
     error = ranks.refused(0, 1.0, 5.0)
     assert (error.reason, "rank 1 is gone" in str(error)) == ("VERSION_ABORTED", True)
 
 
 def test_a_later_job_ends_the_wait(ranks: Ranks) -> None:
-    later = ranks.intake.publishers.create("policy", "later", 1, {"config.json": b"{}"})
+    later = ranks.intake.create_publisher("policy", "later", 1, {"config.json": b"{}"})
     boxes = pack((tensor, (Range(0, 3), Range(0, 2)), False) for tensor in range(2))
-    ranks.intake.publishers.register(later.name, 0, "0", SPECS, boxes)
+    ranks.intake.register_slot(later.name, 0, "0", SPECS, boxes)
     assert ranks.refused(0, 1.0, 5.0).reason == "STALE_EPOCH"
 
 

@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import UpdateStrategy
-from resharder.client.operator.states import StrategyKind
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.direct import Direct
@@ -121,7 +120,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
         assert value("requests_in_flight", **names) == 4
         assert value("install_phase_seconds_sum", fleet="moved", phase="stage") is not None
         bad.torn = set()
-        operator.set_fleet("moved", strategy=UpdateStrategy(StrategyKind.ALL_AT_ONCE))
+        operator.set_fleet("moved", strategy=UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE))
         publish(moved, 3)
         wait_until(lambda: read(daemon)("fleet_served_version", **names) == 3, "both serve version 3")
         wait_until(lambda: read(daemon)("fleet_lag_versions", **names) == 0, "and are not behind")
@@ -167,7 +166,7 @@ def lost(daemon: Daemon, holder: str) -> float:
 
 
 def test_a_rank_and_a_server_that_fall_silent_are_counted() -> None:
-    with Daemon(web_listen=f"127.0.0.1:{free_port()}", lease_seconds=8) as short:
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}", lease_seconds=4) as short:
         silent = job(short, "policy")
         publish(silent, 1)
         server = SimulatedServer(short, "silent", fleet="policy", model="policy")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import TensorSpec
-from resharder.server.node.memory import EngineFailed
+from resharder.server.holding.memory import EngineFailed
 from resharder.server.node.mooncake import MooncakeEngine
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
 

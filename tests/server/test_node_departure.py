@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
-from resharder.server.node.departure import await_departure, needing
+from resharder.server.node.agent import await_departure, needing
 from resharder.v1 import node_pb2, resources_pb2
 
 from tests.support.home_site import Site
@@ -96,7 +96,7 @@ def publish_with_a_slow_copy(site: Site, job: str, seconds: int) -> resources_pb
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_stopped_node_ends_once_the_daemon_has_its_copy(site: Site) -> None:
-    version = publish_with_a_slow_copy(site, "first", 6)
+    version = publish_with_a_slow_copy(site, "first", 3)
     assert [node.wait() for node in site.nodes.values()] == [0, 0]
     assert nodes(site.daemon) == {}
     assert site.version(version.name).state == resources_pb2.Version.READY

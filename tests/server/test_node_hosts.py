@@ -1,8 +1,5 @@
 """Nodes on emulated hosts: network namespaces with links of limited rates, real processes, and the death of each."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,11 +9,13 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
+from tests.support.home_rank import Ranks
 from tests.support.namespaces import Hosts, unavailable
 from tests.support.node import Node, joined, nodes, stored
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole
+from tests.support.remote import Remote
 
 SPECS = [TensorSpec("big", "BF16", (80 << 10, 1024))]  # 160 MiB in 11 pieces
 ARRIVED = {"verified": True, "transport": "node", "reason": ""}
@@ -34,23 +33,16 @@ class Site:
 
     def begin(self, others: list["Site"]) -> None:
         """Start the worker in a mount namespace in which the other nodes' folders are empty."""
-        hidden = "; ".join(f"mount -t tmpfs none {site.node.root}" for site in others)
-        command = ["sh", "-c", f'{hidden}; exec "$@"', "sh", sys.executable, "-m", "tests.support.staging_process"]
-        self._worker = subprocess.Popen(
-            self.hosts.command(self.number, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        hidden = [site.node.root for site in others]
+        self._worker = Remote(Ranks, hidden=hidden, namespace=self.hosts.namespace(self.number))
 
     def stage(self, version: str) -> dict[str, Any]:
         """Stage a version on this host."""
-        assert self._worker.stdin is not None
-        assert self._worker.stdout is not None
-        print(self.endpoint, version, file=self._worker.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self._worker.stdout.readline())
+        found: dict[str, Any] = self._worker.call("stage", self.endpoint, version)
         return found
 
     def close(self) -> None:
-        self._worker.kill()
-        self._worker.communicate()
+        self._worker.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Options of a node: a wrong one is one line with its name, what was expected and what came."""
 
 import pytest
-from resharder.server import node_main
 from resharder.server.config import ConfigError
-from resharder.server.node_main import load
+from resharder.server.node import main as node_main
+from resharder.server.node.main import load
 
 TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls.key"}
 

@@ -8,12 +8,12 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.swarm import MOST_LINKS, LinkLog, LinkReport
 from resharder.server.infra.change_signal import Pause
-from resharder.server.node.drained import DrainedNodes
-from resharder.server.node.links import MOST_LINKS, LinkLog, LinkReport
-from resharder.server.node.own_pieces import DAEMON
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
+from resharder.server.nodes.pieces import DAEMON
+from resharder.server.nodes.records import DrainedNodes
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord

@@ -22,7 +22,7 @@ PIECES, REPLICAS = 3, 3
 
 @pytest.fixture
 def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    options = {"data_listen": "127.0.0.1:0", "keep_count": 2, "lease_seconds": 30, "replicas": REPLICAS}
+    options = {"data_listen": "127.0.0.1:0", "keep_count": 2, "lease_seconds": 15, "replicas": REPLICAS}
     with Daemon(**options, replica_seconds=getattr(request, "param", 60)) as running:
         yield running
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.worker import host_node
-from resharder.client.inference.worker.source import Stager
+from resharder.client.inference.worker import source as worker_source
+from resharder.client.inference.worker.source import Sources
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import get_manifest
@@ -23,7 +23,7 @@ from tests.support.node import Node, holds, joined, nodes, stored
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
-from tests.support.staging_process import stage
+from tests.support.staging import stage
 
 SPECS = [TensorSpec("big", "BF16", (40 << 10, 1024)), TensorSpec("small", "F32", (7,))]
 PIECES = 6
@@ -48,8 +48,8 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_node, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(host_node, "_PATIENCE", 1.0)
+    monkeypatch.setattr(worker_source, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(worker_source, "_PATIENCE", 1.0)
 
 
 def test_a_worker_maps_the_version_of_the_node_on_its_host(daemon: Daemon) -> None:
@@ -124,12 +124,12 @@ def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daem
     with Node(daemon.endpoint, "c") as node, Channel(daemon.endpoint) as channel:
         joined(daemon, "c")
         manifest = get_manifest(channel, version)
-        stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server"))
+        sources = Sources(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server"))
         needs = {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
-        rest = stager.stage(manifest, needs, frozenset({"big"}))
+        rest = sources.open(manifest, needs, frozenset({"big"}))
         assert (rest.transport, rest.whole) == ("http", False), "for what arrives on the direct path, no node fetches a version"
         rest.close()
-        source = stager.stage(manifest, needs)
+        source = sources.open(manifest, needs)
         assert source.transport == "node"
         folder = next(node.folder.glob("versions/policy/*"))
         for step in (4, 5):
@@ -139,7 +139,7 @@ def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daem
         assert folder.exists()
         source.close()
         wait_until(lambda: not folder.exists())
-        stager.close()
+        sources.close()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, full_box
 from resharder.converters.storage.files import MappedFiles, lay_out
-from resharder.server.ingest.homes import GatheredBoxes
-from resharder.server.node.part_files import (
+from resharder.server.holding.part_files import (
     PAGE_BYTES,
     FilesOnNode,
     PartFile,
@@ -18,6 +17,7 @@ from resharder.server.node.part_files import (
     lay_out_again,
     write_parts,
 )
+from resharder.server.ingest.homes import GatheredBoxes
 from resharder.v1 import node_pb2
 
 SPECS = [TensorSpec("matrix", "BF16", (300, 700)), TensorSpec("experts", "F32", (6, 40, 50)), TensorSpec("scale", "F32", ())]

@@ -14,10 +14,10 @@ from resharder.server.ingest.publisher import check_files
 from resharder.server.state.errors import DaemonError, InvalidArgument, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
 from resharder.server.store import manifest
+from resharder.server.store.manifest import verify
 from resharder.server.store.partial import PIECES_FILE, MissingPieces, PartialVersion
 from resharder.server.store.retention import Retention
 from resharder.server.store.store import Store
-from resharder.server.store.verification import verify
 
 from tests.support.partial_versions import SMALL_PIECES, blot, contents, deliver, missing_of, publish_partial
 from tests.support.store_versions import FILES, LAYOUTS, SPECS, claim, numbers, publish, settle
@@ -49,7 +49,7 @@ def count() -> int:
 
 
 def partial_of(store: Store, number: int = 1) -> PartialVersion:
-    found = store.partials.get("policy", number)
+    found = store.reader.partial("policy", number)
     assert found is not None
     return found
 
@@ -90,12 +90,12 @@ def test_once_its_pieces_have_arrived_it_is_an_ordinary_version(store: Store) ->
     record, content = publish_partial(store, claim(store), 0, [0, 2])
     partial, folder = partial_of(store), store.folder.path(record)
     deliver(partial, content, [2])
-    assert not store.partials.settle(partial, 1)
+    assert not store.lifecycle.settle(partial, 1)
     assert (folder / HELD_FILE).read_bytes() == partial.held().to_bytes()
     deliver(partial, content, [0])
     assert refused(store, 1).startswith("PIECES_ELSEWHERE: models/policy/versions/1: the daemon holds all")
-    assert store.partials.settle(partial, 1)
-    assert store.partials.all() == []
+    assert store.lifecycle.settle(partial, 1)
+    assert store.lifecycle.partials() == []
     assert contents(folder, LAYOUTS) == content
     assert set(path.name for path in folder.iterdir()) == WHOLE
     assert set(read(store, 1)) == {spec.name for spec in SPECS}
@@ -107,7 +107,7 @@ def test_a_tensor_can_be_read_once_its_own_pieces_are_there_and_verified(store: 
     partial = partial_of(store)
     deliver(partial, content, [0])
     assert refused(store, 1, {"b"}).startswith("PIECES_ELSEWHERE")
-    assert not store.partials.settle(partial, 1)
+    assert not store.lifecycle.settle(partial, 1)
     small = SPECS[1]
     assert (small.name, partial._touched([small.name])) == ("b", [0])
     assert read(store, 1, {"b"})["b"] == np.full(small.shape, 1, np.uint32).tobytes()
@@ -130,10 +130,10 @@ def test_a_piece_that_the_medium_has_damaged_is_fetched_again(store: Store) -> N
     partial = partial_of(store)
     deliver(partial, content, [1, 2])
     blot(store.folder.path(record), partial.numbering, [2], LAYOUTS, 0x11)
-    assert not store.partials.settle(partial, 1)
+    assert not store.lifecycle.settle(partial, 1)
     assert list(partial.held().missing()) == [2]
     deliver(partial, content, [2])
-    assert store.partials.settle(partial, 1)
+    assert store.lifecycle.settle(partial, 1)
     assert contents(store.folder.path(record), LAYOUTS) == content
 
 
@@ -145,7 +145,7 @@ def test_a_tensor_without_its_digest_is_named_and_its_version_never_served(store
     store.lifecycle.commit(record, {"a": 1, "b": 2}, (), missing=missing_of(content, LAYOUTS, [1], ["one"]))
     partial = partial_of(store, 2)
     deliver(partial, content, [1])
-    assert store.partials.settle(partial, 1)
+    assert store.lifecycle.settle(partial, 1)
     lost = store.catalogue.get("policy", 2)
     assert (lost.state, lost.reason) == (
         RETIRED, "LOST: b is not what was published, although its pieces have their checksums",
@@ -158,10 +158,10 @@ def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root
     store = opened(root)
     publish_partial(store, claim(store), 0, [1])
     partial = partial_of(store)
-    store.pins.pin("policy", 1, "servers/one")
+    store.lifecycle.pin("policy", 1, "servers/one")
     told = []
     store.catalogue.subscribe(told.append)
-    lost = store.retirer.lose("policy", 1, "1 of its pieces has no holder")
+    lost = store.lifecycle.lose("policy", 1, "1 of its pieces has no holder")
     assert told == [lost]
     assert (lost.state, lost.reason) == (RETIRED, "LOST: 1 of its pieces has no holder")
     with pytest.raises(ResourceNotFound, match="no longer READY"):
@@ -170,17 +170,17 @@ def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root
         partial.lacks(FilePart("policy", 1, FILE, 0, 1))
     with pytest.raises(OSError, match="No such file"):
         partial.add(1)
-    assert store.retirer.lose("policy", 1, "again") == lost
+    assert store.lifecycle.lose("policy", 1, "again") == lost
     settle(store)
     store.close()
     again = opened(root)
-    assert (again.catalogue.get("policy", 1).reason, again.partials.all()) == (lost.reason, [])
+    assert (again.catalogue.get("policy", 1).reason, again.lifecycle.partials()) == (lost.reason, [])
     again.close()
 
 
 def test_a_whole_version_is_never_lost(store: Store) -> None:
     record = publish(store, claim(store), 0)
-    assert store.retirer.lose("policy", 1, "no") == record
+    assert store.lifecycle.lose("policy", 1, "no") == record
     assert read(store, 1)
 
 
@@ -189,7 +189,7 @@ def test_restarts_find_what_had_arrived_and_never_a_hole(root: Path, seed: int) 
     random, store = Random(seed), opened(root)
     lacks = random.sample(range(count()), random.randint(1, count()))
     record, content = publish_partial(store, claim(store), 3, lacks, ["one", "two"])
-    while store.partials.get("policy", 1) is not None:
+    while store.reader.partial("policy", 1) is not None:
         partial = partial_of(store)
         assert partial.nodes == {"one", "two"}
         left = list(partial.held().missing())
@@ -206,13 +206,13 @@ def test_restarts_find_what_had_arrived_and_never_a_hole(root: Path, seed: int) 
             assert found == held or (found.bits == 0).all()
             assert store.catalogue.get("policy", 1) == record
         if partial_of(store).held().whole():
-            assert store.partials.settle(partial_of(store), 1)
+            assert store.lifecycle.settle(partial_of(store), 1)
         else:
             assert refused(store, 1).startswith("PIECES_ELSEWHERE")
     assert contents(store.folder.path(record), LAYOUTS) == content
     store.close()
     store = opened(root)
-    assert store.partials.all() == []
+    assert store.lifecycle.partials() == []
     assert set(read(store, 1)) == {"a", "b"}
     store.close()
 
@@ -236,12 +236,12 @@ def test_files_of_the_pieces_that_a_killed_daemon_left_of_a_whole_version_are_re
     deliver(partial_of(store), content, [1])
     folder = store.folder.path(record)
     left = {name: (folder / name).read_bytes() for name in (HELD_FILE, PIECES_FILE)}
-    assert store.partials.settle(partial_of(store), 1)
+    assert store.lifecycle.settle(partial_of(store), 1)
     store.close()
     for name, data in left.items():
         (folder / name).write_bytes(data)
     again = opened(root)
-    assert (numbers(again), again.partials.all()) == ([1], [])
+    assert (numbers(again), again.lifecycle.partials()) == ([1], [])
     assert set(path.name for path in folder.iterdir()) == WHOLE
     again.close()
 
@@ -260,7 +260,7 @@ def test_the_newest_whole_version_outlives_newer_ones_that_lack_pieces(root: Pat
     published = [publish_partial(store, epoch, step, [1]) for step in (1, 2, 3)]
     assert numbers(store) == [1, 4]
     deliver(partial_of(store, 4), published[-1][1], [1])
-    assert store.partials.settle(partial_of(store, 4), 1)
+    assert store.lifecycle.settle(partial_of(store, 4), 1)
     publish(store, epoch, 4)
     assert numbers(store) == [4, 5]
     settle(store)

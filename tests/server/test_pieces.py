@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.wire.pieces import MOST_PIECES, Bitmap, PieceNumbering, piece_bytes_for
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
-from resharder.server.node.piece_table import PieceState, PieceTable
+from resharder.server.nodes.pieces import PieceState, PieceTable
 
 VERSION = "models/policy/versions/1"
 sizes = st.lists(st.integers(1, 5 * PIECE_BYTES), min_size=1, max_size=6)

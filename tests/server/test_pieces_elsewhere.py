@@ -24,7 +24,7 @@ from tests.support.node import Node, holds, joined, stored
 from tests.support.observing import wait_until
 from tests.support.partial_versions import blot, missing_of
 from tests.support.publishing import Job, random_weights, whole
-from tests.support.staging_process import stage
+from tests.support.staging import stage
 
 SPECS = [TensorSpec("big", "BF16", (40 << 10, 1024)), TensorSpec("small", "F32", (7,))]
 LACKS = (0, 2, 3, 5)

@@ -16,9 +16,9 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, lay_out
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.filesystem import read_lease
-from resharder.server.ingest import publishers
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest import publisher
+from resharder.server.ingest.boxes import pack
+from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import VersionRecord
@@ -58,12 +58,12 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder / "store")
         self.intake = Intake(self.store, writer_patience=5, chunk_bytes=256)
-        name = self.intake.publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+        name = self.intake.create_publisher("policy", "job", 2, {"config.json": b"{}"}).name
         for rank, boxes in BOXES.items():
             packed = pack((tensor, box, False) for tensor, box in boxes)
-            self.intake.publishers.register(name, rank, str(rank), SPECS, packed)
-        self.record: VersionRecord = settled(self.intake.steps.create, name, 0, 1)
-        settled(self.intake.steps.create, name, 1, 1)
+            self.intake.register_slot(name, rank, str(rank), SPECS, packed)
+        self.record: VersionRecord = settled(self.intake.create_version, name, 0, 1)
+        settled(self.intake.create_version, name, 1, 1)
         self.folder = self.store.folder.path(self.record)
         random = np.random.default_rng(1)
         self.values = {spec.name: random.integers(0, 1 << 32, spec.shape, np.uint32) for spec in SPECS}
@@ -78,7 +78,7 @@ class Site:
                     maps.arrays[name][index] = self.values[name][index] + np.uint32(add)
 
     def release(self, rank: int, *files: str) -> None:
-        self.intake.uploads.release("policy", self.record.number, self.record.epoch, rank, files)
+        self.intake.release_files("policy", self.record.number, self.record.epoch, rank, files)
 
     def digests(self, rank: int) -> list[int]:
         found = []
@@ -88,15 +88,15 @@ class Site:
         return found
 
     def seal(self, rank: int, mapped: bool = True) -> None:
-        self.intake.uploads.seal("policy", self.record.number, self.record.epoch, rank, self.digests(rank), mapped)
+        self.intake.seal_slot("policy", self.record.number, self.record.epoch, rank, self.digests(rank), mapped)
 
     def ended(self) -> VersionRecord:
-        wait_until(lambda: not self.intake.uploads.any(), "the version has ended")
+        wait_until(lambda: not self.intake.uploads(), "the version has ended")
         return self.store.catalogue.get("policy", self.record.number)
 
     @property
     def early(self) -> EarlyDigests:
-        upload = self.intake.uploads.find("policy", self.record.number)
+        upload = self.intake.upload("policy", self.record.number)
         assert upload is not None
         return upload._early
 
@@ -106,11 +106,11 @@ class Site:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(publishers, "lay_out", lambda specs, homes: lay_out(specs, 64, homes))
+    monkeypatch.setattr(publisher, "lay_out", lambda specs, homes: lay_out(specs, 64, homes))
     with tempfile.TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder:
         made = Site(Path(folder))
         yield made
-        made.intake.steps.drain(0)
+        made.intake.drain(0)
         made.store.close()
 
 
@@ -202,7 +202,7 @@ def test_chunks_of_another_rank_take_early_digests_back(site: Site, read: list[s
     assert len(chunk) == len(boxes)
     data = b"".join(value.tobytes() for value in values)
     header = ChunkHeader(site.record.number, site.record.epoch, 1, 0, xxh3_64_intdigest(data))
-    site.intake.uploads.land("policy", header, memoryview(data))
+    site.intake.land("policy", header, memoryview(data))
     site.seal(0)
     site.seal(1, mapped=False)
     assert site.ended().state == "READY"
@@ -215,7 +215,7 @@ def test_an_aborted_version_leaves_no_lease_behind(site: Site) -> None:
     site.release(0, B)
     site.digested(B)
     lease = site.early._leases[B]
-    site.intake.uploads.abort("policy", site.record.number, site.record.epoch, "enough")
+    site.intake.abort_version("policy", site.record.number, site.record.epoch, "enough")
     assert not lease.is_intact
     site.release(0, A)  # late, and no error
 

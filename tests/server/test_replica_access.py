@@ -10,7 +10,8 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.port_probe import parts_of
 from resharder.converters.wire.range_client import DataAddress, PartRefused, PartRequest, RangeConnection
-from resharder.server.node.daemon_client import DaemonClient, NodeTls, RemoteVersion
+from resharder.server.holding.tls import NodeTls
+from resharder.server.node.daemon_client import DaemonClient, RemoteVersion
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.node import Node

@@ -10,12 +10,12 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.ingest.homes import ReplicasShort
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.reports import CopyReport, Orders, StateReport
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.reports import CopyReport, Orders, StateReport
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
-from resharder.server.store.manifest import Manifest
-from resharder.server.store.verified import VerifiedVersion, VerifiedVersions
+from resharder.server.store.manifest import Manifest, VerifiedVersion
+from resharder.server.store.reader import VerifiedVersions
 
 from tests.support.observing import wait_until
 

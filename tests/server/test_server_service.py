@@ -130,7 +130,7 @@ def site() -> Iterator[Site]:
         epoch = store.epochs.begin("policy", "job", 1).epoch
         store.epochs.reserve("policy", epoch, lay_out(SPECS), {"config.json": b"{}"})
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
-        fleets = Fleets(store.catalogue, store.pins, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
+        fleets = Fleets(store.catalogue, store.lifecycle, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
         service = ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2)
         with serving({service: server_pb2_grpc.add_ServerServiceServicer_to_server}, fleets) as address:
             with grpc.insecure_channel(address) as channel:
@@ -169,7 +169,7 @@ def test_every_process_of_a_server_boots_the_version_that_its_first_claim_fixed(
     claim = site.claim()
     assert (claim.boot_version, claim.server, claim.model, claim.fleet) == (first, "servers/s", "policy", "policy")
     assert Path(claim.store.nonce_file).read_bytes() == claim.store.nonce
-    assert site.store.pins.holders("policy", first) == ["servers/s"]
+    assert site.store.lifecycle.holders("policy", first) == ["servers/s"]
     assert site.claim(server="other").boot_version == first + 1
 
 
@@ -200,15 +200,15 @@ def test_a_new_version_is_staged_applied_and_served(site: Site) -> None:
         site.report(rank, resources_pb2.Worker.STAGED, second, stage.install)
     order = control.next(server_pb2.Order.APPLY)
     assert (order.install, order.pause_mode) == (stage.install, resources_pb2.KEEP)
-    assert "servers/s" in site.store.pins.holders("policy", first)
-    assert "servers/s" in site.store.pins.holders("policy", second)
+    assert "servers/s" in site.store.lifecycle.holders("policy", first)
+    assert "servers/s" in site.store.lifecycle.holders("policy", second)
     control.done(order)
     site.report(0, resources_pb2.Worker.APPLIED, second, stage.install)
     assert site.fleets.serving("policy", second) == (0, 1)
     site.report(1, resources_pb2.Worker.APPLIED, second, stage.install)
     control.done(control.next(server_pb2.Order.RESUME))
     site.until(lambda: site.fleets.serving("policy", second) == (1, 1))
-    assert site.store.pins.holders("policy", first) == []
+    assert site.store.lifecycle.holders("policy", first) == []
     message = site.report(0, resources_pb2.Worker.APPLIED, second, stage.install)
     assert (message.version, message.install.state) == (second, resources_pb2.Install.COMMITTED)
     assert message.install.pause_seconds == 0.25
@@ -250,12 +250,12 @@ def test_a_silent_server_is_lost_lets_its_version_go_and_comes_back(site: Site) 
     boot(site, version).vanish()
     site.ahead.append(LEASE)
     site.until(lambda: site.state() == resources_pb2.Server.LOST)
-    site.until(lambda: "servers/s" not in site.store.pins.holders("policy", version))
+    site.until(lambda: "servers/s" not in site.store.lifecycle.holders("policy", version))
     assert site.fleets.serving("policy", version) == (0, 0)
     control = Control(site, "later")
     control.next(server_pb2.Order.LEAD)
     assert control.next(server_pb2.Order.RESUME).version == version
-    assert "servers/s" in site.store.pins.holders("policy", version)
+    assert "servers/s" in site.store.lifecycle.holders("policy", version)
 
 
 def test_after_a_restart_of_the_daemon_a_server_claims_again_and_goes_on(site: Site) -> None:
@@ -360,7 +360,7 @@ def test_a_download_that_is_broken_off_lets_its_version_go(site: Site) -> None:
     download = site.stub.DownloadChunks(request(number, chunk_bytes=64 << 10))
     next(download)
     download.cancel()
-    site.until(lambda: site.store.pins.holders("policy", number) == [])
+    site.until(lambda: site.store.lifecycle.holders("policy", number) == [])
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.node.grants import LATE, LEAST, STREAMS, OriginGrants
-from resharder.server.node.peers import neighbours
-from resharder.server.node.sources import (
+from resharder.server.holding.sources import (
     LIMITS,
     PeerOffer,
     PeerRecord,
@@ -20,6 +18,7 @@ from resharder.server.node.sources import (
     after_failure,
     choose,
 )
+from resharder.server.nodes.tracker import LATE, LEAST, STREAMS, OriginGrants, neighbours
 
 from benchmarks.swarm import Network, Swarm
 

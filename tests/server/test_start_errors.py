@@ -1,13 +1,12 @@
 """A daemon that cannot start says why in one line that names the option; no library's words are in it."""
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked import Ended, run
 from tests.support.secure import Authority
 
 
@@ -43,13 +42,17 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "--listen: cannot listen on no-such-host.invalid:7: ",
     ),
     "a missing key": (missing_key, "security: "),
+    "a port that there is not": (
+        lambda _: ["--listen", "127.0.0.1:99999"],
+        "--listen: expected host:port, got '127.0.0.1:99999'",
+    ),
+    "a missing file": (lambda folder: ["--config", str(folder / "none.yaml")], "--config: expected a YAML file"),
     "no option": (lambda _: ["--keep-count", "0"], "--keep-count: expected greater than or equal to 1, got 0"),
 }
 
 
-def started(*arguments: str, store: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "resharder.server", "--store", str(store), "--web-listen", "", "--listen", "127.0.0.1:0"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+def started(*arguments: str, store: Path) -> Ended:
+    return run("resharder.server.main", "--store", str(store), "--web-listen", "", "--listen", "127.0.0.1:0", *arguments)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -57,9 +60,8 @@ def test_a_daemon_that_cannot_start_names_the_option_in_one_line(case: str, tmp_
     arguments, said = CASES[case]
     ended = started(*arguments(tmp_path), store=tmp_path / "store")
     assert ended.returncode in (1, 2)
-    assert ended.stdout == ""
-    assert ended.stderr.startswith(f"resharderd: {said}"), ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert ended.output.startswith(f"resharderd: {said}"), ended.output
+    assert ended.output.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--listen", "--web-listen"])
@@ -68,4 +70,4 @@ def test_a_port_in_use_is_said_with_its_option(option: str, tmp_path: Path) -> N
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         ended = started(option, listen, store=tmp_path / "store")
     assert ended.returncode == 2
-    assert ended.stderr == f"resharderd: {option}: cannot listen on {listen}: Address already in use\n"
+    assert ended.output == f"resharderd: {option}: cannot listen on {listen}: Address already in use\n"

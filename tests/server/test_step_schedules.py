@@ -134,7 +134,7 @@ class Schedule(RuleBasedStateMachine):
         for rank in self.ranks:
             if rank.rank not in self.stalled:
                 rank.renew()
-        self.site.intake.publishers.expire()
+        self.site.intake.expire()
 
     @invariant()
     def no_version_stays_that_cannot_be_completed(self) -> None:
@@ -142,7 +142,7 @@ class Schedule(RuleBasedStateMachine):
             return
         self.tick()
         assert len(self.site.open()) <= 2
-        for staged in list(self.site.intake.uploads._open.values()):
+        for staged in self.site.intake.uploads():
             for number in staged.open_ranks():
                 silent = self.site.now - max(staged.created, staged.publisher.seen.get(number, 0.0))
                 assert silent <= LEASE, f"{staged.record.name} waits for rank {number}, which is silent for {silent} s"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from resharder.converters.geometry.layout import full_box
-from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.boxes import pack
 from resharder.server.ingest.publisher import ACTIVE, REGISTERING
 from resharder.server.state.version import VersionRecord
 
@@ -55,7 +55,7 @@ def test_an_answer_that_is_lost_is_the_same_when_the_rank_asks_again(site: Site,
     stall(site, ranks, silent=0)
     after = ranks[0].attempts.after(1)
     for _ in range(3):
-        assert settled(site.intake.steps.create, ranks[0].name, 0, 1, after).number == first.number
+        assert settled(site.intake.create_version, ranks[0].name, 0, 1, after).number == first.number
     assert site.open() == []
 
 
@@ -194,7 +194,7 @@ def test_a_restarted_rank_may_not_go_back_where_the_others_live_on(site: Site, r
     first = ranks[0].publish(5)
     site.now += 1
     ranks[1].renew()
-    site.intake.publishers.expire()
+    site.intake.expire()
     assert site.state(first.number) == "ABORTED"
     refused(lambda: ranks[0].publish(6), "VERSION_ABORTED")
     assert publish_all(site, ranks, 9).state == "READY"
@@ -223,33 +223,33 @@ def test_a_client_that_counts_no_attempts_opens_the_step_again_and_blocks_nobody
         ranks[1].publish(step)
         stall(site, ranks, silent=0)
         ranks[1].begin(step + 1)
-        refused(lambda step=step: settled(site.intake.steps.create, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
+        refused(lambda step=step: settled(site.intake.create_version, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
     assert publish_all(site, ranks, 9).state == "READY"
 
 
 def test_a_publisher_waits_for_the_models_files(site: Site) -> None:
-    publishers, files = site.intake.publishers, {"config.json": b"{}"}
-    name = publishers.create("policy", "job", 1, {}).name
+    intake, files = site.intake, {"config.json": b"{}"}
+    name = intake.create_publisher("policy", "job", 1, {}).name
     boxes = pack([(0, full_box(SPECS[0].shape), False)])
-    assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == REGISTERING
-    message = refused(lambda: settled(publishers.assignment, name, 0, 60), "PUBLISHER_UNKNOWN")
+    assert intake.register_slot(name, 0, "rank 0", SPECS, boxes).state == REGISTERING
+    message = refused(lambda: settled(intake.assignment, name, 0, 60), "PUBLISHER_UNKNOWN")
     assert "no rank has sent the model's files" in message
-    publishers.create("policy", "job", 1, files)
-    assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
+    intake.create_publisher("policy", "job", 1, files)
+    assert intake.register_slot(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
     assert site.store.reader.model_files("policy") == files
 
 
 def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
-    publishers, steps = site.intake.publishers, site.intake.steps
-    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+    intake = site.intake
+    name = intake.create_publisher("policy", "job", 2, {"config.json": b"{}"}).name
     for rank, boxes in enumerate([[(0, full_box(SPECS[0].shape), False)], []]):
-        publishers.register(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)))
-    ahead = steps.create(name, 1, 2)
+        intake.register_slot(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)))
+    ahead = intake.create_version(name, 1, 2)
     next(ahead)
     numbers = []
     for step in (1, 2):
-        numbers.append(settled(steps.create, name, 0, step).number)
-        site.intake.uploads.seal("policy", numbers[-1], 1, 0, [0], mapped=True)
+        numbers.append(settled(intake.create_version, name, 0, step).number)
+        intake.seal_slot("policy", numbers[-1], 1, 0, [0], mapped=True)
     with pytest.raises(StopIteration) as ended:
         next(ahead)
     assert [*numbers, ended.value.value.number] == [1, 2, 2]
@@ -257,26 +257,26 @@ def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
 
 
 def test_a_restarted_rank_without_boxes_begins_no_version_of_a_step_that_the_others_have_passed(site: Site) -> None:
-    publishers, steps = site.intake.publishers, site.intake.steps
-    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+    intake = site.intake
+    name = intake.create_publisher("policy", "job", 2, {"config.json": b"{}"}).name
     for rank, boxes in enumerate([[(0, full_box(SPECS[0].shape), False)], []]):
-        publishers.register(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)), f"process {rank}")
-    settled(steps.create, name, 0, 2)
-    site.intake.uploads.seal("policy", 1, 1, 0, [0], mapped=True)
+        intake.register_slot(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)), f"process {rank}")
+    settled(intake.create_version, name, 0, 2)
+    intake.seal_slot("policy", 1, 1, 0, [0], mapped=True)
     site.settle()
     site.now += 1
-    publishers.register(name, 1, "rank 1", SPECS, pack(iter([])), "another process")
-    back = steps.create(name, 1, 0)
+    intake.register_slot(name, 1, "rank 1", SPECS, pack(iter([])), "another process")
+    back = intake.create_version(name, 1, 0)
     next(back)
     assert not site.open(), "it waits until the other rank calls, or is replaced"
     site.now += 1
-    publishers.get(name, 0)
+    intake.publisher(name, 0)
     assert "rank 0 has started step 2" in refused(lambda: next(back), "VERSION_ABORTED")
 
 
 def test_a_rank_that_has_not_registered_with_this_daemon_is_told_so(site: Site) -> None:
-    publishers = site.intake.publishers
-    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
-    publishers.register(name, 0, "rank 0", SPECS, pack([(0, full_box(SPECS[0].shape), False)]))
-    refused(lambda: settled(publishers.assignment, name, 0, 0), "NOT_REGISTERED")
-    assert "rank 1 has not registered" in refused(lambda: settled(publishers.assignment, name, 1, 60), "PUBLISHER_UNKNOWN")
+    intake = site.intake
+    name = intake.create_publisher("policy", "job", 2, {"config.json": b"{}"}).name
+    intake.register_slot(name, 0, "rank 0", SPECS, pack([(0, full_box(SPECS[0].shape), False)]))
+    refused(lambda: settled(intake.assignment, name, 0, 0), "NOT_REGISTERED")
+    assert "rank 1 has not registered" in refused(lambda: settled(intake.assignment, name, 1, 60), "PUBLISHER_UNKNOWN")

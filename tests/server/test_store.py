@@ -43,15 +43,15 @@ def edit(path: Path, old: bytes, new: bytes) -> None:
 def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None:
     epoch = claim(store)
     publish(store, epoch, 0)
-    store.pins.pin("policy", 1, "servers/s")
+    store.lifecycle.pin("policy", 1, "servers/s")
     for step in range(1, 5):
         publish(store, epoch, step)
     assert numbers(store) == [1, 4, 5]
-    assert store.pins.holders("policy", 1) == ["servers/s"]
-    store.pins.release("policy", 1, "servers/s")
+    assert store.lifecycle.holders("policy", 1) == ["servers/s"]
+    store.lifecycle.release("policy", 1, "servers/s")
     assert numbers(store) == [4, 5]
     with pytest.raises(ResourceNotFound, match="RETIRED"):
-        store.pins.pin("policy", 1, "servers/s")
+        store.lifecycle.pin("policy", 1, "servers/s")
 
 
 def obstruct(store: Store, number: int) -> Path:
@@ -76,7 +76,7 @@ def test_a_version_whose_folder_cannot_be_moved_does_not_keep_the_others(store: 
     )
     assert reason in store.capacity.holdings()
     publish(store, epoch, 6)
-    assert store.retirer.retire("policy", keep=3).retired == (), "nothing else is in the way"
+    assert store.lifecycle.retire("policy", keep=3).retired == (), "nothing else is in the way"
     shutil.rmtree(obstacle)
     publish(store, epoch, 7)
     assert numbers(store) == [7, 8]
@@ -87,12 +87,12 @@ def test_a_command_retires_the_other_versions_and_raises_what_kept_one(store: St
     epoch = claim(store)
     for step in range(3):
         publish(store, epoch, step)
-        store.pins.pin("policy", step + 1, "servers/s")
+        store.lifecycle.pin("policy", step + 1, "servers/s")
     for number in (1, 2):
         store.catalogue.model("policy").holders.pop(number)
     obstruct(store, 1)
     with pytest.raises(DaemonError, match="ENOTEMPTY"):
-        store.retirer.retire("policy", [1, 2])
+        store.lifecycle.retire("policy", [1, 2])
     assert numbers(store) == [1, 3]
 
 
@@ -147,10 +147,10 @@ def test_a_version_beyond_the_limit_is_refused_while_held_ones_take_the_room(roo
     epoch = claim(store)
     for step in range(3):
         publish(store, epoch, step)
-        store.pins.pin("policy", step + 1, f"servers/{step}")
+        store.lifecycle.pin("policy", step + 1, f"servers/{step}")
     with pytest.raises(ResourceExhausted, match="used by servers/0"):
         store.lifecycle.begin("policy", epoch, 3, "job")
-    store.pins.release("policy", 1, "servers/0")
+    store.lifecycle.release("policy", 1, "servers/0")
     settle(store)
     assert store.lifecycle.begin("policy", epoch, 3, "job").number == 4
     store.close()
@@ -367,9 +367,9 @@ def test_a_reader_sees_read_only_arrays(store: Store) -> None:
         array = files.arrays["a"]
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
-        assert store.pins.holders("policy", 1)
+        assert store.lifecycle.holders("policy", 1)
         del array
-    assert not store.pins.holders("policy", 1)
+    assert not store.lifecycle.holders("policy", 1)
 
 
 def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> None:
@@ -377,21 +377,21 @@ def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> 
     epoch = claim(store)
     made = [publish(store, epoch, step) for step in range(4)]
     arriving = store.lifecycle.begin("policy", epoch, 4, "job")
-    store.pins.pin("policy", 2, "servers/s")
-    wanted = store.retirer.retire("policy", keep=1, dry_run=True)
+    store.lifecycle.pin("policy", 2, "servers/s")
+    wanted = store.lifecycle.retire("policy", keep=1, dry_run=True)
     assert (wanted.retired, wanted.kept, wanted.freed_bytes) == ((made[0], made[2]), (made[1],), 2 * SIZE)
     assert numbers(store) == [1, 2, 3, 4]
     heard: list[VersionRecord] = []
     store.catalogue.subscribe(heard.append)
-    done = store.retirer.retire("policy", [1, 2, 4, 5])
+    done = store.lifecycle.retire("policy", [1, 2, 4, 5])
     assert [(r.number, r.state, r.reason) for r in done.retired] == [(1, "RETIRED", "retired by an operator")]
     assert done.kept == (made[1], made[3], arriving)
     assert (numbers(store), heard) == ([2, 3, 4], list(done.retired))
-    assert store.retirer.retire("policy", [1]).retired == ()
+    assert store.lifecycle.retire("policy", [1]).retired == ()
     with pytest.raises(ResourceNotFound, match="versions/9"):
-        store.retirer.retire("policy", [9])
+        store.lifecycle.retire("policy", [9])
     with pytest.raises(InvalidArgument, match="keep the newest 1 at least"):
-        store.retirer.retire("policy")
+        store.lifecycle.retire("policy")
     store.close()
 
 
@@ -401,7 +401,7 @@ def copy_of(store: Store, record: VersionRecord, root: Path) -> Path:
 
 def adopt(store: Store, record: VersionRecord, copy: Path) -> VersionRecord:
     write = lambda folder: shutil.copytree(copy, folder, dirs_exist_ok=True)  # noqa: E731
-    return store.adopter.adopt("policy", record.number, record.fingerprint, record.size_bytes, write)
+    return store.lifecycle.adopt("policy", record.number, record.fingerprint, record.size_bytes, write)
 
 
 def test_an_old_version_comes_back_and_stays_until_the_room_is_needed(root: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_version_that_cannot_come_back_leaves_everything_as_it_was(root: Path)
     old, other = publish(store, epoch, 0), publish(store, epoch, 1)
     copy = copy_of(store, old, root)
     with pytest.raises(AlreadyExists, match="READY here"):
-        store.adopter.adopt("policy", other.number, old.fingerprint, SIZE, lambda folder: None)
+        store.lifecycle.adopt("policy", other.number, old.fingerprint, SIZE, lambda folder: None)
     publish(store, epoch, 2)
     settle(store)
     changed = bytearray((copy / LAYOUTS[0].path).read_bytes())
@@ -442,7 +442,7 @@ def test_a_version_that_cannot_come_back_leaves_everything_as_it_was(root: Path)
     with pytest.raises(DataLoss, match="1 tensors are not what was published: a"):
         adopt(store, old, copy)
     with pytest.raises(ResourceExhausted, match="no capacity for a version of"):
-        store.adopter.adopt("policy", 9, "", store.capacity.limit_bytes, lambda folder: None)
+        store.lifecycle.adopt("policy", 9, "", store.capacity.limit_bytes, lambda folder: None)
     assert (numbers(store), store.catalogue.used_bytes()) == ([2, 3], before)
     assert not list((store.folder.root / "models/policy/staging").iterdir())
     assert publish(store, epoch, 3).number == 10

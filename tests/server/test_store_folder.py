@@ -73,7 +73,7 @@ def test_nothing_is_written_where_a_store_was_removed(tmp_path: Path) -> None:
         lambda: claim(store, "another"),
         lambda: claim(store, "job", "another"),
         lambda: store.lifecycle.begin("policy", epoch, 3, "job"),
-        lambda: store.retirer.retire("policy", [1]),
+        lambda: store.lifecycle.retire("policy", [1]),
     ):
         with pytest.raises(DaemonError, match="was removed under the running process"):
             call()

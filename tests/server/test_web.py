@@ -196,7 +196,7 @@ def test_who_is_slow_to_ask_is_let_go(stand: Stand, monkeypatch: pytest.MonkeyPa
 
 def test_who_is_slow_to_take_an_answer_is_let_go(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 256 << 20  # more than buffers take
-    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 8)
+    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 4)
     stand.metrics_size = size
     with stand.connect(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as connection:
         wait_until(lambda: stand.metrics_made > 0, "the answer is made")

@@ -11,7 +11,7 @@ from typing import Any
 from resharder.converters.errors import ConversionError
 from resharder.server.infra.change_signal import Pause
 from resharder.server.infra.medium import MEDIUM, is_refusal, medium_error
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.intake import Intake
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.store import Store
 
@@ -134,7 +134,7 @@ class SimulatedDaemon:
 
         def stop() -> None:
             self.is_up = False
-            self.intake.steps.drain(0.0)
+            self.intake.drain(0.0)
             self.store.close()
             self.process.dead = True
 
@@ -143,8 +143,8 @@ class SimulatedDaemon:
     def _tick(self) -> Generator[Wait, None, None]:
         while True:
             yield None, self.schedule.now + 1.0
-            if self.is_up and self.intake.uploads.any():
-                task = self.schedule.start("expire", self.process, self.intake.publishers.expire)
+            if self.is_up and self.intake.uploads():
+                task = self.schedule.start("expire", self.process, self.intake.expire)
                 yield task.is_done, None
 
     # Calls
@@ -230,7 +230,7 @@ class SimulatedDaemon:
 
     def check_leases(self) -> None:
         """Raise AssertionError if a version waits for a rank that has been silent for more than three leases."""
-        for upload in self.intake.uploads._open.values() if self.is_up else ():
+        for upload in self.intake.uploads() if self.is_up else ():
             seen = upload.publisher.seen
             open_ranks = [rank for rank in range(upload.publisher.world_size) if rank not in upload._sealed]
             silent = [rank for rank in open_ranks if self.schedule.now - max(upload.created, seen.get(rank, 0.0)) > 3 * LEASE]

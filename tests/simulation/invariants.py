@@ -217,7 +217,7 @@ class Reference:
         tensors = sum(len(inode.data) for path, inode in files.walk(STORE) if path.endswith(".safetensors"))
         assert model.used() == tensors, f"the model takes {tensors} bytes, and counts {model.used()}"
         assert not model.stuck, "folders could not be removed"
-        assert not daemon.intake.uploads.any(), "a version is UPLOADING"
+        assert not daemon.intake.uploads(), "a version is UPLOADING"
         claim = json.loads(bytes(files.find(f"{MODEL_FOLDER}/claim.json").data))
         assert (claim["version"], claim["epoch"]) == (model.number, model.epoch), f"claim.json is {claim}"
         for record in model.of(READY):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, FileLayout, lay_out
-from resharder.server.ingest.packed_boxes import PackedBoxes, pack
+from resharder.server.ingest.boxes import PackedBoxes, pack
 
 Weights = Mapping[str, npt.NDArray[np.generic]]
 FILES = {"config.json": b'{"architectures": ["None"]}', "tokenizer.json": b"[]"}

@@ -75,7 +75,7 @@ class NodePieces:
         while True:
             self._schedule.pause(None, self._schedule.now + self._random.random() * (0.2 if self.peaceful else 12.0))
             found = store()
-            for partial in found.partials.all() if found is not None else ():
+            for partial in found.lifecycle.partials() if found is not None else ():
                 try:
                     self._advance(found, partial)
                 except (DaemonError, FileNotFoundError):
@@ -90,7 +90,7 @@ class NodePieces:
             self.gone.add(number)
         if missing and number in self.gone:
             self.counts["versions lost"] += 1
-            store.retirer.lose(_MODEL, number, "its node is gone")
+            store.lifecycle.lose(_MODEL, number, "its node is gone")
             return
         self._random.shuffle(missing)
         for piece in missing[: self._random.randint(1, 3)]:
@@ -99,7 +99,7 @@ class NodePieces:
                 partial.write(part, np.frombuffer(data, np.uint8))
             partial.add(piece)
             self.counts["pieces fetched"] += 1
-        settled = store.partials.settle(partial, 1)
+        settled = store.lifecycle.settle(partial, 1)
         assert not settled or partial.held().whole(), f"version {number} is settled without all pieces"
         self.counts["versions made whole"] += settled
 

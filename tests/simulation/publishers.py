@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import xxhash
-from resharder.client.trainer.attempts import Attempts
+from resharder.client.trainer.session import Attempts
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index
 from resharder.converters.storage.files import BITS
@@ -123,7 +123,7 @@ class Rank:
 
         def create(daemon: SimulatedDaemon) -> PublisherRecord:
             self.records.claims(job.name)
-            return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
+            return daemon.intake.create_publisher(NAME, job.name, job.model.world_size, files)
 
         answer = yield from self._call("CreatePublisher", create)
         if not answer.ok:
@@ -134,16 +134,14 @@ class Rank:
         def register(daemon: SimulatedDaemon) -> int:
             boxes = packed(job.model, rank, torn=job.torn)
             with nullcontext() if job.torn else self.records.takes_over(job.name):
-                daemon.intake.publishers.register(publisher, rank, f"rank {rank}", job.model.specs, boxes, self.process.name)
+                daemon.intake.register_slot(publisher, rank, f"rank {rank}", job.model.specs, boxes, self.process.name)
             return daemon.store.catalogue.newest_number(NAME)
 
         answer = yield from self._call("RegisterSlot", register)
         if not answer.ok:
             return False
         self.attempts.registered(answer.result)
-        answer = yield from self._call(
-            "GetAssignment", lambda d: d.intake.publishers.assignment(publisher, rank, 2.0), patience=10.0
-        )
+        answer = yield from self._call("GetAssignment", lambda d: d.intake.assignment(publisher, rank, 2.0), patience=10.0)
         if not answer.ok:
             return False
         self.positions, self.publisher = answer.result[1], publisher
@@ -154,7 +152,7 @@ class Rank:
         after, publisher = self.attempts.after(step), self.publisher
 
         def create(daemon: SimulatedDaemon) -> Generator[Pause, None, VersionRecord]:
-            record = yield from daemon.intake.steps.create(publisher, self.rank, step, after)
+            record = yield from daemon.intake.create_version(publisher, self.rank, step, after)
             self.records.begins(record, after, daemon.store.catalogue.versions(NAME))
             return record
 
@@ -186,7 +184,7 @@ class Rank:
 
     def _wait(self, number: int) -> Generator[Wait, None, bool]:
         for _ in range(20):
-            answer = yield from self._call("WaitVersion", lambda d: d.intake.waits.wait(NAME, number, 3.0, False), patience=6.0)
+            answer = yield from self._call("WaitVersion", lambda d: d.intake.wait_version(NAME, number, 3.0, False), patience=6.0)
             if not answer.ok:
                 self.publisher = ""
                 return False
@@ -211,7 +209,7 @@ class Rank:
         self.records.delivers(record, self.rank, self.variant, self.positions)
         answer = yield from self._call(
             "SealSlot",
-            lambda d: d.intake.uploads.seal(NAME, record.number, record.epoch, self.rank, digests, mapped),
+            lambda d: d.intake.seal_slot(NAME, record.number, record.epoch, self.rank, digests, mapped),
         )
         if answer.ok:
             self.records.told(answer)
@@ -226,7 +224,7 @@ class Rank:
 
     def _abort(self, record: VersionRecord) -> Steps:
         answer = yield from self.daemon.call(
-            "AbortVersion", lambda d: d.intake.uploads.abort(NAME, record.number, record.epoch, "a failed delivery"), 2.0
+            "AbortVersion", lambda d: d.intake.abort_version(NAME, record.number, record.epoch, "a failed delivery"), 2.0
         )
         if answer.ok:
             self.records.told(answer)
@@ -253,9 +251,7 @@ class Rank:
                     return False
             if self.random.random() < 0.1:
                 return True  # the daemon refuses the seal if a chunk was lost
-            answer = yield from self._call(
-                "ListMissingChunks", lambda d: d.intake.uploads.missing(NAME, number, epoch, self.rank)
-            )
+            answer = yield from self._call("ListMissingChunks", lambda d: d.intake.missing_chunks(NAME, number, epoch, self.rank))
             if not answer.ok:
                 return False
             missing = answer.result
@@ -309,12 +305,12 @@ class Rank:
 
 
 def _release(daemon: SimulatedDaemon, record: VersionRecord, rank: int, file: str) -> None:
-    daemon.intake.uploads.release(NAME, record.number, record.epoch, rank, [file])
+    daemon.intake.release_files(NAME, record.number, record.epoch, rank, [file])
 
 
 def _land(daemon: SimulatedDaemon, header: ChunkHeader, data: bytes) -> None:
-    daemon.intake.uploads.land(NAME, header, memoryview(data))
+    daemon.intake.land(NAME, header, memoryview(data))
 
 
 def _renew(daemon: SimulatedDaemon, name: str, rank: int) -> None:
-    daemon.intake.publishers.get(name, rank)
+    daemon.intake.publisher(name, rank)

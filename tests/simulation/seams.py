@@ -18,19 +18,17 @@ from resharder.converters.storage import files as storage_files
 from resharder.converters.storage import writable_files
 from resharder.converters.wire import pieces
 from resharder.server.infra import change_signal
-from resharder.server.ingest import committer, publishers, released_files, shared, steps, upload, uploads
+from resharder.server.ingest import intake, publisher, released_files, upload
 from resharder.server.store import (
     catalogue,
     digests,
     file_pool,
     folder,
     history,
-    model_state,
-    partials,
+    lifecycle,
+    manifest,
     renames,
     restore,
-    retirement,
-    verification,
 )
 from resharder.server.store import (
     partial as partial_version,
@@ -43,7 +41,7 @@ from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, Simu
 _NEVER = ("claim_unreadable",)
 """Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
 _LOGGING = (
-    committer, file_pool, folder, history, partials, publishers, renames, restore, retirement, steps, uploads, verification,
+    file_pool, folder, history, intake, lifecycle, manifest, renames, restore,
 )  # fmt: skip
 
 
@@ -205,10 +203,10 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
 
     lock = partial(SimulatedLock, schedule)
     threading = SimpleNamespace(Condition=lock, RLock=lock, Thread=Thread)
-    waiting = (shared, released_files, upload, uploads, change_signal, partial_version)
+    waiting = (intake, released_files, upload, change_signal, partial_version)
     yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
-    yield from ((module, "ThreadPoolExecutor", executor) for module in (model_state, file_pool, digests, verification))
+    yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, file_pool, digests, manifest))
     yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, file_pool))
 
 
@@ -217,7 +215,7 @@ def _other_calls(log: Log, file_bytes: int, piece_bytes: int) -> Iterator[tuple[
     yield from ((module, "forget_pages", lambda span: None) for module in (storage_files, digests))
     yield writable_files, "in_shared_memory", lambda descriptor: False
     yield pieces, "PIECE_BYTES", piece_bytes
-    yield publishers, "lay_out", partial(storage_files.lay_out, max_file_bytes=file_bytes)
+    yield publisher, "lay_out", partial(storage_files.lay_out, max_file_bytes=file_bytes)
 
 
 @contextmanager

@@ -229,7 +229,7 @@ class _Site:
         if known:
             number = self.random.choice(known)
             self.reference.retired_on_command.add(number)
-            yield from self.daemon.call("RetireVersions", lambda d: d.store.retirer.retire(NAME, [number]), 5.0)
+            yield from self.daemon.call("RetireVersions", lambda d: d.store.lifecycle.retire(NAME, [number]), 5.0)
 
     def _read(self) -> Generator[Wait, None, None]:
         """Read a version that was READY, or the model's small files, and compare them."""
@@ -302,9 +302,9 @@ class _Site:
 
     def _is_at_rest(self) -> bool:
         daemon = self.daemon
-        if not daemon.is_up or daemon.intake.uploads.any():  # a rank that was restarted alone may have begun a step again
+        if not daemon.is_up or daemon.intake.uploads():  # a rank that was restarted alone may have begun a step again
             return False
-        if daemon.store.partials.all():
+        if daemon.store.lifecycle.partials():
             return False
         return not any(t.process is daemon.process and t.name not in ("leases", "fetch") for t in self.schedule.tasks)
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from resharder.client.operator.answers import ServerStatus
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import Server
 from resharder.server.infra.event_log import Events
 from resharder.server.state.version import RETIRED, VersionRecord
 from resharder.server.store.history import History
@@ -105,7 +104,7 @@ class Soak:
         sleeps = number % SLEEP == SLEEP - 1
         if sleeps:
             self._operate("sleep", server="", level=1 + number // SLEEP % 2)
-            self._wait("sleep", lambda servers: [server.power.value for server in servers if server.state != ServerState.ASLEEP])
+            self._wait("sleep", lambda servers: [server.power.value for server in servers if server.state != Server.State.ASLEEP])
         self._operate("publish", direct=number % 2 == 0)
         if sleeps:
             self._operate("wake", server="")
@@ -118,7 +117,7 @@ class Soak:
         if outcome != "ok":
             raise RuntimeError(f"expected {name} {given} to succeed, got {outcome}")
 
-    def _wait(self, what: str, problems: Callable[[list[ServerStatus]], Iterable[str]]) -> None:
+    def _wait(self, what: str, problems: Callable[[list[Server]], Iterable[str]]) -> None:
         found: list[str] = ["the daemon does not answer"]
 
         def holds() -> bool:

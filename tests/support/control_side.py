@@ -8,7 +8,7 @@ from typing import Any
 from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate, Position, ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.power import STAY_PAUSED, PowerState, SleepState
+from resharder.client.inference.engine import STAY_PAUSED, PowerState, SleepState
 from resharder.client.inference.version_page import Journal
 
 LEAD = ControlOrder(Kind.LEAD)

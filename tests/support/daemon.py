@@ -24,6 +24,11 @@ from tests.support.supervised import shared_memory
 
 LEASE_SECONDS = 60.0  # a loaded machine may suspend a test and its clients for many seconds
 
+_RECONNECTS = [
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 200),
+]
+
 
 class Daemon:
     """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2.
@@ -58,7 +63,7 @@ class Daemon:
     @property
     def channel(self) -> grpc.Channel:
         if self._channel is None:
-            self._channel = self.connect([("grpc.max_receive_message_length", -1)])
+            self._channel = self.connect([("grpc.max_receive_message_length", -1), *_RECONNECTS])
         return self._channel
 
     @property
@@ -71,7 +76,7 @@ class Daemon:
         """Start the process; return once its health service reports SERVING. `failpoint`: see `converters.failpoints`."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
-        with self.connect([("grpc.use_local_subchannel_pool", 1)]) as channel:
+        with self.connect([("grpc.use_local_subchannel_pool", 1), *_RECONNECTS]) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 if self.process is None or self.process.poll() is not None:

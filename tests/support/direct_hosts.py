@@ -6,23 +6,17 @@ import torch
 
 from tests.failpoints import roles
 from tests.failpoints.light_server import LightServer, fingerprint
-from tests.support.namespaces import enter
 
 SHAPES = {"embed": (torch.bfloat16, (1024, 1024)), "norm": (torch.float32, (32,)), "head": (torch.bfloat16, (1024, 1024))}
 
 
-def _begin(namespace: str) -> None:
-    enter(namespace)
-    roles.SHAPES.update(SHAPES)
-
-
 class HostTrainer(roles.Trainer):
-    """`roles.Trainer` in a network namespace."""
+    """`roles.Trainer` of a larger model."""
 
     direct_wait = 60.0
 
-    def __init__(self, namespace: str, endpoint: str) -> None:
-        _begin(namespace)
+    def __init__(self, endpoint: str) -> None:
+        roles.SHAPES.update(SHAPES)
         super().__init__(endpoint)
 
     def use_interface(self, name: str) -> None:
@@ -35,8 +29,8 @@ class HostTrainer(roles.Trainer):
 
 
 class HostServer(LightServer):
-    """`LightServer` in a network namespace."""
+    """`LightServer` of a larger model."""
 
-    def __init__(self, namespace: str, served: str) -> None:
-        _begin(namespace)
+    def __init__(self, served: str) -> None:
+        roles.SHAPES.update(SHAPES)
         super().__init__(served)

@@ -9,7 +9,7 @@ from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.fence import FENCED, Fence
 from resharder.client.inference.control.gate import Gate, Position, ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.power import STAY_PAUSED, SleepState
+from resharder.client.inference.engine import STAY_PAUSED, SleepState
 from resharder.client.inference.vllm.engine_core import guard
 
 LEASE = 10.0

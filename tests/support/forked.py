@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,11 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NamedTuple
 
 from resharder.converters import failpoints
 
-DAEMONS = ("resharder.server.main", "resharder.server.node_main")
+DAEMONS = ("resharder.server.main", "resharder.server.node.main")
 """They have one source."""
 _BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -42,14 +43,35 @@ def start(
     arguments: Sequence[str] = (),
     session: bool = False,
     imported_with: Mapping[str, str] = MappingProxyType({}),
+    preloaded: Sequence[str] = (),
 ) -> "ForkedProcess":
     """Start `main` of a module, with its standard output and error in `log`, and in a session of its own if `session`.
 
-    `imported_with`: variables that are read on import, always the same for a module.
+    `imported_with`: variables that are read on import, always the same for a module. `preloaded`: modules that are imported too;
+    those with the same ones are forked from one process.
     """
-    source = _Source.of(DAEMONS if module in DAEMONS else (module,), os.environ | imported_with)
+    source = _Source.of(DAEMONS if module in DAEMONS else (*preloaded, module), os.environ | imported_with)
     request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
     return ForkedProcess(source, request | {"umask": umask, "session": session}, log)
+
+
+class Ended(NamedTuple):
+    """`output`: of both streams."""
+
+    returncode: int
+    output: str
+
+
+def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 120) -> Ended:
+    """Run `main` of a module to its end."""
+    with tempfile.TemporaryFile() as log:
+        process = start(module, os.environ if environment is None else environment, log, arguments=arguments)
+        try:
+            process.wait(timeout)
+        finally:
+            process.kill()
+        log.seek(0)
+        return Ended(process.wait(), log.read().decode())
 
 
 def end_sources() -> None:

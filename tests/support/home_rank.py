@@ -1,26 +1,20 @@
-"""Ranks on an emulated host, in one process: for each line of JSON `[method, arguments]`, a line with the result.
+"""Ranks on an emulated host, in one process.
 
-with HomeRanks(hidden=[other.root]) as ranks:   # cannot read what is in `hidden`
-    ranks.call("attach", endpoint, "job", {0: rows, 1: rows}, 4)
+with Remote(Ranks, hidden=[other.root]) as ranks:   # cannot read what is in `hidden`
+    ranks.call("attach", endpoint, "job", {"0": rows, "1": rows}, 4)
     ranks.call("publish", 1)
 """
 
-import json
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from resharder.client import Publisher, connect
 from resharder.client.trainer import registration
 
-from tests.support.hidden import hiding
-from tests.support.staging_process import stage
+from tests.support.staging import stage
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 32}
 Rows = Sequence[tuple[Any, ...]]
@@ -39,7 +33,7 @@ def index(at: int, count: int, dimension: int = 0) -> tuple[slice, ...]:
 
 
 class Ranks:
-    """The methods that run in the process."""
+    """The role."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Rows] = {}
@@ -102,54 +96,3 @@ def change_byte(path: str, offset: int) -> None:
         (byte,) = file.read(1)
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
-
-
-class HomeRanks:
-    """The process of some ranks, on which `call` may block.
-
-    Args:
-        hidden: Folders that are empty to it.
-        command: Wrapper of its command line, as for a network namespace.
-        program: Arguments of Python, of a program that calls `serve`.
-    """
-
-    def __init__(
-        self,
-        hidden: Sequence[Path],
-        command: Sequence[str] = ("unshare", "--mount"),
-        program: Sequence[str] = ("-m", "tests.support.home_rank"),
-    ) -> None:
-        arguments = [*hiding(hidden, command), sys.executable, *program]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Return a method's result. Raises RuntimeError with the type and message of an error."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([method, args, options]), file=self._process.stdin, flush=True)
-        result, error = json.loads(self._process.stdout.readline())
-        if error:
-            raise RuntimeError(error)
-        return result
-
-    def __enter__(self) -> "HomeRanks":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def serve(role: object) -> None:
-    """Answer calls of an object's methods from the input until it ends."""
-    for line in sys.stdin:
-        method, args, options = json.loads(line)
-        try:
-            answer = [getattr(role, method)(*args, **options), ""]
-        except Exception as error:
-            answer = [None, f"{type(error).__name__}: {error}"]
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    serve(Ranks())

@@ -9,10 +9,11 @@ from resharder.converters.storage.files import read_layout
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.home_rank import HomeRanks, Rows, weights
+from tests.support.home_rank import Ranks, Rows, weights
 from tests.support.node import Node, joined, patient
 from tests.support.observing import wait_until
 from tests.support.publishing import read_folder
+from tests.support.remote import Remote
 
 A, B, SPLIT = [6000, 1024], [4000, 1024], [1000, 512]  # of hosts a and b, and of both
 HOLDINGS: list[Rows] = [
@@ -36,7 +37,7 @@ class Site:
         self.nodes = {name: stack.enter_context(Node(self.daemon.endpoint, name)) for name in "ab"}
         joined(self.daemon, *self.nodes)
         hidden = {name: [node.root for other, node in self.nodes.items() if other != name] for name in "ab"}
-        self.ranks = {name: stack.enter_context(HomeRanks(hidden[name])) for name in "ab"}
+        self.ranks = {name: stack.enter_context(Remote(Ranks, hidden=hidden[name])) for name in "ab"}
 
     def attach(self, job: str, **options: object) -> None:
         for host, process in self.ranks.items():

@@ -172,7 +172,7 @@ def _store(folder: Path) -> Path:
         for step in range(3):
             store_versions.publish(store, epoch, step)
         store_versions.settle(store)
-        store.retirer.retire("policy", [1])
+        store.lifecycle.retire("policy", [1])
         store_versions.settle(store)
     finally:
         store.close()

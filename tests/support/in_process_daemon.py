@@ -23,7 +23,7 @@ from resharder.server.direct import direct
 from resharder.server.fleets import worker_requests
 from resharder.server.infra import event_log
 from resharder.server.infra.change_signal import Pause
-from resharder.server.ingest import steps, version_waits
+from resharder.server.ingest import intake
 from resharder.server.main import Daemon
 from resharder.server.rpc.dispatch import Dispatcher
 from resharder.server.rpc.server import RpcServer
@@ -184,7 +184,7 @@ def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
         await wait(dispatcher, Pause(pause.signal, pause.seen, min(pause.seconds, 0.005)))
 
     with ExitStack() as held:
-        for module in (event_log, worker_requests, steps, version_waits):
+        for module in (event_log, worker_requests, intake):
             held.enter_context(patch.object(module, "_LOOK", 0.005))
         for name in ("_LOOK", "_PAUSE", "_LONGEST_PAUSE"):
             held.enter_context(patch.object(direct, name, 0.005))

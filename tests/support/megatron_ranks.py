@@ -1,6 +1,6 @@
 """Logits of four real Megatron ranks (gloo, CPU).
 
-`python -m tests.support.forked_ranks tests.support.megatron_ranks FOLDER CASE...`, with FOLDER holding a checkpoint of `FAMILY`
+`main(FOLDER, CASE, ...)` under `tests.support.ranks`, with FOLDER holding a checkpoint of `FAMILY`
 and of each case's family, writes the findings of rank 0 to FOLDER/found.json.
 """
 

@@ -42,10 +42,10 @@ class Node:
             given["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
             if self._command:
-                command = [*self._command, sys.executable, "-m", "resharder.server.node_main"]
+                command = [*self._command, sys.executable, "-m", "resharder.server.node.main"]
                 self.process = subprocess.Popen(command, env=os.environ | given, stdout=log, stderr=log)
             else:
-                self.process = start("resharder.server.node_main", os.environ | given, log)
+                self.process = start("resharder.server.node.main", os.environ | given, log)
         return self
 
     def kill(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerState
+from resharder.client.operator.answers import Server
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
@@ -51,7 +51,7 @@ def wait_serving(daemon: Daemon, version: int, timeout: float = 300) -> resource
 def leaving(daemon: Daemon) -> Iterator[None]:
     """Expect the only server to serve before the block, and to have left after it, without ever having been LOST."""
     with Operator(daemon.endpoint) as operator:
-        wait_until(lambda: [server.state for server in operator.servers()] == [ServerState.SERVING], "it serves")
+        wait_until(lambda: [server.state for server in operator.servers()] == [Server.State.SERVING], "it serves")
         (before,) = list(operator.events(last=1))
         yield
         wait_until(lambda: operator.servers() == [], "it has left")

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
+from resharder.client.operator.answers import Server, UpdateStrategy, VersionTarget
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import resources_pb2
 
@@ -42,7 +41,7 @@ def upload_half(job: Job, step: int) -> resources_pb2.Version:
 
 def serves(operator: Operator, ids: Sequence[str], version: int) -> bool:
     found = {server.name: server for server in operator.servers()}
-    return all(found[f"servers/{id}"].version == version and found[f"servers/{id}"].state == ServerState.SERVING for id in ids)
+    return all(found[f"servers/{id}"].version == version and found[f"servers/{id}"].state == Server.State.SERVING for id in ids)
 
 
 @contextmanager
@@ -62,8 +61,10 @@ def scene(daemon: Daemon) -> Iterator[None]:
                 made.append(stack.enter_context(server))
             return made
 
-        operator.set_fleet("pinned", model="policy", target=VersionTarget(TargetKind.NUMBER, version=2))
-        operator.set_fleet("tried", model="policy", strategy=UpdateStrategy(StrategyKind.CANARY, canaries=1, approval=True))
+        operator.set_fleet("pinned", model="policy", target=VersionTarget(VersionTarget.Kind.NUMBER, version=2))
+        operator.set_fleet(
+            "tried", model="policy", strategy=UpdateStrategy(UpdateStrategy.Kind.CANARY, canaries=1, approval=True)
+        )
         serve("policy", "rollout-0", "rollout-1")
         serve("policy", "rollout-2", broken=[4])
         serve("tried", "eval-0", "eval-1")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from resharder.client.trainer.attempts import Attempts
+from resharder.client.trainer.session import Attempts
 from resharder.converters.geometry.layout import Range, TensorSpec
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.boxes import pack
+from resharder.server.ingest.intake import Intake
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
@@ -34,7 +34,7 @@ class Site:
         self.intake = Intake(self.store, lease_seconds=LEASE, clock=lambda: self.now)
 
     def stop(self) -> None:
-        self.intake.steps.drain(0)
+        self.intake.drain(0)
         self.store.close()
 
     def open(self) -> list[VersionRecord]:
@@ -50,7 +50,7 @@ class Site:
     def settle(self) -> None:
         """Until no proof is under way."""
         end = time.monotonic() + 60
-        while any(not staged.open_ranks() for staged in list(self.intake.uploads._open.values())):
+        while any(not staged.open_ranks() for staged in self.intake.uploads()):
             assert time.monotonic() < end, "a proof has not ended"
             time.sleep(0.001)
 
@@ -72,15 +72,15 @@ class Rank:
         self.register()
 
     def register(self) -> None:
-        publisher = self.site.intake.publishers.create("policy", "job", RANKS, {"config.json": b"{}"})
+        publisher = self.site.intake.create_publisher("policy", "job", RANKS, {"config.json": b"{}"})
         self.name = publisher.name
         box = (Range(self.rank, 1), Range(0, 8))
         boxes = pack([(0, box, False)])
-        self.site.intake.publishers.register(self.name, self.rank, f"rank {self.rank}", SPECS, boxes, self.process)
+        self.site.intake.register_slot(self.name, self.rank, f"rank {self.rank}", SPECS, boxes, self.process)
         self.attempts.registered(self.site.store.catalogue.newest_number("policy"))
 
     def begin(self, step: int) -> VersionRecord:
-        record = settled(self.site.intake.steps.create, self.name, self.rank, step, self.attempts.after(step))
+        record = settled(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
         self.attempts.begun(step, record.number)
         self.given.add(record.number)
         self.begun = record if record.state == "UPLOADING" else None
@@ -88,14 +88,14 @@ class Rank:
 
     def seal(self, record: VersionRecord) -> VersionRecord:
         """The files hold zeros, and so does the rank."""
-        return self.site.intake.uploads.seal("policy", record.number, record.epoch, self.rank, [0], mapped=True)
+        return self.site.intake.seal_slot("policy", record.number, record.epoch, self.rank, [0], mapped=True)
 
     def publish(self, step: int) -> VersionRecord:
         record = self.begin(step)
         return self.seal(record) if record.state == "UPLOADING" else record
 
     def renew(self) -> None:
-        self.site.intake.publishers.get(self.name, self.rank)
+        self.site.intake.publisher(self.name, self.rank)
 
 
 def refused(call: Callable[[], object], reason: str) -> str:
@@ -112,7 +112,7 @@ def stall(site: Site, ranks: list[Rank], silent: int) -> None:
         for rank in ranks:
             if rank.rank != silent:
                 rank.renew()
-        site.intake.publishers.expire()
+        site.intake.expire()
 
 
 def publish_all(site: Site, ranks: list[Rank], step: int) -> VersionRecord:

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tests.support.forked import ForkedProcess, start
+
 COLUMNS = 80
+_COMMAND = "resharder.client.cli"
 
 
 class Seen(NamedTuple):
@@ -23,13 +26,19 @@ class Seen(NamedTuple):
 
 
 def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None, typed: str = "") -> Seen:
-    """Run `resharder` with a terminal for its input, output and errors."""
+    """Run `resharder` with a terminal for its output and errors, and for its input where something is typed."""
     ours, theirs = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
     settings = {**clean, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": "40", **(environment or {})}
-    command = [sys.executable, "-m", "resharder.client.cli", *map(str, arguments)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings) as process:
-        os.close(theirs)
+    given = [str(argument) for argument in arguments]
+    process: subprocess.Popen[bytes] | ForkedProcess
+    with os.fdopen(theirs, "wb") as terminal:
+        if typed:
+            command = [sys.executable, "-m", _COMMAND, *given]
+            process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=settings)
+        else:
+            process = start(_COMMAND, settings, terminal, arguments=given)
+    try:
         os.write(ours, typed.encode())
         seen = bytearray()
         while True:
@@ -37,6 +46,7 @@ def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None
                 seen += os.read(ours, 1 << 16)
             except OSError:  # no process has the terminal open any more
                 break
-        code = process.wait(60)
-    os.close(ours)
-    return Seen(code, seen.decode())
+        return Seen(process.wait(60), seen.decode())
+    finally:
+        process.kill()
+        os.close(ours)

@@ -31,6 +31,7 @@ _STARTS: dict[ModuleType, frozenset[str]] = {
 }
 _STARTERS = [getattr(module, name) for module, names in _STARTS.items() for name in names]
 _FOLLOWED, _PRODUCT = ("tests.", "tools."), ("resharder.",)
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 
@@ -133,6 +134,8 @@ def _named(code: CodeType, variables: dict[str, Any]) -> Iterator[object]:
     for name in code.co_names:
         if name in variables:
             yield variables[name]
+    if _IMPORT not in code.co_code[::2]:  # most have none, and reading instructions takes a while
+        return
     module: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":

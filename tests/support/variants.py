@@ -25,9 +25,13 @@ def variants(cases: Mapping[str, Mapping[str, Any]], few: int) -> list[Any]:
 
 
 def alone(names: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """Parameters, marked `full` unless they are in `kept`."""
+    """Parameters, marked `full` unless they are in `kept`; tuples where there are several."""
     kept = set(kept)
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]
+    return [name if name in kept else pytest.param(*_values(name), marks=pytest.mark.full) for name in names]
+
+
+def _values(parameter: Any) -> tuple[Any, ...]:
+    return parameter if isinstance(parameter, tuple) else (parameter,)
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:

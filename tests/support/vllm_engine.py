@@ -34,8 +34,6 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
 )
 """Modules that `vllm_preload` imports: 8 s of a processor, which each engine spends otherwise.
-
-They are not preloaded where the process has used a fork server before, as that of `forked_ranks`: it has one for all.
 """
 
 

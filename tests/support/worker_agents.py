@@ -6,10 +6,9 @@ import torch
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
+from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.install import Installed
-from resharder.client.inference.worker.reporter import claim
-from resharder.client.inference.worker.source import get_manifest
-from resharder.client.versions.remote import VersionManifest
+from resharder.client.versions.remote import VersionManifest, get_manifest
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon

@@ -7,8 +7,7 @@ import ctypes
 import sys
 
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.worker.boot_lease import Renewal
-from resharder.client.inference.worker.reporter import claim
+from resharder.client.inference.worker.claim import Renewal, claim
 from resharder.client.rpc.channel import Channel
 
 

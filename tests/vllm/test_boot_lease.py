@@ -11,9 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from resharder.client.inference.worker.boot_lease import Renewal
-from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerState
+from resharder.client.inference.worker.claim import Renewal
+from resharder.client.operator import Operator, answers
 from resharder.v1 import resources_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -61,7 +60,7 @@ def booting(daemon: Daemon, server: str, *arguments: str) -> Iterator[subprocess
             process.kill()
 
 
-def state(operator: Operator, server: str) -> ServerState:
+def state(operator: Operator, server: str) -> answers.Server.State:
     return operator.server(server).state
 
 
@@ -69,11 +68,11 @@ def test_a_server_that_loads_for_many_leases_is_kept_and_a_killed_one_is_waited_
     with Operator(daemon.endpoint) as operator, SimulatedServer(daemon, "serves"), booting(daemon, "boots") as process:
         end = time.monotonic() + 2 * LEASE
         while time.monotonic() < end:
-            assert state(operator, "boots") == ServerState.BOOTING, operator.server("boots").reason
+            assert state(operator, "boots") == answers.Server.State.BOOTING, operator.server("boots").reason
             time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
         operator.wait_serving("policy", timeout=120)
-        assert state(operator, "boots") == ServerState.LOST
+        assert state(operator, "boots") == answers.Server.State.LOST
         assert "its claim was not renewed" in operator.server("boots").reason
 
 
@@ -83,7 +82,7 @@ def test_a_booting_server_is_known_again_to_a_daemon_that_was_restarted(daemon: 
         daemon.start()
         wait_until(lambda: "servers/stays" in [server.name for server in operator.servers()], "the helper claims again")
         time.sleep(1.5 * LEASE)
-        assert state(operator, "stays") == ServerState.BOOTING
+        assert state(operator, "stays") == answers.Server.State.BOOTING
 
 
 def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daemon) -> None:
@@ -91,14 +90,14 @@ def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daem
         process.kill()
         process.wait()
         time.sleep(1.5 * LEASE)
-        assert state(operator, "older") == ServerState.BOOTING
+        assert state(operator, "older") == answers.Server.State.BOOTING
 
 
 @pytest.mark.parametrize(
     ("helper", "arguments"),
     [
         ("from resharder.client.inference.worker import fetch; fetch.main()", ["grpc"]),
-        ("from resharder.client.inference.worker import renew_claim; renew_claim.main()", []),
+        ("from resharder.client.inference.worker import claim; claim.main()", []),
     ],
 )
 def test_a_helper_ends_with_its_killed_parent(helper: str, arguments: list[str], daemon: Daemon) -> None:

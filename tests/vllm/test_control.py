@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, order_from_proto
-from resharder.client.inference.power import PowerState
+from resharder.client.inference.engine import PowerState
 from resharder.client.inference.version_page import Journal
 from resharder.v1 import resources_pb2, server_pb2
 

@@ -11,7 +11,7 @@ from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import Fence, clock_id
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.power import PowerState
+from resharder.client.inference.engine import PowerState
 from resharder.client.inference.vllm.engine_core import guard
 
 from tests.support.fenced_engine import LEASE, NEXT_TERM, OWN_TERM, Server, Side

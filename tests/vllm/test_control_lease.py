@@ -12,7 +12,7 @@ import grpc
 from resharder.client.inference.control.gate import ServerLease
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.power import PowerState
+from resharder.client.inference.engine import PowerState
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import server_pb2, server_pb2_grpc
 

@@ -8,7 +8,7 @@ from resharder.client.errors import UsageError
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.power import STAY_PAUSED, PowerState
+from resharder.client.inference.engine import STAY_PAUSED, PowerState
 from resharder.client.inference.vllm.attach import AttachedEngine
 from resharder.client.rpc.channel import Channel
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.states import RequestHandling
+from resharder.client.operator.answers import PauseMode
 from resharder.v1 import resources_pb2
 
 from tests.support.command import answer
@@ -79,7 +79,7 @@ def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> 
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
     with Operator(single.daemon.endpoint) as operator:
-        operator.set_fleet("policy", pause_mode=RequestHandling(mode.upper()))
+        operator.set_fleet("policy", pause_mode=PauseMode(mode.upper()))
     for _ in range(5):  # on a busy machine an answer can be over before the install begins, and the next one not be asked for
         lengths = install_under_a_stream(single)
         if mode != "abort":
@@ -115,6 +115,7 @@ def install_under_a_stream(single: Deployment) -> list[int]:
     return lengths
 
 
+@pytest.mark.full
 def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_versions_again(single: Deployment) -> None:
     single.daemon.kill()
     time.sleep(LEASE + 1)
@@ -181,6 +182,7 @@ def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_work
     assert (after.version, after.token_ids) == (before.version, before.token_ids)
 
 
+@pytest.mark.full
 def test_a_server_of_two_engines_is_lost_when_one_of_its_engine_cores_dies(double: Deployment) -> None:
     """The last of its tests. vLLM then ends both API servers by SIGTERM, as an order would."""
     double.server.child("EngineCore").kill()

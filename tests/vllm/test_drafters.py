@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart, needs, shared_modules
 from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import TensorSpec
@@ -21,6 +21,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 @pytest.mark.compat
+@pytest.mark.full
 def test_boxes_bring_model_and_drafter_to_what_a_fresh_server_holds(daemon: Daemon, tmp_path: Path) -> None:
     """Two servers, each the other's proof: one loads B itself and takes A, the other boots A from the daemon and takes B."""
     a, b = make_pair(tmp_path, "mimo", num_attention_heads=4, num_key_value_heads=2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from resharder.client.inference.power import KV_CACHE, WEIGHTS
+from resharder.client.inference.engine import KV_CACHE, WEIGHTS
 from resharder.converters.quantization.scheme import CHANNELS
 
 from tests.support.daemon import Daemon

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from resharder.client.inference import version_page
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL, ModelPart, ModelParts
 from resharder.client.trainer import connect
@@ -54,6 +54,7 @@ def publish_without(daemon: Daemon, model: str, folder: Path, left_out: Iterable
         return handle.name
 
 
+@pytest.mark.full
 def test_a_server_does_not_boot_a_version_without_k_proj_and_a_running_one_keeps_its_weights(
     daemon: Daemon, tmp_path: Path
 ) -> None:

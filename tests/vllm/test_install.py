@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from resharder.client.inference.power import KV_CACHE, STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.engine import KV_CACHE, STAY_PAUSED, WEIGHTS, PowerState
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 from resharder.client.inference.vllm.worker_rpc import agent_of

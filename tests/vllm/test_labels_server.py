@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.operator import Operator
-from resharder.client.operator.states import RequestHandling
+from resharder.client.operator.answers import PauseMode
 
 from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.observing import servers, wait_serving, wait_until
@@ -122,7 +122,7 @@ def token_in_token_out(tokens: int = 8) -> dict[str, Any]:
 
 def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scene: Scene) -> None:
     with Operator(scene.deployed.daemon.endpoint) as operator:
-        operator.set_fleet("policy", pause_mode=RequestHandling.KEEP)
+        operator.set_fleet("policy", pause_mode=PauseMode.KEEP)
     before = scene.miss()
     asked = [("/v1/completions", completion(PROMPT, 1500, stream=stream)) for stream in (False, True)] * 2
     asked += [("/inference/v1/generate", token_in_token_out(1500))] * 2 * NATIVE

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for trainers")
 
-from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, TargetKind, VersionTarget
+from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, VersionTarget
 from resharder.client.integrations.vllm import ResharderTrainerEngine
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory
 
@@ -145,14 +145,14 @@ def test_a_version_that_the_fleet_does_not_take_is_one_clear_error_and_the_next_
     assert engine.handle is not None
     before = engine.handle.version
     with Operator(scene.daemon.endpoint) as operator:
-        operator.set_fleet(MODEL, target=VersionTarget(TargetKind.NUMBER, before))
+        operator.set_fleet(MODEL, target=VersionTarget(VersionTarget.Kind.NUMBER, before))
         with pytest.raises(NotServed) as error:
             engine.send_weights()
         # After a wait for a version that no one will order, it is "expected ... to be served within".
         pinned = f"expected version {before + 1} to be served, got version {before}: fleet {MODEL} is pinned to version {before}"
         assert pinned in str(error.value)
         assert scene.answer()[1] == str(before)
-        operator.set_fleet(MODEL, target=VersionTarget(TargetKind.LATEST))
+        operator.set_fleet(MODEL, target=VersionTarget(VersionTarget.Kind.LATEST))
     engine.send_weights()
     assert scene.answer()[1] == str(engine.handle.version) == str(before + 2)
     engine.shutdown()

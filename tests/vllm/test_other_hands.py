@@ -13,7 +13,7 @@ import pytest
 from resharder.client import connect
 from resharder.client.inference.vllm.route_rules import RULES, Handling
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServerPower
+from resharder.client.operator.answers import Power
 from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
@@ -165,7 +165,7 @@ def test_weights_that_another_hand_changed_are_found_and_not_served_under_the_ol
 def test_a_sleeping_server_is_not_verifiable_and_an_awakened_one_has_no_difference(single: Deployment, level: int) -> None:
     with Operator(single.daemon.endpoint) as operator:
         operator.sleep("policy", level=level)
-        operator.wait_power("policy", ServerPower.ASLEEP_1 if level == 1 else ServerPower.ASLEEP_2, timeout=60)
+        operator.wait_power("policy", Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2, timeout=60)
         assert "asleep" in single.verify()[0].skipped
         operator.wake("policy")
         wait_serving(single.daemon, single.version)
@@ -208,7 +208,7 @@ def test_vllms_own_version_and_checksums_agree_over_updates_rollbacks_and_sleep(
         wait_serving(deployed.daemon, first)
         assert deployed.vllms_own() == (str(first), before)
         operator.sleep("policy", level=2)
-        operator.wait_power("policy", ServerPower.ASLEEP_2, timeout=60)
+        operator.wait_power("policy", Power.ASLEEP_2, timeout=60)
         operator.wake("policy")
         wait_serving(deployed.daemon, first)
         assert deployed.vllms_own() == (str(first), before)

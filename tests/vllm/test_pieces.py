@@ -6,7 +6,7 @@ import pytest
 import torch
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker import memory
-from resharder.client.inference.worker.faults import Fault
+from resharder.client.inference.worker.memory import Fault
 from resharder.client.inference.worker.sleep_backup import gaps
 from resharder.converters.geometry.layout import Piece, full_box
 

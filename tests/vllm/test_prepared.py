@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.worker import install
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Installed, Prepared
 from resharder.client.inference.worker.routing import Route
 from resharder.converters.geometry.layout import Piece, Range

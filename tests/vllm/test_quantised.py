@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Local, Recording, record
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL, ModelPart
 from resharder.client.inference.worker.routing import Evidence, decide, gather_evidence
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, box_index, full_box

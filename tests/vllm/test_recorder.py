@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.inference.recording.coverage import covered_elements
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.recording.view_boxes import boxes_of_view
+from resharder.client.inference.recording.view_boxes import boxes_of_view, covered_elements
 from resharder.converters.geometry.layout import StridedView, TensorSpec, box_index
 
 pytestmark = pytest.mark.compat  # run against the oldest vLLM as well

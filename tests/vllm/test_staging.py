@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from resharder.client.direct.base import DirectFailed
 from resharder.client.errors import NotFound
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.worker import staging as module
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.staging import StagedInstall, Staging
 
 NEEDS: dict[str, Any] = {"w": ()}
@@ -29,20 +29,20 @@ class Source:
         self.closed = True
 
 
-class Stager:
-    """Stages versions at once, and counts."""
+class Sources:
+    """Opens versions at once, and counts."""
 
     def __init__(self, shared: bool) -> None:
         self.shared, self.staged, self.gone = shared, list[Source](), set[int]()
 
-    def stage(self, manifest: Any, needs: Any, without: frozenset[str] = frozenset()) -> Source:
+    def open(self, manifest: Any, needs: Any, without: frozenset[str] = frozenset()) -> Source:
         if manifest.number in self.gone:
             raise FileNotFoundError(manifest.name)
         self.staged.append(Source(manifest.number))
         return self.staged[-1]
 
     @property
-    def open(self) -> list[int]:
+    def held(self) -> list[int]:
         return [source.manifest.number for source in self.staged if not source.closed]
 
 
@@ -95,7 +95,7 @@ class Worker:
     """A worker's staging, and what it applies."""
 
     def __init__(self, *, shared: bool = True) -> None:
-        self.stager, self.receiver = Stager(shared), Receiver()
+        self.sources, self.receiver = Sources(shared), Receiver()
         host: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         parts: Any = SimpleNamespace(
             by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None, check_config=self.check_config
@@ -103,7 +103,7 @@ class Worker:
         unused: Any = None
         receiver: Any = self.receiver
         self.staging = Staging(host, unused, unused, parts, receiver, lambda: True)
-        self.staging.stager = self.stager  # type: ignore[assignment]
+        self.staging.sources = self.sources  # type: ignore[assignment]
         self._installs = 0
         self.other_config = False
 
@@ -128,15 +128,15 @@ def test_each_version_served_ahead_is_the_fallback_of_the_next_without_being_sta
     worker.install(2, fallback=1)
     assert asked == ["v/1"], "the first fallback is staged when it is needed"
     assert worker.staging.prepare_fallback(manifest(2)) == {("w", ()): 2}
-    assert worker.stager.open == [2]
+    assert worker.sources.held == [2]
     for version in (3, 4):
         staged = worker.stage(version, fallback=version - 1)
         assert staged.early is not None
         assert staged.early.version == f"v/{version}"
-        assert staged.source is worker.stager.staged[-1]
+        assert staged.source is worker.sources.staged[-1]
         worker.staging.finish(staged)
         worker.staging.prepare_fallback(manifest(version))
-        assert worker.stager.open == [version]
+        assert worker.sources.held == [version]
     assert asked == ["v/1"]
 
 
@@ -144,7 +144,7 @@ def test_a_version_that_was_served_ahead_and_differs_comes_from_the_fallback(ask
     worker = Worker()
     worker.install(2, fallback=1)
     worker.staging.prepare_fallback(manifest(2))
-    assert worker.stage(2).source is worker.stager.staged[-1]
+    assert worker.stage(2).source is worker.sources.staged[-1]
     assert asked == ["v/1"]
 
 
@@ -153,7 +153,7 @@ def test_a_prepared_version_is_closed_when_another_is_installed(asked: list[str]
     worker.install(2, fallback=1)
     worker.staging.prepare_fallback(manifest(2))
     worker.stage(7)
-    assert worker.stager.open == [7]
+    assert worker.sources.held == [7]
     assert asked == ["v/1", "v/7"]
 
 
@@ -166,7 +166,7 @@ def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: Aske
     with pytest.raises(InstallError, match="no link to its ranks: they are gone"):
         worker.stage(3, fallback=2)
     worker.receiver.offered = True
-    assert worker.stage(3, fallback=2).source is worker.stager.staged[-1]
+    assert worker.stage(3, fallback=2).source is worker.sources.staged[-1]
     assert asked == ["v/1"]
 
 
@@ -179,7 +179,7 @@ def test_a_version_of_another_config_is_refused_ahead_of_ready_and_leaves_the_fa
     with pytest.raises(InstallError, match="rope_theta is 1 here, 2 in the version"):
         worker.stage(3, fallback=2)
     worker.other_config = False
-    assert worker.stage(3, fallback=2).source is worker.stager.staged[-1]
+    assert worker.stage(3, fallback=2).source is worker.sources.staged[-1]
 
 
 @pytest.mark.parametrize("at", ["join", "digests"])
@@ -189,14 +189,14 @@ def test_a_version_that_is_ready_once_its_ranks_are_gone_comes_from_the_store_at
     worker.receiver.offered, worker.receiver.answers = at != "join", at != "digests"
     staged = worker.stage(3, fallback=2)
     assert (staged.early, staged.direct, staged.fallback) == (None, None, "")
-    assert worker.stager.open == [3]
+    assert worker.sources.held == [3]
     assert asked == ["v/1", "v/2", "v/3"]
 
 
 def test_ranks_are_joined_once_the_fallback_is_there_because_they_do_not_wait_for_it(asked: Asked) -> None:
     worker = Worker()
     there: list[list[int]] = []
-    worker.receiver.joined = lambda: there.append(worker.stager.open)
+    worker.receiver.joined = lambda: there.append(worker.sources.held)
     worker.stage(2, fallback=1)
     assert there == [[1]]
 
@@ -204,9 +204,9 @@ def test_ranks_are_joined_once_the_fallback_is_there_because_they_do_not_wait_fo
 def test_a_mirror_prepares_no_fallback_because_it_has_one_version_at_a_time(asked: list[str]) -> None:
     worker = Worker(shared=False)
     worker.install(2, fallback=1)
-    assert worker.stager.open == [1]
+    assert worker.sources.held == [1]
     assert worker.staging.prepare_fallback(manifest(2)) == {("w", ()): 2}
-    assert worker.stager.open == []
+    assert worker.sources.held == []
     worker.install(3, fallback=2)
     assert asked == ["v/1", "v/2"]
 
@@ -214,6 +214,6 @@ def test_a_mirror_prepares_no_fallback_because_it_has_one_version_at_a_time(aske
 def test_a_version_that_is_retired_meanwhile_is_compared_all_the_same(asked: list[str]) -> None:
     worker = Worker()
     worker.install(2, fallback=1)
-    worker.stager.gone = {2}
+    worker.sources.gone = {2}
     assert worker.staging.prepare_fallback(manifest(2)) == {("w", ()): 2}
-    assert worker.stager.open == []
+    assert worker.sources.held == []

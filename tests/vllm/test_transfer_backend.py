@@ -15,8 +15,8 @@ pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for 
 
 from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, ShardSource, UsageError
 from resharder.client.inference.vllm import register
-from resharder.client.inference.vllm.native_updates import ROUTES, is_selected, replace_calls, take_over
 from resharder.client.inference.vllm.route_rules import RULES
+from resharder.client.inference.vllm.weight_transfer import ROUTES, is_selected, replace_calls, take_over
 from resharder.client.integrations.vllm import ResharderTrainerEngine
 from resharder.client.integrations.weight_sources import DividedStream, owned_names
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +30,7 @@ from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.daemon import Daemon
-from tests.support.forked_ranks import forked
+from tests.support.ranks import forked
 from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
 
 

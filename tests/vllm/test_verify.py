@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Local, Recording
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL, ModelPart
 from resharder.client.inference.worker.routing import Route
 from resharder.client.inference.worker.verify import Verifier

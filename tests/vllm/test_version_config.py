@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.vllm.endpoint import CONFIG_CHANGED
 from resharder.client.inference.vllm.hf_config import EngineConfig
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL, ModelParts
 from resharder.client.operator import Operator
 from resharder.converters.allowances import collecting
@@ -276,6 +276,7 @@ def test_a_server_on_a_folder_of_its_own_does_not_boot_a_version_of_another_conf
         Engine(without_weights(own, tmp_path / "bare"), load_format="resharder", dtype="float32", environment=environment)
 
 
+@pytest.mark.full
 def test_a_server_that_may_end_for_another_config_ends_with_its_status_and_starts_again_on_the_version(
     daemon: Daemon, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm import weight_version
+from resharder.client.inference.vllm import outputs
 
 from tests.support.daemon import Daemon
 from tests.support.vllm_engine import Engine
@@ -105,8 +105,8 @@ class FakeCore:
 
 def test_outputs_carry_the_version_that_all_workers_have(own_page: None) -> None:
     kind = type("Core", (FakeCore,), {})
-    weight_version.follow_page(kind)
-    weight_version.follow_page(kind)
+    outputs.follow_page(kind)
+    outputs.follow_page(kind)
     core, output = kind(), SimpleNamespace()
     for rank, version, expected in ((0, 3, "3"), (1, 2, "none"), (1, 3, "3"), (0, 0, "none")):
         page().write(rank, version)
@@ -116,14 +116,14 @@ def test_outputs_carry_the_version_that_all_workers_have(own_page: None) -> None
 
 def test_an_unreadable_page_gives_no_version_and_does_not_end_the_engine(own_page: None, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type("Core", (FakeCore,), {})
-    weight_version.follow_page(kind)
+    outputs.follow_page(kind)
 
     def fails() -> Any:
         raise OSError(24, "Too many open files")
 
     warned: list[str] = []
-    monkeypatch.setattr(weight_version.logger, "warning", lambda text, *values: warned.append(text % values))
-    monkeypatch.setattr(weight_version, "page", fails)
+    monkeypatch.setattr(outputs.logger, "warning", lambda text, *values: warned.append(text % values))
+    monkeypatch.setattr(outputs, "page", fails)
     core, output = kind(), SimpleNamespace()
     for _ in range(2):
         core._attach_weight_version({0: output})
@@ -133,5 +133,5 @@ def test_an_unreadable_page_gives_no_version_and_does_not_end_the_engine(own_pag
 
 def test_a_vllm_that_stamps_no_tokens_is_left_alone(own_page: None) -> None:
     kind = type("Core", (), {"get_weight_version": FakeCore.get_weight_version})
-    weight_version.follow_page(kind)
+    outputs.follow_page(kind)
     assert kind.get_weight_version is FakeCore.get_weight_version

@@ -12,10 +12,11 @@ from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, 
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from resharder.client.inference.worker import agent as agent_module
-from resharder.client.inference.worker.direct_receiver import EarlyVersion
+from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL
-from resharder.client.inference.worker.reporter import PROCESS, claim
+from resharder.client.inference.worker.receiver import EarlyVersion
+from resharder.client.inference.worker.reporter import PROCESS
 from resharder.client.inference.worker.staging import StagedInstall
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
@@ -108,7 +109,7 @@ def test_a_worker_that_refuses_to_stage_reports_it_each_time_that_it_is_asked(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, manifest = booted(daemon)
-    monkeypatch.setattr(agent.host, "refusal", lambda: "its modules are unknown")
+    monkeypatch.setattr(type(agent.host), "refusal", lambda self: "its modules are unknown")
     for _ in range(2):
         with pytest.raises(InstallError, match="its modules are unknown"):
             agent.stage({}, "an-install", manifest.name)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.inference.power import PowerState, SleepState
+from resharder.client.inference.engine import PowerState, SleepState
 from resharder.client.inference.vllm import sleep
 from resharder.client.inference.vllm.sleep import NOTHING_GAINED
 from vllm.v1.worker import gpu_worker

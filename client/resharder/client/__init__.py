@@ -57,38 +57,36 @@ if TYPE_CHECKING:
     )
     from resharder.client.operator.answers import (
         ArchivedVersion,
-        CollectedVersions,
-        DaemonEvent,
-        DaemonStatus,
+        Daemon,
+        Event,
         ExportedVersion,
-        FleetStatus,
-        InstallStatus,
-        MoveStatus,
-        PhaseTiming,
+        Fleet,
+        Install,
+        LinkMeasurement,
+        LinkRate,
+        Move,
+        Node,
+        NodeCopy,
+        NodeLink,
+        PauseMode,
+        Power,
+        Profile,
         PublisherStatus,
-        RefusedVersion,
-        ServerStatus,
-        SlotStatus,
-        StoreNonce,
-        UpdateStrategy,
-        VersionStatus,
-        VersionTarget,
-        WorkerProfile,
-        WorkerStatus,
-    )
-    from resharder.client.operator.states import (
-        InstallPhase,
-        MovePhase,
-        PublisherState,
-        RequestHandling,
+        Refusal,
+        ReplicaShortage,
+        RetireVersionsResponse,
         ServeAhead,
-        ServerPower,
-        ServerState,
-        SlotState,
-        StrategyKind,
-        TargetKind,
-        VersionState,
-        WorkerReport,
+        Server,
+        Slot,
+        StoreAccess,
+        Timing,
+        Uncompared,
+        UpdateStrategy,
+        Verification,
+        Version,
+        VersionHome,
+        VersionTarget,
+        Worker,
     )
     from resharder.client.operator.waiting import (
         FleetListener,
@@ -100,15 +98,15 @@ if TYPE_CHECKING:
     from resharder.client.tools.import_checkpoint import (
         import_checkpoint,
     )
-    from resharder.client.trainer.colocate import (
-        Generation,
-    )
     from resharder.client.trainer.connect import (
         connect,
     )
     from resharder.client.trainer.fill import (
         Filled,
         fill,
+    )
+    from resharder.client.trainer.generation import (
+        Generation,
     )
     from resharder.client.trainer.handle import (
         Handle,
@@ -135,20 +133,16 @@ _HOMES = {
     "integrations.vllm": "ResharderTrainerInitInfo ShardSource",
     "operator": "Operator",
     "operator.answers": (
-        "ArchivedVersion CollectedVersions DaemonEvent DaemonStatus ExportedVersion FleetStatus InstallStatus "
-        "MoveStatus PhaseTiming PublisherStatus RefusedVersion ServerStatus SlotStatus StoreNonce "
-        "UpdateStrategy VersionStatus VersionTarget WorkerProfile WorkerStatus"
-    ),
-    "operator.states": (
-        "InstallPhase MovePhase PublisherState RequestHandling ServeAhead ServerPower ServerState SlotState StrategyKind "
-        "TargetKind VersionState WorkerReport"
+        "ArchivedVersion Daemon Event ExportedVersion Fleet Install LinkMeasurement LinkRate Move Node NodeCopy "
+        "NodeLink PauseMode Power Profile PublisherStatus Refusal ReplicaShortage RetireVersionsResponse ServeAhead "
+        "Server Slot StoreAccess Timing Uncompared UpdateStrategy Verification Version VersionHome VersionTarget Worker"
     ),
     "operator.waiting": "FleetListener went_well",
     "rpc.tls": "Tls",
     "tools.import_checkpoint": "import_checkpoint",
-    "trainer.colocate": "Generation",
     "trainer.connect": "connect",
     "trainer.fill": "Filled fill",
+    "trainer.generation": "Generation",
     "trainer.handle": "Handle Progress",
     "trainer.publisher": "Publisher",
     "trainer.rank_layout": "DeclaredTensor",
@@ -158,71 +152,71 @@ _NAMES = {name: home for home, names in _HOMES.items() for name in names.split()
 __all__ = [
     "AccessDenied",
     "ArchivedVersion",
-    "CollectedVersions",
     "Conflict",
     "ConversionError",
     "CorruptData",
-    "DaemonEvent",
-    "DaemonStatus",
+    "Daemon",
     "DaemonUnreachable",
     "DeclaredTensor",
+    "Event",
     "ExportedVersion",
     "Filled",
+    "Fleet",
     "FleetListener",
-    "FleetStatus",
     "Generation",
     "GenerationEnded",
     "Handle",
-    "InstallPhase",
-    "InstallStatus",
+    "Install",
     "LayoutError",
     "LayoutRejected",
+    "LinkMeasurement",
+    "LinkRate",
     "MessageTooLarge",
-    "MovePhase",
-    "MoveStatus",
+    "Move",
+    "Node",
+    "NodeCopy",
+    "NodeLink",
     "NotFound",
     "NotServed",
     "Operator",
     "OutOfRoom",
-    "PhaseTiming",
+    "PauseMode",
+    "Power",
+    "Profile",
     "Progress",
     "PublishCallback",
     "Publisher",
-    "PublisherState",
     "PublisherStatus",
+    "Refusal",
     "Refused",
-    "RefusedVersion",
+    "ReplicaShortage",
     "ReplicasDiffer",
-    "RequestHandling",
     "ResharderError",
     "ResharderTrainerInitInfo",
+    "RetireVersionsResponse",
     "ServeAhead",
-    "ServerPower",
-    "ServerState",
-    "ServerStatus",
+    "Server",
     "ServersNotAsleep",
     "ShardSource",
-    "SlotState",
-    "SlotStatus",
+    "Slot",
     "StaleEpoch",
     "StaleParameters",
+    "StoreAccess",
     "StoreFailed",
-    "StoreNonce",
-    "StrategyKind",
-    "TargetKind",
+    "Timing",
     "Tls",
+    "Uncompared",
     "UnknownTensor",
     "UnsupportedModel",
     "UpdateStrategy",
     "UsageError",
+    "Verification",
+    "Version",
     "VersionAborted",
-    "VersionState",
-    "VersionStatus",
+    "VersionHome",
     "VersionTarget",
     "WaitTimeout",
-    "WorkerProfile",
-    "WorkerReport",
-    "WorkerStatus",
+    "Worker",
     "__version__",
     "attach",
     "connect",
@@ -237,6 +231,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("resharder")
+    from resharder.client.deprecated import RENAMED, renamed
+
+    if name in RENAMED:
+        return renamed(name)
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

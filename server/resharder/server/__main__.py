@@ -13,7 +13,7 @@ def main() -> None:
 
 def node() -> None:
     """Run a node. Exits 2 with one line if a package of an extra is missing."""
-    _run("resharder-node", "resharder.server.node_main")
+    _run("resharder-node", "resharder.server.node.main")
 
 
 def _run(command: str, module: str) -> None:

@@ -37,12 +37,11 @@ from resharder.server.infra.descriptors import Descriptors, raise_descriptor_lim
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.intake import Intake
 from resharder.server.logs import configure_logs, log_event
-from resharder.server.node.drained import DrainedNodes
-from resharder.server.node.homes import HomeRegister
-from resharder.server.node.lost import LostNodes
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.records import DrainedNodes, LostNodes
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.own_fetcher import certificate_of, fetcher, node_tls
@@ -76,7 +75,7 @@ class _ServingSignal(FleetObserver):
         self._intake = intake
 
     def serving_changed(self) -> None:
-        self._intake.waits.serving_changed()
+        self._intake.serving_changed()
 
 
 class Daemon:
@@ -102,7 +101,7 @@ class Daemon:
         offered = OfferedVersions()
         self.fleets = Fleets(
             self.store.catalogue,
-            self.store.pins,
+            self.store.lifecycle,
             offers=offered,
             settings=replace(Settings(), lease=config.lease_seconds, forget=config.forget_seconds),
             files=FleetFiles(config.store / "fleets"),
@@ -119,8 +118,8 @@ class Daemon:
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
             homes=HomeRegister(self.store.folder, tls, LostNodes(config.store / "lost_nodes.json")),
-            partial=self.store.partials.get,
-            lose=self.store.retirer.lose,
+            partial=self.store.reader.partial,
+            lose=self.store.lifecycle.lose,
             replicas=config.replicas,
             replica_seconds=config.replica_seconds,
             verified=self.store.reader.verified,
@@ -142,7 +141,7 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.observe(traced)
             self.fleets.observe(traced)
-        self.fetcher = fetcher(self.store.partials, self.nodes, tls, config.digest_threads)
+        self.fetcher = fetcher(self.store, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
@@ -242,7 +241,7 @@ class Daemon:
             self.access.reading,
             local_only=security is None and is_loopback(listen),
             checksums=self._checksums,
-            writes=ChunkWrites(self.access.writing, partial(self.intake.uploads.land, transport="http"), self.config.chunk_bytes),
+            writes=ChunkWrites(self.access.writing, partial(self.intake.land, transport="http"), self.config.chunk_bytes),
         )
         tls = web.tls_context(security, required=True) if security is not None else None
         try:
@@ -281,7 +280,7 @@ class Daemon:
                 if (problem := self.store.folder.problem()) != lost:
                     lost = problem
                     self._report_store(problem)
-                self.intake.publishers.expire()
+                self.intake.expire()
                 self.nodes.expire()
             except Exception as error:
                 _log.error("leases_failed", exc_info=error)
@@ -295,7 +294,7 @@ class Daemon:
         """Wait up to `drain_seconds` for UPLOADING versions to finish, then end all calls and threads and unlock the store."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
         self.server.drain()
-        self.intake.steps.drain(self.config.drain_seconds)
+        self.intake.drain(self.config.drain_seconds)
         self._ended.set()
         self.nodes.replication.close()
         self.checks.close()

@@ -4,22 +4,22 @@ import ssl
 from dataclasses import dataclass
 
 import structlog
-from resharder.server.node.daemon_client import NodeTls
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.sources import LIMITS
-from resharder.server.node.store_fetch import CommittedChecksums, StoreFetcher
-from resharder.server.node.swarm import Swarm
-from resharder.server.node.transfers import HttpTransfer, ReceivedBytes
+from resharder.server.holding.sources import LIMITS
+from resharder.server.holding.swarm import Swarm
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.store_fetch import CommittedChecksums, StoreFetcher
 from resharder.server.security.settings import Security
-from resharder.server.store.partials import PartialVersions
+from resharder.server.store.store import Store
 
 _log = structlog.get_logger("resharder.node")
 
 
-def fetcher(partials: PartialVersions, nodes: NodeRegistry, tls: NodeTls | None, threads: int) -> StoreFetcher:
+def fetcher(store: Store, nodes: NodeRegistry, tls: NodeTls | None, threads: int) -> StoreFetcher:
     """Return the fetcher of what the store lacks. `threads`: threads that digest."""
-    transfer = HttpTransfer(CommittedChecksums(partials), tls, LIMITS.stalled)
-    return StoreFetcher(partials, nodes, lambda changed: Swarm(transfer, ReceivedBytes(), changed), threads)
+    transfer = HttpTransfer(CommittedChecksums(store.reader), tls, LIMITS.stalled)
+    return StoreFetcher(store.lifecycle, nodes, lambda changed: Swarm(transfer, ReceivedBytes(), changed), threads)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from resharder.client.inference.control.fence import FENCED, Fence
-from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, SleepState
+from resharder.client.inference.engine import STAY_PAUSED, WEIGHTS, SleepState
 from resharder.client.inference.version_page import Journal
 from resharder.client.inference.vllm.engine_core import resharder_fenced
 from resharder.server.state.errors import ResourceNotFound

@@ -1,5 +1,5 @@
 """In the path of a daemon that a test starts: it waits longer for nodes to lay out files, which a busy machine delays."""
 
-from resharder.server.node import home_state
+from resharder.server.nodes import homes
 
-home_state.LAYOUT_SECONDS = 60.0
+homes.LAYOUT_SECONDS = 60.0

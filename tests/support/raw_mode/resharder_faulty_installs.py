@@ -29,7 +29,7 @@ def held(stage):  # type: ignore[no-untyped-def]
 
 def faulty(install):  # type: ignore[no-untyped-def]
     def faulty_install(agent, models, staged, source):  # type: ignore[no-untyped-def]
-        from resharder.client.inference.worker.errors import InstallError
+        from resharder.client.inference.engine import InstallError
 
         wait_at("apply")
         if source.manifest.number > said().get("torn_after", source.manifest.number):

@@ -1,6 +1,6 @@
 """`resharder`, the operator's command, on top of the operator SDK.
 
-Commands are in modules along the flow: show, watch, fleets, power, versions, check. Exit codes are in `app`.
+One module for each noun: watch (the daemon's state), nodes, fleets, versions, check. Exit codes are in `app`.
 """
 
 import os
@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs between lines of output; grpc reads it on import
 
-# isort: split
-from resharder.client.cli import check, fleets, nodes, power, probe, profile, show, verify, versions, watch
+# isort: off
+from resharder.client.cli import watch, nodes, fleets, versions, check  # the help lists commands in this order
+
+# isort: on
 from resharder.client.cli.app import app
 from resharder.client.cli.terminal import tell
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
 from resharder.converters.printable import OutputClosed, printable_output
 
-__all__ = ["app", "check", "fleets", "main", "nodes", "power", "probe", "profile", "show", "verify", "versions", "watch"]
+__all__ = ["app", "check", "fleets", "main", "nodes", "versions", "watch"]
 
 _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, WaitTimeout: 6}
 

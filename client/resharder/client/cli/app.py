@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from resharder.client.cli import completion
+from resharder.client.cli import complete
 from typer.core import TyperGroup
 
 EXIT_CODES = """\b
@@ -88,16 +88,16 @@ Wide = Annotated[bool, typer.Option("--wide", help="All columns and full names, 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ModelName = Annotated[
     str,
-    typer.Option("--model", metavar="NAME", help="Not needed where the daemon has one model.", autocompletion=completion.models),
+    typer.Option("--model", metavar="NAME", help="Not needed where the daemon has one model.", autocompletion=complete.models),
 ]
 FleetName = Annotated[
     str,
-    typer.Option("--fleet", metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completion.fleets),
+    typer.Option("--fleet", metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=complete.fleets),
 ]
 VersionName = Annotated[
     str,
     typer.Argument(
-        metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completion.versions
+        metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=complete.versions
     ),
 ]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason for the journal (`events`).")]

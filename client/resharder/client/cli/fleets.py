@@ -1,46 +1,52 @@
-"""Commands that update fleets: fleet set and show, update, pin, rollback, approve, back."""
+"""Commands on fleets and their servers: settings, moves between versions, sleep and wake, drain and resume.
 
+An action ends at once, or with `--wait` after its effect.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completion, format
-from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
-from resharder.client.cli.move_picture import move_lines
-from resharder.client.cli.output import plain, print_json, print_table, time_of
-from resharder.client.cli.show import print_problems
-from resharder.client.cli.terminal import say
-from resharder.client.cli.wait import end_move, show
-from resharder.client.cli.watch_move import watch_move
+from resharder.client.cli import complete, format
+from resharder.client.cli.app import WENT_WRONG, AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
+from resharder.client.cli.format import move_lines, time_of
+from resharder.client.cli.terminal import print_json, print_table, say, tell
+from resharder.client.cli.watch import print_problems, watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.states import MovePhase, RequestHandling, ServeAhead, StrategyKind, TargetKind
+from resharder.client.operator.answers import Fleet, Move, PauseMode, Power, ServeAhead, Server, UpdateStrategy, VersionTarget
+from resharder.client.operator.convert import plain
+from resharder.client.operator.waiting import FleetListener, went_well
 
 fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completion.fleets)
+    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=complete.fleets)
 ]
-Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completion.numbers)]
+Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=complete.numbers)]
 AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget what failed moves and rollbacks have refused.")]
+ServerName = Annotated[
+    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=complete.servers)
+]
+Act = Callable[[Operator, str, str], Fleet]
+"""Function of the fleet's name, and servers/{id} or nothing for all of them."""
+Until = Callable[[Operator, str, str, FleetListener, float | None], object]
+"""The same, with a listener and seconds."""
+PAUSE_MODES = {mode.lower(): mode for mode in PauseMode if mode != PauseMode.UNSPECIFIED}
 
 
-class PauseModeOption(str, Enum):
-    """Values of --pause-mode."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
+def _pause_mode(text: str) -> PauseMode:
+    if text not in PAUSE_MODES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, PAUSE_MODES))}.")
+    return PAUSE_MODES[text]
 
 
 @fleet.command("set")
 def set_(
     name: Name = "",
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=completion.models)
-    ] = "",
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=complete.models)] = "",
     want: Annotated[str, typer.Option("--want", metavar="latest|N|none", help="Which version; none: no other by itself.")] = "",
     every: Annotated[float | None, typer.Option("--every", metavar="SECONDS", min=0, help="At most one move in so long.")] = None,
     all_at_once: Annotated[bool, typer.Option("--all-at-once", help="Each server for itself.")] = False,
@@ -59,7 +65,14 @@ def set_(
     ] = "",
     atomic: Annotated[bool, typer.Option("--atomic", help="All servers switch at once, or none.")] = False,
     pause_mode: Annotated[
-        PauseModeOption | None, typer.Option("--pause-mode", help="Requests in flight: freeze and go on, finish first, or end.")
+        PauseMode | None,
+        typer.Option(
+            "--pause-mode",
+            parser=_pause_mode,
+            metavar=f"<{'|'.join(PAUSE_MODES)}>",
+            help="Requests in flight: freeze and go on, finish first, or end.",
+            autocompletion=lambda incomplete: [mode for mode in PAUSE_MODES if mode.startswith(incomplete)],
+        ),
     ] = None,
     max_skew: Annotated[
         int | None, typer.Option("--max-skew", metavar="N", min=0, help="Between versions served at once; 0: no bound.")
@@ -84,14 +97,13 @@ def set_(
     """
     target = target_of(want or "latest", every) if want or every is not None else None
     strategy = strategy_of(
-        all_at_once=all_at_once, rolling=rolling, canary=canary, atomic=atomic,
-        max_failures=max_failures, hold=hold, approve=approve, check=check,
+        all_at_once=all_at_once, rolling=rolling, canary=canary, atomic=atomic, max_failures=max_failures, hold=hold,
+        approve=approve, check=check,
     )  # fmt: skip
-    mode = RequestHandling(pause_mode.value.upper()) if pause_mode else None
     if serve_ahead_auto and serve_ahead is not None:
         raise UsageError("expected one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto, got two")
     ahead = ServeAhead.AUTO if serve_ahead_auto else serve_ahead
-    given = (target, strategy, mode, max_skew, ahead)
+    given = (target, strategy, pause_mode, max_skew, ahead)
     if not model and not accept_refused and all(value is None for value in given):
         raise UsageError("expected something to set: see resharder fleet set --help")
     with Operator(endpoint) as operator:
@@ -100,13 +112,13 @@ def set_(
             name,
             target=target,
             strategy=strategy,
-            pause_mode=mode,
+            pause_mode=pause_mode,
             max_skew=max_skew,
             serve_ahead=ahead,
             model=model,
             accept_refused=accept_refused,
         )
-    show(asked, as_json)
+    _show(asked, as_json)
 
 
 @fleet.command("show")
@@ -129,7 +141,7 @@ def show_(
     for title, value in _facts(found):
         say(f"{title:<11} {value}")
     say()
-    if found.move and found.move.state not in (MovePhase.DONE, MovePhase.FAILED):
+    if found.move and found.move.state not in (Move.State.DONE, Move.State.FAILED):
         for line in (*move_lines(found, servers), ""):
             say(line)
     print_table(format.SERVERS, format.server_rows(servers), wide)
@@ -137,7 +149,7 @@ def show_(
 
 @fleet.command("delete")
 def delete_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Without servers.", autocompletion=completion.fleets)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Without servers.", autocompletion=complete.fleets)],
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
@@ -149,7 +161,7 @@ def delete_(
 
 @command(Section.MOVE)
 def update(
-    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completion.versions)] = "latest",
+    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=complete.versions)] = "latest",
     fleet: FleetName = "",
     accept_refused: AcceptRefused = False,
     wait: Wait = False,
@@ -160,11 +172,11 @@ def update(
     """Update a fleet to the latest version and later ones, or to version N, by the strategy of `fleet set`."""
     target = target_of(version)
     with Operator(endpoint) as operator:
-        if target.kind == TargetKind.NONE:
+        if target.kind == VersionTarget.Kind.NONE:
             asked = operator.set_fleet(operator.fleet(fleet).name, target=target, accept_refused=accept_refused)
         else:
             asked = operator.update(fleet, target.version or None, accept_refused=accept_refused)
-        end_move(operator, asked, wait, timeout, as_json)
+        _end_move(operator, asked, wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -178,7 +190,7 @@ def pin(
 ) -> None:
     """Pin a fleet to version N, or to the one it serves now, until `update`."""
     with Operator(endpoint) as operator:
-        end_move(operator, operator.pin(fleet, version or None), wait, timeout, as_json)
+        _end_move(operator, operator.pin(fleet, version or None), wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -193,7 +205,7 @@ def rollback(
 ) -> None:
     """Return a fleet to the previous version, or to N. Later versions are then refused: `latest` skips them."""
     with Operator(endpoint) as operator:
-        end_move(operator, operator.rollback(fleet, version or None, reason=reason), wait, timeout, as_json)
+        _end_move(operator, operator.rollback(fleet, version or None, reason=reason), wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -207,7 +219,7 @@ def approve(
 ) -> None:
     """Complete a move: a canary that waits, or a move that has STOPPED."""
     with Operator(endpoint) as operator:
-        end_move(operator, operator.approve(fleet, reason=reason), wait, timeout, as_json)
+        _end_move(operator, operator.approve(fleet, reason=reason), wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -221,7 +233,7 @@ def back(
 ) -> None:
     """End a move by returning to the previous version. Its version is then refused: `latest` skips it."""
     with Operator(endpoint) as operator:
-        end_move(operator, operator.back(fleet, reason=reason), wait, timeout, as_json, back=True)
+        _end_move(operator, operator.back(fleet, reason=reason), wait, timeout, as_json, back=True)
 
 
 def _known(operator: Operator, name: str) -> str:
@@ -234,7 +246,7 @@ def _known(operator: Operator, name: str) -> str:
         raise NotFound(f"{error}; with --model MODEL it would be a new one") from error
 
 
-def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
+def _facts(fleet: Fleet) -> list[tuple[str, str]]:
     """Return the facts about a fleet, with titles."""
     move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", format.target(fleet.target))]
     facts += [("now", f"version {fleet.wanted_version}" if fleet.wanted_version else "no version yet")]
@@ -250,16 +262,117 @@ def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
     return [*facts, ("reason", fleet.reason)]
 
 
-def target_of(text: str, every: float | None = None) -> VersionTarget:
-    """Return the target for `latest`, a version's number, or `none`. `every` is the least interval between moves in seconds.
+class Tag(str, Enum):
+    """Values of --tag: vLLM's tag of the memory to wake."""
 
-    Raises UsageError.
-    """
+    WEIGHTS = "weights"
+
+
+@command(Section.MAINTAIN)
+def sleep(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    level: Annotated[
+        int,
+        typer.Option("--level", min=1, max=2, help="Weights come back from 1: host memory; 2: the daemon."),
+    ] = 1,
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Free the GPUs of servers: they answer 503 until `wake`. For a fleet, later servers sleep too."""
+    _require_name(fleet, server)
+    power = Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2
+    _maintain(
+        lambda operator, name, one: operator.sleep(name, one, level=level),
+        _at(power),
+        fleet, server, wait, timeout, endpoint, as_json,
+    )  # fmt: skip
+
+
+@command(Section.MAINTAIN)
+def forget(
+    server: Annotated[str, typer.Argument(metavar="ID", help="A lost server.", autocompletion=complete.servers)],
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget a lost server now, instead of `forget_seconds` after its loss. If it returns, it is registered again."""
+    with Operator(endpoint) as operator:
+        operator.forget(server)
+    print_json({"forgotten": server}) if as_json else say(f"{server}: forgotten")
+
+
+@command(Section.MAINTAIN)
+def wake(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    tag: Annotated[Tag | None, typer.Option("--tag", help="Only these; `wake` without it brings the rest.")] = None,
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Wake servers. They serve after their fleet's current version is installed and verified."""
+    _maintain(
+        lambda operator, name, one: operator.wake(name, one, tag="weights" if tag else None),
+        _at(Power.WEIGHTS_AWAKE if tag else Power.AWAKE),
+        fleet, server, wait, timeout, endpoint, as_json,
+    )  # fmt: skip
+
+
+@command(Section.MAINTAIN)
+def drain(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Before maintenance: accept no new requests; those in flight complete. --wait until the last one has."""
+    _require_name(fleet, server)
+    _maintain(
+        Operator.drain,
+        lambda operator, name, one, listener, seconds: operator.wait_drained(name, one, listener, timeout=seconds),
+        fleet, server, wait, timeout, endpoint, as_json,
+    )  # fmt: skip
+
+
+@command(Section.MAINTAIN)
+def resume(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """After `drain`: accept requests again."""
+    _maintain(
+        Operator.resume,
+        lambda operator, name, one, listener, seconds: operator.wait_serving(name, one, listener, timeout=seconds),
+        fleet, server, wait, timeout, endpoint, as_json,
+    )  # fmt: skip
+
+
+def _at(power: Power) -> Until:
+    return lambda operator, name, one, listener, seconds: operator.wait_power(name, power, one, listener, timeout=seconds)
+
+
+def _require_name(fleet: str, server: str) -> None:
+    """Guard against taking all servers out of service by omission. Raises UsageError."""
+    if not fleet and not server:
+        raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")
+
+
+def target_of(text: str, every: float | None = None) -> VersionTarget:
+    """Return the target for `latest`, a version's number, or `none`. `every` is the least interval between moves in seconds."""
     if every is not None and text != "latest":
         raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
     if text.isdigit() and int(text):
-        return VersionTarget(TargetKind.NUMBER, int(text))
-    kinds = {"latest": TargetKind.LATEST, "none": TargetKind.NONE}
+        return VersionTarget(VersionTarget.Kind.NUMBER, int(text))
+    kinds = {"latest": VersionTarget.Kind.LATEST, "none": VersionTarget.Kind.NONE}
     if text not in kinds:
         raise UsageError(f"expected `latest`, a version's number or `none`, got {text!r}")
     return VersionTarget(kinds[text], every_seconds=every or 0.0)
@@ -276,7 +389,7 @@ def strategy_of(
     approve: bool = False,
     check: str = "",
 ) -> UpdateStrategy | None:
-    """Return the update strategy of the options as given; None without an option about it. Raises UsageError."""
+    """Return the update strategy; None without an option about it. Raises UsageError for contradictions."""
     ways = [all_at_once, rolling is not None or canary is not None, atomic]
     if sum(ways) > 1:
         raise UsageError(
@@ -290,9 +403,77 @@ def strategy_of(
         return None
     if canary is not None:
         return UpdateStrategy(
-            StrategyKind.CANARY, canaries=canary, at_a_time=rolling or 0, max_failures=max_failures or 0,
+            UpdateStrategy.Kind.CANARY, canaries=canary, at_a_time=rolling or 0, max_failures=max_failures or 0,
             hold_seconds=hold or 0, approval=approve, check=check,
         )  # fmt: skip
     if rolling is not None:
-        return UpdateStrategy(StrategyKind.ROLLING, at_a_time=rolling, max_failures=max_failures or 0)
-    return UpdateStrategy(StrategyKind.ATOMIC if atomic else StrategyKind.ALL_AT_ONCE)
+        return UpdateStrategy(UpdateStrategy.Kind.ROLLING, at_a_time=rolling, max_failures=max_failures or 0)
+    return UpdateStrategy(UpdateStrategy.Kind.ATOMIC if atomic else UpdateStrategy.Kind.ALL_AT_ONCE)
+
+
+def _end_move(operator: Operator, asked: Fleet, wait: bool, timeout: float, as_json: bool, back: bool = False) -> None:
+    """Exit WENT_WRONG if the move ended FAILED or STOPPED; with `back`, unless it ended FAILED."""
+    wait = wait or timeout > 0
+    fleet = operator.wait_moved(asked, _on_change(format.progress, as_json), timeout=timeout or None) if wait else asked
+    _show(fleet, as_json)
+    failed = fleet.move is not None and fleet.move.state == Move.State.FAILED
+    as_asked = failed if back else went_well(asked, fleet)
+    if wait and not as_asked:
+        raise typer.Exit(WENT_WRONG)
+
+
+def _show(fleet: Fleet, as_json: bool) -> None:
+    """Print a fleet, as JSON or as a line about its target and version."""
+    if as_json:
+        return print_json(plain(fleet))
+    say(format.outcome(fleet))
+
+
+def _maintain(
+    act: Act, until: Until, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
+) -> None:
+    """Act on the fleet or the server, wait if requested, and print the servers concerned.
+
+    Exits WENT_WRONG if a server was lost meanwhile, since the others alone fulfil the condition.
+    """
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+
+        def about(servers: Iterable[Server]) -> list[Server]:
+            return [server for server in servers if one in ("", server.name)]
+
+        before = {each.name for each in about(operator.servers(name)) if each.state != Server.State.LOST}
+        act(operator, name, one)
+        if wait or timeout:
+            until(operator, name, one, _on_change(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
+        found = about(operator.servers(name))
+    if as_json:
+        print_json({"servers": [*map(plain, found)]})
+    for each in found if not as_json else ():
+        say(f"{each.name} {format.state(each)}: {each.reason}")
+    if any(each.name in before and each.state == Server.State.LOST for each in found):
+        raise typer.Exit(WENT_WRONG)
+
+
+def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
+    """Return (fleet, servers/{id} or empty). Raises UsageError, NotFound."""
+    if not server:
+        return operator.fleet(fleet).name, ""
+    found = operator.server(server)
+    if fleet and fleet != found.fleet:
+        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
+    return found.fleet, found.name
+
+
+def _on_change(line: Callable[[Fleet, Sequence[Server]], str], silent: bool) -> FleetListener:
+    """Return a listener that prints a line to standard error whenever it changes."""
+    before = ""
+
+    def listener(fleet: Fleet, servers: Sequence[Server]) -> None:
+        nonlocal before
+        now = line(fleet, servers)
+        if now != before and not silent:
+            tell(now)
+        before = now
+
+    return listener

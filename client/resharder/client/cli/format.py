@@ -1,20 +1,31 @@
-"""Fleets, servers, moves and events as text and as rows of tables."""
+"""The daemon's answers as text: rows of tables, sentences, events, and a move as a picture. Pure functions.
 
+    move 5  2 → 3  HOLDING  ████████············  1 of 2 on version 3
+    left   canary  ████████████  3  SERVING
+    right  later   ············  2  SERVING
+
+The first half of a bar is staging, the second half is applying; it is full when the server serves the version.
+"""
+
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 
-from resharder.client.cli.output import number, several, size, time_of
-from resharder.client.cli.table import Cell, Columns, Row, alarm, paint
+from resharder.client.cli.terminal import Cell, Columns, Row, alarm, paint, styled
 from resharder.client.operator.answers import (
-    FleetStatus,
-    MoveStatus,
+    Event,
+    Fleet,
+    Move,
+    Power,
     PublisherStatus,
-    ServerStatus,
+    Server,
     UpdateStrategy,
-    VersionStatus,
+    Version,
     VersionTarget,
+    Worker,
 )
-from resharder.client.operator.states import MovePhase, ServerPower, ServerState, StrategyKind, TargetKind, VersionState
+from resharder.converters.units import size_text as size
 from rich.text import Text
 
 PUBLISHERS = Columns(("publisher", "state", "ranks", "job"), texts=0)
@@ -26,9 +37,13 @@ SERVERS = Columns(
     ("server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason"),
     ("server", "fleet", "state", "serves", "wants", "workers", "reason"),
 )
-_URGENCY = {ServerState.LOST: 0, ServerState.FAILED: 1}
-_IN_SERVICE = (ServerState.SERVING, ServerState.STAGING, ServerState.APPLYING, ServerState.WAITING)
+_URGENCY = {Server.State.LOST: 0, Server.State.FAILED: 1}
+_IN_SERVICE = (Server.State.SERVING, Server.State.STAGING, Server.State.APPLYING, Server.State.WAITING)
 VERSIONS = Columns(("model", "version", "state", "step", "size", "ready", "served by", "reason"))
+_SHOUTED = {"back", "lost", "failed", "stopped", "aborted", "rejected", "ready", "done", "serving"}
+WIDTH = 80
+_BAR, _SERVER_BAR, _LONGEST_ID = 20, 12, 24
+_FULL, _EMPTY = "█", "·"
 
 
 def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
@@ -37,24 +52,24 @@ def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
         yield p.name, paint(p.state.value), f"{p.registered_slots}/{p.world_size}", p.job
 
 
-def problems(servers: Iterable[ServerStatus]) -> Iterator[Text]:
+def problems(servers: Iterable[Server]) -> Iterator[Text]:
     """Yield a line for each fleet that has lost servers."""
-    fleets: dict[str, list[ServerStatus]] = {}
+    fleets: dict[str, list[Server]] = {}
     for server in servers:
         fleets.setdefault(server.fleet, []).append(server)
     for fleet, members in sorted(fleets.items()):
-        lost = [server for server in members if server.state == ServerState.LOST]
+        lost = [server for server in members if server.state == Server.State.LOST]
         if lost:
             each = ", ".join(f"{server.name.partition('/')[2]} ({server.reason})" for server in lost)
             yield alarm(f"fleet {fleet} has LOST {len(lost)} of {several(len(members), 'server')}: {each}")
 
 
-def fleet_rows(fleets: Iterable[FleetStatus], servers: Sequence[ServerStatus]) -> Iterator[Row]:
+def fleet_rows(fleets: Iterable[Fleet], servers: Sequence[Server]) -> Iterator[Row]:
     """Yield the rows of a table with columns `FLEETS`, those with lost servers first. `servers` are those of all fleets."""
-    lost = Counter(server.fleet for server in servers if server.state == ServerState.LOST)
+    lost = Counter(server.fleet for server in servers if server.state == Server.State.LOST)
     for f in sorted(fleets, key=lambda fleet: not lost[fleet.name]):
-        there = sum(s.fleet == f.name and s.version == f.wanted_version and s.state == ServerState.SERVING for s in servers)
-        selected = f" ({f.wanted_version})" if f.target.kind != TargetKind.NUMBER and f.wanted_version else ""
+        there = sum(s.fleet == f.name and s.version == f.wanted_version and s.state == Server.State.SERVING for s in servers)
+        selected = f" ({f.wanted_version})" if f.target.kind != VersionTarget.Kind.NUMBER and f.wanted_version else ""
         serving: Cell = f"{there}/{len(f.servers)}"
         serving = alarm(f"{serving}, {lost[f.name]} LOST") if lost[f.name] else serving
         yield (
@@ -64,7 +79,7 @@ def fleet_rows(fleets: Iterable[FleetStatus], servers: Sequence[ServerStatus]) -
         )  # fmt: skip
 
 
-def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
+def server_rows(servers: Iterable[Server]) -> Iterator[Row]:
     """Yield the rows of a table with columns `SERVERS`, lost and failed servers first; `apply` is that of the slowest worker."""
     for s in sorted(servers, key=lambda server: _URGENCY.get(server.state, len(_URGENCY))):
         apply = max((w.apply_seconds for w in s.workers), default=0.0)
@@ -75,7 +90,7 @@ def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def version_rows(versions: Iterable[VersionStatus], servers: Iterable[ServerStatus] = ()) -> Iterator[Row]:
+def version_rows(versions: Iterable[Version], servers: Iterable[Server] = ()) -> Iterator[Row]:
     """Yield the rows of a table with columns `VERSIONS`; an UPLOADING version has its progress in place of a time.
 
     Args:
@@ -91,38 +106,38 @@ def version_rows(versions: Iterable[VersionStatus], servers: Iterable[ServerStat
         )  # fmt: skip
 
 
-def _notes(version: VersionStatus) -> str:
-    aside = version.set_aside and version.state in (VersionState.READY, VersionState.UPLOADING)
+def _notes(version: Version) -> str:
+    aside = version.set_aside and version.state in (Version.State.READY, Version.State.UPLOADING)
     text = f"set aside: latest skips it, `update {version.number}` serves it" if aside else ""
     return "; ".join(filter(None, (text, *version.warnings)))
 
 
-def _served(version: VersionStatus, on: int) -> str:
+def _served(version: Version, on: int) -> str:
     served = f"{on}/{version.servers_following}"
-    if version.state == VersionState.READY:
+    if version.state == Version.State.READY:
         return served
-    return f"{served}, ahead" if version.state == VersionState.UPLOADING and on else "–"
+    return f"{served}, ahead" if version.state == Version.State.UPLOADING and on else "–"
 
 
 def target(it: VersionTarget) -> str:
     """Return a fleet's target in words."""
-    if it.kind == TargetKind.NUMBER:
+    if it.kind == VersionTarget.Kind.NUMBER:
         return f"version {it.version}"
-    if it.kind == TargetKind.LATEST:
+    if it.kind == VersionTarget.Kind.LATEST:
         return "latest" + (f", one move in {it.every_seconds:g} s" if it.every_seconds else "")
     return "none"
 
 
 def strategy(it: UpdateStrategy) -> str:
     """Return an update strategy in words, defaults filled in."""
-    if it.kind == StrategyKind.ROLLING:
+    if it.kind == UpdateStrategy.Kind.ROLLING:
         return _rolling(it)
-    if it.kind == StrategyKind.CANARY:
+    if it.kind == UpdateStrategy.Kind.CANARY:
         until = [f"{it.hold_seconds:g} s"] * bool(it.hold_seconds) + ["approval"] * it.approval
         until += [f"check {it.check}"] * bool(it.check)
         first = several(it.canaries or 1, "server")
         return f"{first} first{', held for ' + ' and '.join(until) if until else ''}, then {_rolling(it)}"
-    return "atomically" if it.kind == StrategyKind.ATOMIC else "all at once"
+    return "atomically" if it.kind == UpdateStrategy.Kind.ATOMIC else "all at once"
 
 
 def _rolling(it: UpdateStrategy) -> str:
@@ -131,53 +146,190 @@ def _rolling(it: UpdateStrategy) -> str:
     )
 
 
-def move(it: MoveStatus | None) -> str:
+def move(it: Move | None) -> str:
     """Return a move as `from → to STATE`; a dash without a move."""
     return f"{number(it.from_version)} → {it.to_version} {it.state.value}" if it else "–"
 
 
-def serves(fleet: FleetStatus) -> str:
+def serves(fleet: Fleet) -> str:
     """Return the versions that a fleet's servers take, and the rule that decides it."""
     what = "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only"
     return f"{what} ({fleet.serve_ahead_reason})" if fleet.serve_ahead_reason else what
 
 
-def state(server: ServerStatus) -> str:
+def state(server: Server) -> str:
     """Return a server's state with its sleep level, requests in progress, or `ahead`."""
     name = server.state.value
-    if server.state == ServerState.ASLEEP:
+    if server.state == Server.State.ASLEEP:
         powers = {
-            ServerPower.ASLEEP_1: ", level 1",
-            ServerPower.ASLEEP_2: ", level 2",
-            ServerPower.WEIGHTS_AWAKE: ", weights awake",
+            Power.ASLEEP_1: ", level 1",
+            Power.ASLEEP_2: ", level 2",
+            Power.WEIGHTS_AWAKE: ", weights awake",
         }
         return name + powers.get(server.power, "")
-    if server.ahead and server.state in (ServerState.SERVING, ServerState.STAGING):
+    if server.ahead and server.state in (Server.State.SERVING, Server.State.STAGING):
         return f"{name}, ahead"
-    return f"{name}, {server.in_flight} in flight" if server.state == ServerState.DRAINED and server.in_flight else name
+    return f"{name}, {server.in_flight} in flight" if server.state == Server.State.DRAINED and server.in_flight else name
 
 
-def progress(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> str:
+def progress(fleet: Fleet, servers: Sequence[Server]) -> str:
     """Return a line about a fleet's progress: its move, and the servers that lag, with reasons."""
-    there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in servers)
-    others = (f"{s.name} {state(s)}" for s in servers if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
+    there = sum(s.state == Server.State.SERVING and s.version == fleet.wanted_version for s in servers)
+    others = (f"{s.name} {state(s)}" for s in servers if s.state != Server.State.SERVING or s.version != fleet.wanted_version)
     line = f"{fleet.name}: {move(fleet.move)}, {there}/{len(servers)} serve {number(fleet.wanted_version)}"
     return "; ".join(filter(None, (line, *others, fleet.reason)))
 
 
-def states(servers: Iterable[ServerStatus]) -> str:
+def states(servers: Iterable[Server]) -> str:
     """Return a line about the states of servers."""
     return "; ".join(f"{server.name} {state(server)}" for server in servers) or "no servers"
 
 
-def outcome(fleet: FleetStatus) -> str:
+def outcome(fleet: Fleet) -> str:
     """Return a line about a fleet's target, its version and the reason."""
-    failed = fleet.move.failed if fleet.move and fleet.move.state == MovePhase.DONE else {}
+    failed = fleet.move.failed if fleet.move and fleet.move.state == Move.State.DONE else {}
     reasons = (fleet.reason, *(f"failed: {server}: {error}" for server, error in sorted(failed.items())))
     line = f"{fleet.name} targets {target(fleet.target)}, is at {number(fleet.settled_version)}"
     return ": ".join(filter(None, (line, "; ".join(filter(None, reasons)))))
 
 
-def _arrived(version: VersionStatus) -> str:
+def _arrived(version: Version) -> str:
     received = sum(slot.received_bytes for slot in version.slots)
-    return f"{100 * received // max(1, version.size_bytes)} %" if version.state == VersionState.UPLOADING else "–"
+    return f"{100 * received // max(1, version.size_bytes)} %" if version.state == Version.State.UPLOADING else "–"
+
+
+def time_of(moment: datetime | None) -> str:
+    """Format a time in UTC, to the second; None is the epoch."""
+    return (moment or datetime.fromtimestamp(0, UTC)).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def number(version: int) -> str:
+    """Format a version's number; a dash for 0, no version."""
+    return str(version) if version else "–"
+
+
+def several(count: int, what: str) -> str:
+    """Format a count with its noun, in the plural unless the count is 1."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def event_line(event: Event) -> Text:
+    """Return an event as one line: time, subject, what happened, details and reason."""
+    line = styled(f"{time_of(event.time)}  {event.subject}  ")
+    line.append_text(paint(event.what, event.what.upper() if event.what in _SHOUTED else "-"))
+    details = ", ".join(_details(event.details))
+    line.append_text(styled(f" ({details})" if details else ""))
+    return line.append_text(styled(f": {event.reason}" if event.reason else ""))
+
+
+def _details(details: Mapping[str, str]) -> Iterator[str]:
+    for name, value in sorted(details.items()):
+        if name == "request":
+            yield from _request(value)
+        elif value not in ("", "0"):
+            yield f"{_words(name)} {value.lower() if name == 'strategy' else value}"
+
+
+def _request(text: str) -> Iterator[str]:
+    """Yield the fields of an operator's request, which is JSON; a request too long for the journal is cut off, and not shown."""
+    try:
+        request = json.loads(text)
+    except ValueError:
+        return
+    fleet = request.pop("fleet", {})
+    fields = fleet if isinstance(fleet, dict) else {}
+    for name, value in {**fields, **request}.items():
+        if name not in ("name", "update_mask", "request_id", "reason", "fleet"):
+            yield from _field(name, value)
+
+
+def _field(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        kind = str(value.pop("kind", "")).lower()
+        inner = " ".join(text for field, one in value.items() for text in _field(field, one))
+        yield " ".join(filter(None, (_words(name), kind.replace("_", " "), inner)))
+    elif isinstance(value, bool):
+        yield _words(name) if value else f"not {_words(name)}"
+    elif isinstance(value, list):
+        yield f"{_words(name)} {' and '.join(map(str, value))}"
+    else:
+        yield f"{_words(name)} {str(value).lower() if str(value).isupper() else value}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def move_lines(fleet: Fleet, servers: Sequence[Server]) -> list[str]:
+    """Return the lines of a fleet's current or last move; none without a move.
+
+    Args:
+        fleet: The fleet.
+        servers: Its servers.
+    """
+    move = fleet.move
+    if move is None:
+        return []
+    version = _destination(move)
+    live = [server for server in servers if server.state != Server.State.LOST]
+    there = sum(server.version == version and server.state == Server.State.SERVING for server in live)
+    bar = _bar(sum(_done(server, version) for server in live) / max(1, len(live)), _BAR)
+    head = f"move {move.id}  {number(move.from_version)} → {number(move.to_version)}  {move.state.value}"
+    return [f"{head}  {bar}  {there} of {len(live)} on version {number(version)}"[:WIDTH], *_server_lines(move, servers, version)]
+
+
+def _destination(move: Move) -> int:
+    """Return the version that servers of a move install: the previous one if the move returns."""
+    return move.from_version if move.state in (Move.State.BACK, Move.State.FAILED) else move.to_version
+
+
+def _done(server: Server, version: int) -> float:
+    """Return how far a server is with a version, from 0 to 1: half of it staging, half of it applying."""
+    if server.version == version and server.state == Server.State.SERVING:
+        return 1.0
+    install = server.install
+    if install is None or install.version != version:
+        return 0.0
+    reports = [worker.state for worker in server.workers if worker.install == install.id]
+    applied = reports.count(Worker.State.APPLIED)
+    return (2 * applied + reports.count(Worker.State.STAGED)) / (2 * max(1, server.world_size))
+
+
+def _wave(move: Move, server_id: str) -> str:
+    """Return the wave in which a server moves: `canary`, a number from 1, or `later` if it may not move yet."""
+    admitted, strategy = [_id(server) for server in move.servers], move.strategy
+    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC):
+        return "1"
+    if server_id not in admitted:
+        return "later"
+    position = admitted.index(server_id)
+    canaries = max(1, strategy.canaries) if strategy.kind == UpdateStrategy.Kind.CANARY else 0
+    if position < canaries:
+        return "canary"
+    return str((position - canaries) // (strategy.at_a_time or len(admitted)) + (2 if canaries else 1))
+
+
+def _server_lines(move: Move, servers: Sequence[Server], version: int) -> list[str]:
+    order = {_id(name): position for position, name in enumerate(move.servers)}
+    servers = sorted(servers, key=lambda server: (order.get(_id(server.name), len(order)), server.name))
+    failed = {_id(name): error for name, error in move.failed.items()}
+    rows = []
+    for server in servers:
+        name = _id(server.name)
+        state = f"{server.state.value}, {failed[name]}" if name in failed else server.state.value
+        rows.append((_short(name), _wave(move, name), _bar(_done(server, version), _SERVER_BAR), number(server.version), state))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    return ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]])[:WIDTH] for row in rows]
+
+
+def _bar(share: float, width: int) -> str:
+    full = int(share * width)  # full only at the end
+    return _FULL * full + _EMPTY * (width - full)
+
+
+def _id(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_ID else f"{name[: _LONGEST_ID - 1]}…"

@@ -4,21 +4,21 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completion
+from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, Wide, command
-from resharder.client.cli.output import plain, print_json, print_table, size
-from resharder.client.cli.table import Columns, Row, paint
-from resharder.client.cli.terminal import say
+from resharder.client.cli.terminal import Columns, Row, paint, print_json, print_table, say
 from resharder.client.operator import Operator
-from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
+from resharder.client.operator.answers import Node, NodeCopy
+from resharder.client.operator.convert import plain
+from resharder.converters.units import size_text as size
 
 NODES = Columns(("node", "state", "memory", "received", "of that from nodes", "sent", "versions"), texts=1)
-NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=completion.nodes)]
+NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=complete.nodes)]
 
 
-def node_rows(nodes: Iterable[NodeStatus]) -> Iterator[Row]:
+def node_rows(nodes: Iterable[Node]) -> Iterator[Row]:
     """Yield the rows of a table with columns `NODES`, lost nodes first."""
-    for node in sorted(nodes, key=lambda node: node.state != NodeLife.LOST):
+    for node in sorted(nodes, key=lambda node: node.state != Node.State.LOST):
         received = node.received_origin_bytes + node.received_peer_bytes
         engine = f" ({size(node.received_engine_bytes)} by transfer engine)" if node.received_engine_bytes else ""
         yield (
@@ -27,7 +27,7 @@ def node_rows(nodes: Iterable[NodeStatus]) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _copy(copy: NodeCopyStatus) -> str:
+def _copy(copy: NodeCopy) -> str:
     """Return a version as MODEL/NUMBER, with its progress, or the reason for which it does not arrive."""
     _, model, _, number = copy.version.split("/")
     if copy.uploading:

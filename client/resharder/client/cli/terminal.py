@@ -1,18 +1,44 @@
-"""Output of the command on the terminal: texts of other parties are escaped, and glyphs that the terminal lacks replaced.
+"""Output of the command: lines, tables, JSON and progress, for a terminal of any width and for pipes.
 
-Texts are escaped before they are laid out, so that columns are measured with what is shown.
+Texts of other parties are escaped, and glyphs that the terminal lacks are replaced, before anything is laid out, so that columns
+are measured with what is shown. On a terminal, a table has fewer columns, and each row has its texts beneath it, wrapped between
+words. The other columns keep their words whole; names that do not fit are shortened in their middle.
 """
 
+import json
 import os
+import re
 import select
 import sys
+import textwrap
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from resharder.converters.printable import CLOSED, GLYPHS, printable, unescaped
-from rich.console import Console
+from resharder.converters.units import size_text
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
+
+Cell = str | Text
+Row = Sequence[Cell]
+
+_GAP, _INDENT, _SHORTEST = 2, 4, 8
+_PATIENCE = 1.0  # seconds after which a wait is announced
+_STYLES = {
+    "green": ("SERVING", "READY", "DONE", "ACTIVE", "AWAKE", "ok"),
+    "yellow": (
+        "BOOTING", "STAGING", "WAITING", "APPLYING", "DRAINED", "ASLEEP", "UPLOADING", "REGISTERING", "GONE", "TRYING", "HOLDING",
+        "MOVING", "BACK", "warn",
+    ),
+    "red": ("LOST", "FAILED", "STOPPED", "ABORTED", "REJECTED", "fail"),
+}  # fmt: skip
+_STYLE_OF = {state: style for style, states in _STYLES.items() for state in states}
 
 
 def shown(text: str, stream: Any = None) -> str:
@@ -74,3 +100,185 @@ class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as it is shown, also where it is a part of another renderable."""
         return super().render_str(shown(text, self.file), **options)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a table: all titles, those on a terminal (empty for all), and how many of the last ones are texts."""
+
+    titles: tuple[str, ...]
+    narrow: tuple[str, ...] = ()
+    texts: int = 1
+
+    @property
+    def nothing(self) -> str:
+        """The sentence in place of a table without rows."""
+        return f"no {self.titles[0] or self.titles[1]}s"
+
+
+def paint(text: str, state: str = "") -> Text:
+    """Return a state with its colour: green, yellow or red. `state` selects the colour, by default the first word of `text`."""
+    return styled(text, _STYLE_OF.get(state or text.split(",")[0].split(" ")[0], ""))
+
+
+def alarm(text: str) -> Text:
+    """Return a text about a problem, in red."""
+    return styled(text, "bold red")
+
+
+def short(name: str, width: int) -> str:
+    """Return a name of at most `width` characters: the middle of a longer one is replaced by `…`."""
+    if len(name) <= width:
+        return name
+    tail = (width - 1) // 2
+    return f"{name[: width - 1 - tail]}{shown('…')}{name[len(name) - tail :]}"
+
+
+def grid(columns: Columns, rows: Iterable[Row]) -> Table:
+    """Return a table with all columns side by side, for output of unbounded width."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in columns.titles:
+        made.add_column(title, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def lines(columns: Columns, rows: Iterable[Row], width: int) -> Iterator[Text]:
+    """Yield the lines of a table for a terminal of `width` columns."""
+    titles = columns.narrow or columns.titles
+    places = [columns.titles.index(title) for title in titles]
+    body = [[_brief(row[place]) for place in places] for row in rows]
+    count = len(titles) - columns.texts
+    widths = _fitted([max(len(titles[at]), *(len(row[at]) for row in body)) for at in range(count)], titles, width)
+    yield _line([Text(title, style="bold") for title in titles[:count]], widths)
+    for row in body:
+        yield _line(row[:count], widths)
+        for text in row[count:]:
+            for line in textwrap.wrap(text.plain, max(20, width - _INDENT), break_long_words=False, break_on_hyphens=False):
+                yield Text(" " * _INDENT + line, style=text.style or "dim")
+
+
+def _brief(cell: Cell) -> Text:
+    """Return a cell without the collection of a server's name, and without the year of a time."""
+    if isinstance(cell, Text):
+        return cell
+    return styled(re.sub(r"^servers/|^\d{4}-(?=\d\d-\d\d \d\d:\d\d:\d\dZ$)", "", cell))
+
+
+def _fitted(widths: list[int], titles: Sequence[str], width: int) -> list[int]:
+    """Return widths of columns that fit: the widest ones give way, but no column below its title."""
+    while sum(widths) + _GAP * (len(widths) - 1) > width:
+        at = max(range(len(widths)), key=lambda at: widths[at])
+        if widths[at] <= max(_SHORTEST, len(titles[at])):
+            break
+        widths[at] -= 1
+    return widths
+
+
+def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
+    line = Text()
+    for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        cell = cell if len(cell) <= width else Text(short(cell.plain, width), style=cell.style)
+        line.append_text(cell)
+        if at + 1 < len(cells):
+            line.append(" " * (width - len(cell) + _GAP))
+    return line
+
+
+def table(columns: Columns, rows: Iterable[Row], wide: bool = False) -> RenderableType:
+    """Return a table, or a sentence if it has no row: for a terminal in its width, for a pipe or with `wide` in full width."""
+    rows = list(rows)
+    if not rows:
+        return columns.nothing
+    if wide or not sys.stdout.isatty():
+        return grid(columns, rows)
+    return Group(*lines(columns, rows, console().width))
+
+
+def print_table(columns: Columns, rows: Iterable[Row], wide: bool = False) -> None:
+    """Print `table` on standard output."""
+    console(wide).print(table(columns, rows, wide))
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON on standard output."""
+    print(json.dumps(value, indent=2))
+
+
+def one_line(value: object) -> str:
+    """Return a value as JSON without line breaks, for one event per line."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def count_up(what: str, done: int, total: int) -> None:
+    """Rewrite a line of progress on standard error; end it when `done` reaches `total`."""
+    rewrite(f"{what}: {done} of {total}", end="\n" if done == total else "")
+
+
+@contextmanager
+def waiting(what: str, silent: bool = False) -> Iterator[Callable[[], None]]:
+    """Name what the block waits for, on standard error, if it takes longer than a second; on a terminal alone.
+
+    Yields a function that ends the wait before the block does.
+    """
+    if silent or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    said = threading.Event()
+
+    def announce() -> None:
+        said.set()
+        rewrite(f"{what} …")
+
+    timer = threading.Timer(_PATIENCE, announce)
+    timer.daemon = True
+    timer.start()
+
+    def end() -> None:
+        timer.cancel()
+        timer.join()
+        if said.is_set():
+            said.clear()
+            rewrite(" " * len(shown(f"{what} …", sys.stderr)), end="\r")
+
+    try:
+        yield end
+    finally:
+        end()
+
+
+class Bar:
+    """Progress bar on standard error from the first bytes on; none for JSON, and none without a terminal."""
+
+    def __init__(self, silent: bool, title: str, total: int | None) -> None:
+        columns = (BarColumn(), _BarSizes(), TimeRemainingColumn())
+        silent = silent or not sys.stderr.isatty()
+        title_column = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(title_column, *columns, console=error_console(), disable=silent)
+        self._title, self._total = shown(title, sys.stderr), total
+        self._started = False
+
+    def update(self, done: int, total: int) -> None:
+        """Show `done` of `total` bytes."""
+        if not self._started:
+            self._started = True
+            self._task = self._progress.add_task(self._title, total=self._total)
+            self._progress.start()
+        self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._started:
+            self._progress.stop()
+
+
+class _BarSizes(ProgressColumn):
+    """Bytes so far, of all, and per second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text of a task."""
+        rate = f", {size_text(int(task.speed))}/s" if task.speed else ""
+        return Text(f"{size_text(int(task.completed))} of {size_text(int(task.total or 0))}{rate}")

@@ -1,23 +1,25 @@
-"""Commands on versions: copies, the archive, deletion."""
+"""Commands on versions: copies, the archive, deletion. A version is a number, `latest`, or models/MODEL/versions/NUMBER."""
 
+import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completion, format
+from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
-from resharder.client.cli.named_version import archived_version, named_version
-from resharder.client.cli.output import plain, print_json, print_table, several, size, time_of
-from resharder.client.cli.progress import Bar, waiting
-from resharder.client.cli.table import Columns
-from resharder.client.cli.terminal import say, shown, tell
-from resharder.client.errors import UsageError
+from resharder.client.cli.format import several, time_of
+from resharder.client.cli.terminal import Bar, Columns, print_json, print_table, say, shown, tell, waiting
+from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import CollectedVersions
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
+from resharder.client.operator.convert import plain
 from resharder.converters.checkpoint_files import missing_files
+from resharder.converters.units import size_text as size
+
+_NAME = re.compile(r"models/(?P<model>[^/]+)/versions/(?P<number>\d+)")
 
 
 @command(Section.VERSIONS)
@@ -155,7 +157,7 @@ def restore(
     version: Annotated[
         str,
         typer.Argument(
-            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completion.archived
+            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=complete.archived
         ),
     ],
     model: ModelName = "",
@@ -174,7 +176,7 @@ def restore(
 @command(Section.VERSIONS)
 def gc(
     versions: Annotated[
-        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completion.numbers)
+        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=complete.numbers)
     ] = None,
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Or all but the N newest READY ones.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
@@ -203,7 +205,7 @@ def gc(
     _print_retired(done, "would be dropped" if dry_run else "dropped")
 
 
-def _print_retired(answer: CollectedVersions, what: str) -> None:
+def _print_retired(answer: RetireVersionsResponse, what: str) -> None:
     for version in answer.kept:
         say(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
     for version in answer.retired:
@@ -211,10 +213,10 @@ def _print_retired(answer: CollectedVersions, what: str) -> None:
     say(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
 
 
-def _last_resort(operator: Operator, model: str, foreseen: CollectedVersions) -> str:
+def _last_resort(operator: Operator, model: str, foreseen: RetireVersionsResponse) -> str:
     """Return the warning about fleets that could not be rolled back afterwards; empty without one."""
     going = {version.number for version in foreseen.retired}
-    ready = {version.number for version in operator.versions(model) if version.state == VersionState.READY}
+    ready = {version.number for version in operator.versions(model) if version.state == Version.State.READY}
     hurt = [
         fleet.name
         for fleet in operator.fleets()
@@ -231,3 +233,32 @@ def _agreed(count: int, warning: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("expected --yes or --dry-run without a terminal")
     return typer.confirm(shown(f"{warning}Drop {several(count, 'version')}?"))
+
+
+def named_version(operator: Operator, text: str, model: str = "") -> Version:
+    """Return a version by its name. Raises NotFound, UsageError."""
+    if text == "latest":
+        return operator.latest(model)
+    if found := _NAME.fullmatch(text):
+        return operator.version(int(found["number"]), model=found["model"])
+    if not text.isdigit():
+        raise _not_a_version(text)
+    return operator.version(int(text), model=model)
+
+
+def archived_version(archived: Sequence[ArchivedVersion], text: str) -> ArchivedVersion:
+    """Return an archived version by its name. Raises NotFound, and UsageError if several models have it."""
+    if not text.startswith("models/") and text != "latest" and not text.isdigit():
+        raise _not_a_version(text)
+    chosen = [one for one in archived if text in ("latest", one.name, str(one.number))]
+    if not chosen:
+        found = ", ".join(one.name for one in archived) or "none"
+        raise NotFound(f"expected a version that is archived, got {text}: there are {found}")
+    if len({one.model for one in chosen}) > 1:
+        names = ", ".join(one.name for one in chosen)
+        raise UsageError(f"expected one model's version, the archive has {names}: pass --model")
+    return max(chosen, key=lambda one: one.number)
+
+
+def _not_a_version(text: str) -> UsageError:
+    return UsageError(f"expected a version's number, `latest` or models/MODEL/versions/NUMBER, got {text!r}")

@@ -1,14 +1,19 @@
 """The interface of an inference engine, implemented in one folder for each engine (`vllm/`).
 
 `Host` is the engine around one worker's model; `Engine` is the whole engine. `worker/` and `control/`
-reach engines through these protocols only.
+reach engines through these protocols only. `PowerState` is an engine's power state, on the wire and in its sleep mode, and
+`InstallError` the end of an install.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from resharder.converters.hf_config import Difference
+from resharder.converters.allowances import refuse
+from resharder.converters.hf_config import Difference, described
+from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:  # the control side does not import torch
     import torch
@@ -17,6 +22,62 @@ Mode = Literal["keep", "wait", "abort"]
 """Effect of a pause on the requests in flight."""
 Loader = Callable[..., object]
 """A weight loader: copies a checkpoint's tensor, or a part of it, into a parameter."""
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's tags of the memory that sleeps (`device_allocator/cumem.py`; 0.26, 0.28 and 0.32): allocated while the model loads, and
+the KV cache. Sleep unmaps the memory of both and keeps their addresses; waking maps memory again, tag by tag.
+"""
+STAY_PAUSED = "resharder: stay paused"
+"""Pseudo-tag among the tags to wake: keep the engine paused after its last tag wakes."""
+_REFUSAL = "server-config"
+
+
+class PowerState(IntEnum):
+    """Power state of an engine, ordered from awake to asleep; `UNKNOWN` before the first query.
+
+    Level 1 copies the weights to the host and back. After level 2 the weights' memory has undefined contents.
+    """
+
+    UNKNOWN = resources_pb2.POWER_UNSPECIFIED
+    AWAKE = resources_pb2.AWAKE
+    WEIGHTS_AWAKE = resources_pb2.WEIGHTS_AWAKE
+    ASLEEP_1 = resources_pb2.ASLEEP_1
+    ASLEEP_2 = resources_pb2.ASLEEP_2
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights sleep."""
+        return self in (PowerState.ASLEEP_1, PowerState.ASLEEP_2)
+
+    @property
+    def level(self) -> int:
+        """vLLM's sleep level; 0 if the weights are awake."""
+        return {PowerState.ASLEEP_1: 1, PowerState.ASLEEP_2: 2}.get(self, 0)
+
+
+@dataclass
+class SleepState:
+    """The sleep of one worker."""
+
+    level: int = 0
+    """Level of the last sleep."""
+    tags: set[str] = field(default_factory=set)
+    """Tags that sleep now."""
+
+    def begin(self, level: int) -> None:
+        """Mark all tags as asleep."""
+        self.level, self.tags = level, {WEIGHTS, KV_CACHE}
+
+    def end(self, tags: list[str] | None) -> None:
+        """Mark `tags` as awake, or all of them for `None`."""
+        self.tags -= self.tags if tags is None else set(tags)
+
+    @property
+    def power(self) -> PowerState:
+        """The power state that follows from level and tags."""
+        if WEIGHTS in self.tags:
+            return PowerState.ASLEEP_2 if self.level == 2 else PowerState.ASLEEP_1
+        return PowerState.WEIGHTS_AWAKE if self.tags else PowerState.AWAKE
 
 
 class ModelConfig(Protocol):
@@ -111,3 +172,25 @@ class Engine(Protocol):
 
     async def reset_encoder_cache(self) -> None:
         """Drop the cache of encoder outputs."""
+
+
+class InstallError(Exception):
+    """A version cannot be staged or installed. The message names the affected tensors."""
+
+
+def refuse_config(version: str, found: Sequence[Difference], booting: bool = False) -> None:
+    """Raise `InstallError` if the engine computes with another config.json than a version's.
+
+    Args:
+        version: Full name of the version.
+        found: The values that differ, with the engine's first.
+        booting: Whether the server starts, so that it is no use to start it again as it is.
+    """
+    if not found:
+        return
+    todo = "start it on" if booting else "restart the server with"
+    error = InstallError(
+        f"{version} has another config.json than this server was started with: {described(found)}; "
+        f"{todo} the version's config (`resharder fetch-config`), or allow the difference with RESHARDER_ALLOW={_REFUSAL}"
+    )
+    refuse(_REFUSAL, error)

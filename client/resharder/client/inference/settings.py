@@ -1,7 +1,9 @@
 """The plugin's settings, read from `RESHARDER_*` variables and checked in one place."""
 
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -16,6 +18,7 @@ GRPC, HTTP = "grpc", "http"
 CONFIG_CHANGE = "RESHARDER_ON_CONFIG_CHANGE"
 FAULTS = ("skip", "misplace", "swap", "half-way")
 _LONGEST_BOOT_WAIT = 3600.0  # seconds; the daemon has the same bound
+_ELSEWHERE = "192.0.2.1", "2001:db8::1"  # addresses of documentation: only the route to them is looked up
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDRESS = re.compile(r"(([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*)?")
 
@@ -164,3 +167,51 @@ def _folder(given: Mapping[str, str], name: str, default: str) -> str:
     if not os.path.isdir(folder):
         raise UsageError(f"expected a folder in {name}, got {folder!r}")
     return folder
+
+
+def server_address(given: str, host: str | None, port: int, endpoint: str) -> str:
+    """Return the address that a server reports to the daemon: one that operators, trainers and checks of canaries can reach.
+
+    Args:
+        given: RESHARDER_ADDRESS, as host or host:port; empty if unset.
+        host: Host that the server listens on; None for all.
+        port: Port that the server listens on.
+        endpoint: The daemon's `host:port`.
+
+    Returns:
+        `host:port`. In place of the unspecified address (`0.0.0.0`, `::`), the address of this host on the route to the daemon;
+        if that is the loopback, on the default route.
+    """
+    if given:
+        named = given.rpartition("]")[2] if given.startswith("[") else given
+        return given if named.count(":") == 1 else f"{_bracketed(given)}:{port}"
+    return f"{_bracketed(_routable(endpoint) if _is_unspecified(host) else str(host))}:{port}"
+
+
+def _is_unspecified(host: str | None) -> bool:
+    try:
+        return not host or ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def _routable(endpoint: str) -> str:
+    daemon, _, port = endpoint.rpartition(":")
+    found = [_source(host.strip("[]"), int(port)) for host in (daemon, *_ELSEWHERE)]
+    usable = [address for address in found if address and not ipaddress.ip_address(address).is_loopback]
+    return usable[0] if usable else "127.0.0.1"
+
+
+def _source(host: str, port: int) -> str:
+    """Return this host's address on the route to another; empty without a route. Sends nothing."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.connect(target)
+            return str(trial.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return ""
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any
 from resharder.client.errors import NotFound, NotServed, UsageError, VersionAborted, WaitTimeout
 from resharder.client.integrations.weight_sources import DividedStream
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import VersionStatus
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import endpoint_or_default
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.publisher import Publisher
 from resharder.client.trainer.rank_layout import DeclaredTensor
-from resharder.client.versions.source import SCHEME, open_source
-from resharder.client.versions.whole import whole_tensors
+from resharder.client.versions.source import SCHEME, open_source, whole_tensors
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import is_support_ipc
 from verl.workers.engine.base import BaseEngine
@@ -217,7 +215,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         return model_config.hf_config, model_config.tokenizer
 
-    def _wait(self, step: int) -> VersionStatus:
+    def _wait(self, step: int) -> Version:
         """Return the version of a step when it is READY, and with `follow` when the servers of the model serve it."""
         end = time.monotonic() + self._timeout
         with Operator(self._endpoint, connect_timeout=60) as operator:
@@ -229,25 +227,25 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     raise self._late(version, step)
                 time.sleep(_EVERY)
 
-    def _find(self, operator: Operator, step: int) -> VersionStatus | None:
+    def _find(self, operator: Operator, step: int) -> Version | None:
         with suppress(NotFound):  # before the actor's first registration, the daemon has no such model
             return next((v for v in operator.versions(self._model) if (v.job, v.step) == (self._job, step)), None)
         return None
 
-    def _late(self, version: VersionStatus | None, step: int) -> WaitTimeout | NotServed:
+    def _late(self, version: Version | None, step: int) -> WaitTimeout | NotServed:
         if version is None:
             return WaitTimeout(f"expected the actor to publish step {step} of model {self._model!r} in {self._timeout:g} s")
-        if version.state is not VersionState.READY:
+        if version.state is not Version.State.READY:
             return WaitTimeout(f"expected {version.name} to be READY in {self._timeout:g} s, it is {version.state.name}")
         counts = f"{version.servers_serving} of {version.servers_following} servers that follow the model"
         return NotServed(f"expected {version.name} to be served in {self._timeout:g} s, it is by {counts}")
 
 
-def _arrived(version: VersionStatus, follow: bool) -> bool:
+def _arrived(version: Version, follow: bool) -> bool:
     """Return whether a rollout worker may go on. Raises VersionAborted."""
-    if version.state is VersionState.ABORTED:
+    if version.state is Version.State.ABORTED:
         raise VersionAborted(f"{version.name} (step {version.step}) was aborted: {version.reason}")
-    if version.state is not VersionState.READY:
+    if version.state is not Version.State.READY:
         return False
     return not follow or 0 < version.servers_following <= version.servers_serving
 

@@ -10,13 +10,6 @@
 Answers are frozen dataclasses (`answers`). A version is its number, with its model if the daemon has several.
 """
 
-from resharder.client.operator.fleets import FleetCommands
-from resharder.client.operator.nodes import NodeCommands
-from resharder.client.operator.servers import ServerCommands
-from resharder.client.operator.versions import VersionCommands
+from resharder.client.operator.operator import Operator
 
 __all__ = ["Operator"]
-
-
-class Operator(FleetCommands, ServerCommands, NodeCommands, VersionCommands):
-    """Connection to one daemon, with a method for every command of `resharder`."""

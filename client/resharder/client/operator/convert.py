@@ -1,7 +1,8 @@
-"""Conversion of protobuf messages to answers, and back, by the annotations of each dataclass."""
+"""Conversion of protobuf messages to answers, and of answers to messages and JSON, by the annotations of each dataclass."""
 
+from base64 import b64encode
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache, partial
@@ -16,24 +17,23 @@ Read = Callable[[Message, str], Any]
 
 def answer(kind: type[A], message: Message) -> A:
     """Return a message as a dataclass of type `kind`."""
-    return kind(**{name: read(message, wire) for name, wire, read in _plan(cast(Hashable, kind))})
+    return kind(**{name: read(message, name) for name, read in _plan(cast(Hashable, kind))})
 
 
 def keywords(value: Any) -> dict[str, Any]:
     """Return the keyword arguments of the message for a dataclass with numbers, strings and enumerations."""
-    return {wire_name(field): getattr(value, field.name) for field in fields(value)}
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def wire_name(field: "Field[Any]") -> str:
-    """Return the name of a dataclass's field in its message."""
-    name: str = field.metadata.get("wire", field.name)
-    return name
+def plain(value: Any) -> dict[str, Any]:
+    """Convert an answer to protobuf's JSON, except for 64-bit integers, which are numbers."""
+    return {name: _plain(one) for name, one in keywords(value).items() if one is not None}
 
 
 @cache
-def _plan(kind: Hashable) -> tuple[tuple[str, str, Read], ...]:
+def _plan(kind: Hashable) -> tuple[tuple[str, Read], ...]:
     hints = get_type_hints(kind)
-    return tuple((field.name, wire_name(field), _reader(hints[field.name])) for field in fields(kind))  # type: ignore[arg-type]
+    return tuple((field.name, _reader(hints[field.name])) for field in fields(kind))  # type: ignore[arg-type]
 
 
 def _reader(hint: Any) -> Read:
@@ -65,3 +65,19 @@ def _value(hint: type, value: Any) -> Any:
     if hint is datetime:
         return datetime.fromtimestamp(value.seconds, UTC) + timedelta(microseconds=value.nanos // 1000)
     return answer(hint, value) if is_dataclass(hint) else value
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return plain(value)
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, datetime):
+        return _stamp(value)
+    return b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def _stamp(moment: datetime) -> str:
+    """Format a time as protobuf does: no fraction, three digits or six."""
+    digits = "seconds" if not moment.microsecond else "microseconds" if moment.microsecond % 1000 else "milliseconds"
+    return moment.replace(tzinfo=None).isoformat(timespec=digits) + "Z"

@@ -14,11 +14,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from resharder.client.errors import AccessDenied, CorruptData, ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.port_connection import PortUnavailable
-from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import get_manifest
 from resharder.converters.units import size_text
@@ -244,7 +243,7 @@ def data_port(endpoint: str) -> Check:
     name, mend = "data port", "versions are read by gRPC: set data_listen of the daemon, and open its port to this host"
     try:
         with Operator(endpoint) as operator, Channel(endpoint) as channel:
-            ready = [version for version in operator.versions() if version.state is VersionState.READY]
+            ready = [version for version in operator.versions() if version.state is Version.State.READY]
             if not ready:
                 return Check(name, "ok", "not measured: no version is READY")
             manifest = get_manifest(channel, max(ready, key=lambda version: version.number).name)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from resharder.client.errors import Conflict, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import VersionStatus
+from resharder.client.operator.answers import PublisherStatus, Version
 from resharder.client.operator.convert import answer
-from resharder.client.operator.states import PublisherState
 from resharder.client.tools.check import read_config
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.model_files import tokenizer_files
@@ -56,7 +55,7 @@ def import_checkpoint(
     take_over: bool = False,
     serve: bool = False,
     progress: Progress = lambda done, total: None,
-) -> VersionStatus:
+) -> Version:
     """Publish the weights of a checkpoint as a READY version, by a job of its own.
 
     Only a part of the checkpoint is in this process's memory at a time; for one of Megatron, 256 MiB and three times its
@@ -108,7 +107,7 @@ def import_checkpoint(
             failpoint("import.publish")
             handle = publisher.publish_tensors(step, lambda: _counted(opened, progress))
             handle.wait_ready()
-            return answer(VersionStatus, handle.get())
+            return answer(Version, handle.get())
 
 
 def step_of(folder: Path) -> int | None:
@@ -125,7 +124,7 @@ def step_of(folder: Path) -> int | None:
 
 def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
     for publisher in operator.daemon().publishers:
-        usable = publisher.state in (PublisherState.REGISTERING, PublisherState.ACTIVE)
+        usable = publisher.state in (PublisherStatus.State.REGISTERING, PublisherStatus.State.ACTIVE)
         live = usable and publisher.live_ranks > 0 and not publisher.job.startswith(_JOB)
         if publisher.model == model and live and not take_over:
             raise Conflict(

@@ -8,8 +8,7 @@ from typing import Literal
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.nodes import LinkMeasurement, NodeLife, NodeStatus
-from resharder.client.operator.states import VersionState
+from resharder.client.operator.answers import LinkMeasurement, Node, Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.versions.remote import VersionManifest, get_manifest
@@ -118,7 +117,7 @@ def _calls(operator: Operator) -> HostLink:
 
 def _daemon_port(operator: Operator, channel: Channel, manifests: _Manifests, limit_seconds: float) -> HostLink:
     link = HostLink(HERE, DAEMON, "data", "")
-    ready = [version for version in operator.versions() if version.state is VersionState.READY]
+    ready = [version for version in operator.versions() if version.state is Version.State.READY]
     if not ready:
         return replace(link, found="not measured: no version is READY")
     try:
@@ -132,7 +131,7 @@ def _daemon_port(operator: Operator, channel: Channel, manifests: _Manifests, li
     return _measured(link, measure_port(address, _parts(manifest), limit_seconds=limit_seconds))
 
 
-def _node_port(node: NodeStatus, channel: Channel, manifests: _Manifests, tls_name: str, limit_seconds: float) -> HostLink:
+def _node_port(node: Node, channel: Channel, manifests: _Manifests, tls_name: str, limit_seconds: float) -> HostLink:
     link = HostLink(HERE, node.name, "data", node.data_address)
     address = data_port(channel, node.data_address)
     if address is None:
@@ -147,7 +146,7 @@ def _node_port(node: NodeStatus, channel: Channel, manifests: _Manifests, tls_na
     # No token is sent: nodes admit by certificates alone.
     address = replace(address, server_name=tls_name, headers=dict)
     found = _measured(link, measure_port(address, parts, limit_seconds=limit_seconds))
-    if node.state is NodeLife.LOST:
+    if node.state is Node.State.LOST:
         lost = f"lost: no report since {node.report_time:%H:%M:%SZ}" if node.report_time else "lost"
         mend = found.mend or "it answers here: look in its log for why it does not reach the daemon"
         return replace(found, verdict="fail", found=f"{lost}; {found.found}" if found.found else lost, mend=mend)
@@ -167,11 +166,11 @@ def _measured(link: HostLink, measurement: PortMeasurement) -> HostLink:
     return replace(link, found=f"{size_text(sum(rate.bytes for rate in link.rates))} read")
 
 
-def reported(nodes: Iterable[NodeStatus]) -> Iterator[HostLink]:
+def reported(nodes: Iterable[Node]) -> Iterator[HostLink]:
     """Yield the links that live nodes report, from their transfers."""
-    present = {DAEMON} | {node.name for node in nodes if node.state is not NodeLife.LOST}
+    present = {DAEMON} | {node.name for node in nodes if node.state is not Node.State.LOST}
     for node in nodes:
-        for seen in node.links if node.state is not NodeLife.LOST else ():
+        for seen in node.links if node.state is not Node.State.LOST else ():
             if seen.peer not in present:
                 continue
             rates = (StreamRate(1, seen.received_bytes, seen.seconds),) if seen.received_bytes else ()

@@ -19,9 +19,8 @@ from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.handle import Handle, Progress
 from resharder.client.trainer.identity import identify
 from resharder.client.trainer.model_files import Config, Tokenizer
-from resharder.client.trainer.publisher import Publisher
+from resharder.client.trainer.publisher import Publisher, TogetherPublisher
 from resharder.client.trainer.rank_layout import DeclaredTensor
-from resharder.client.trainer.together import TogetherPublisher
 from resharder.converters.allowances import unknown_names
 from resharder.converters.errors import ConversionError
 from resharder.converters.quantization.scheme import Scheme, scheme_of

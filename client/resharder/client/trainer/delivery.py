@@ -5,18 +5,28 @@
 A daemon that restarts loses versions that were not READY. A delivery that gets `NotFound` starts over, a few times.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from resharder.client import tracing
-from resharder.client.errors import TOO_MANY_UPLOADING, UNREGISTERED, NotFound, OutOfRoom, VersionAborted, WaitTimeout
+from resharder.client.errors import (
+    TOO_MANY_UPLOADING,
+    UNREGISTERED,
+    NotFound,
+    OutOfRoom,
+    ResharderError,
+    VersionAborted,
+    WaitTimeout,
+)
 from resharder.client.rpc.channel import Backoff, Channel
-from resharder.client.trainer.file_releases import FileReleases
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, Delivered
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
 from resharder.converters.failpoints import failpoint
@@ -31,7 +41,10 @@ if TYPE_CHECKING:
     Read = Callable[[Sequence[int]], Iterable[Item]]
     """Function from positions in the rank's layout to items."""
 
+
 _RESTARTS = 3
+_REPORT_SECONDS = 5.0  # of a report of files
+logger = logging.getLogger(__name__)
 
 Prepare = Callable[[resources_pb2.Version], None]
 """Called with a version before its tensors are read."""
@@ -239,21 +252,58 @@ class Delivery:
             with tracing.timed(timings, "deliver"):
                 items = read(positions)
                 if transport is None:
-                    digests = digests_of(slot, items)
+                    done = Delivered(digests_of(slot, items), "")
                 else:
                     with FileReleases(self._channel, version, slot.rank) as releases:
-                        digests = transport.deliver(version, slot, items, releases)
+                        done = transport.deliver(version, slot, items, releases)
             request = publisher_pb2.SealSlotRequest(
                 version=version.name,
                 epoch=version.epoch,
                 rank=slot.rank,
-                digests=digests,
-                mapped=transport is not None and transport.mapped,
+                digests=done.digests,
+                mapped=done.mapped,
                 timings=timings,
             )
             failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
             failpoint("deliver.sealed")
-        if transport is None:
-            return Handle(self._channel, version)
-        return Handle(self._channel, version, transport.name, transport.reason)
+        return Handle(self._channel, version, done.way, done.reason)
+
+
+class FileReleases:
+    """Closes files on a thread, since unmapping many small pages takes long, and reports each to the daemon.
+
+    The daemon, or the node that has the file, digests it once all of its writers have closed it. Without a report, this happens
+    after the last seal: errors are therefore ignored, and end the reports. Use it as a context, whose end does not wait.
+    """
+
+    def __init__(self, channel: Channel, version: resources_pb2.Version, rank: int) -> None:
+        self._channel, self._version, self._rank = channel, version, rank
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self._thread = ThreadPoolExecutor(1, "resharder-release")
+        self._reports = True
+
+    def release(self, file: str, close: Callable[[], None]) -> None:
+        """Call `close`, then report the file. Returns at once."""
+        self._thread.submit(self._release, file, close)
+
+    def _release(self, file: str, close: Callable[[], None]) -> None:
+        close()
+        if not self._reports:
+            return
+        request = publisher_pb2.ReleaseFilesRequest(
+            version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=[file]
+        )
+        try:
+            self._channel.call(self._stub.ReleaseFiles, request, timeout=_REPORT_SECONDS, patience=0)
+        except ResharderError as error:  # also of a daemon without this call
+            logger.debug("%s is not reported as written: %s", file, error)
+            self._reports = False
+
+    def __enter__(self) -> "FileReleases":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._reports = False  # the version is aborted
+        self._thread.shutdown(wait=False)

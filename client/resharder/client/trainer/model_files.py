@@ -1,24 +1,26 @@
-"""Files of a model besides its weights: config.json and those of the tokenizer."""
+"""Files of a model besides its weights: config.json, and those of the tokenizer, whose ids must have rows in a version."""
 
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from resharder.client.errors import UsageError
+from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.architectures import ARCHITECTURES
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.checkpoint_files import GENERATION, code_files, missing_files
-from resharder.converters.errors import ConversionError
+from resharder.converters.errors import ConversionError, LayoutError
 from resharder.converters.quantization.scheme import Scheme, check_family
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
     from resharder.converters.models.hf_names import Model
+
 
 _log = logging.getLogger(__name__)
 TOKENIZER_FILES = (
@@ -147,3 +149,79 @@ def _read(folder: Path) -> dict[str, bytes]:
         raise UsageError(f"expected a folder with tokenizer files, got {folder}")
     small = (path for path in folder.iterdir() if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth"))
     return {path.name: path.read_bytes() for path in small}
+
+
+def refuse_ids_in_padding(
+    tokenizer: Tokenizer | None, files: Iterable[resources_pb2.ModelFile], vocab_size: int, rows: int
+) -> None:
+    """Raise LayoutError for a tokenizer with ids of rows that are taken for padding, unless the environment allows it.
+
+    Megatron pads the vocabulary, and a version has the rows of the config alone. Rows that the config forgets look like padding.
+
+    Tokenizers have fewer ids than a model has rows, or ids for which it has none at all, as Gemma 3's for images; both are taken.
+
+    Args:
+        tokenizer: The tokenizer or its folder.
+        files: Its files.
+        vocab_size: Rows of a version, from the config.
+        rows: Rows of the trainer's model, padding included.
+    """
+    last = max((*_ids_in_files(files), *_ids_of(tokenizer)), default=0)
+    if vocab_size <= last < rows:
+        error = LayoutError(
+            f"the tokenizer has ids up to {last}, the config has vocab_size={vocab_size}, the model has {rows} rows: a version "
+            f"would leave out rows {vocab_size} to {last} as padding, and no server would know these tokens. Attach with "
+            f"vocab_size={last + 1}, with which the model was built, or set {VARIABLE}=tokenizer-ids if they are never used"
+        )
+        refuse("tokenizer-ids", error)
+
+
+def _ids_of(tokenizer: object) -> list[int]:
+    """Return the ids of a tokenizer in memory, of which files may be in a form that is not read here (SentencePiece)."""
+    vocabulary: object = getattr(tokenizer, "get_vocab", dict)()
+    return [number for number in vocabulary.values() if isinstance(number, int)] if isinstance(vocabulary, Mapping) else []
+
+
+def _ids_in_files(files: Iterable[resources_pb2.ModelFile]) -> list[int]:
+    """Return ids in the files of a tokenizer. Files of other forms are skipped."""
+    ids: list[int] = []
+    for file in files:
+        read = _READERS.get(file.path) or _READERS.get(f"*{PurePath(file.path).suffix}")
+        if read is not None:
+            with suppress(AttributeError, IndexError, KeyError, TypeError, ValueError):
+                ids += read(file.content)
+    return ids
+
+
+def _fast(content: bytes) -> list[int]:
+    whole: Any = json.loads(content)
+    vocabulary = (whole.get("model") or {}).get("vocab") or {}
+    known = list(vocabulary.values()) if isinstance(vocabulary, Mapping) else [len(vocabulary) - 1]
+    return [*known, *(int(token["id"]) for token in whole.get("added_tokens") or ())]
+
+
+def _numbers(content: bytes) -> list[int]:
+    return [int(number) for number in json.loads(content).values()]
+
+
+def _settings(content: bytes) -> list[int]:
+    return [int(number) for number in json.loads(content).get("added_tokens_decoder") or {}]
+
+
+def _lines(content: bytes) -> list[int]:
+    return [len(content.decode().splitlines()) - 1]
+
+
+def _ranks(content: bytes) -> list[int]:
+    return [int(line.split()[1]) for line in content.splitlines() if line.strip()]
+
+
+_READERS: Mapping[str, Callable[[bytes], list[int]]] = {
+    "tokenizer.json": _fast,
+    "vocab.json": _numbers,
+    "added_tokens.json": _numbers,
+    "tokenizer_config.json": _settings,
+    "vocab.txt": _lines,
+    "*.tiktoken": _ranks,
+}
+"""Reader of the ids in each file that a tokenizer may have."""

@@ -1,11 +1,17 @@
-"""A model's memory, moved to the host and restored bit for bit, under the same tensors.
+"""What a trainer sets aside for a generation, and restores bit for bit: memory, train modes and random number generators.
 
-Storages are emptied and filled again; the tensors remain. Every view is valid again when its storage is: Megatron's DDP has
-parameters and gradients in flat buffers, of which buckets and optimizers have views. Addresses change.
+A model's memory moves to the host and back under the same tensors. Storages are emptied and filled again; the tensors remain.
+Every view is valid again when its storage is: Megatron's DDP has parameters and gradients in flat buffers, of which buckets and
+optimizers have views. Addresses change. Modes and generators are saved by functions that return a function that restores them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from resharder.client.errors import UsageError
 from resharder.converters.models.hf_names import Model, roots_of
@@ -110,3 +116,59 @@ def _refuse_fixed(module: torch.nn.Module) -> None:
 
 def _host_blocks(size: int, *, pinned: bool) -> list[torch.Tensor]:
     return [torch.empty(min(_BLOCK, size - start), dtype=torch.uint8, pin_memory=pinned) for start in range(0, size, _BLOCK)]
+
+
+def keeping(model: Model | None) -> tuple[Callable[[], Callable[[], None]], ...]:
+    """Return the functions that save the state of a trainer with this model."""
+    return keep_rng, partial(eval_mode, roots_of(model) if model is not None else [])
+
+
+def eval_mode(roots: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    """Set eval mode, and return a function that restores `training` of each module.
+
+    A trainer may have frozen parts in eval mode.
+    """
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
+    for root in roots:
+        root.eval()
+    return restore
+
+
+def keep_rng() -> Callable[[], None]:
+    """Save the generators of Python, numpy and torch, of the host and all GPUs, and Megatron's tracker, if there is one."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    restore_tracker = _keep_tracker()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        for number, state in enumerate(gpus):
+            torch.cuda.set_rng_state(state, number)
+        restore_tracker()
+
+    return restore
+
+
+def _keep_tracker() -> Callable[[], None]:
+    """Save the tracker's states: tensors that it replaces or, with CUDA graphs, generators that it advances."""
+    module: Any = sys.modules.get("megatron.core.tensor_parallel.random")
+    tracker: Any = getattr(module, "_CUDA_RNG_STATE_TRACKER", None)  # Megatron's function would create a tracker
+    if tracker is None or not tracker.is_initialized():
+        return lambda: None
+    states = tracker.get_states()
+    positions = {name: s.get_state() if isinstance(s, torch.Generator) else s.clone() for name, s in states.items()}
+
+    def restore() -> None:
+        for name, state in states.items():
+            if isinstance(state, torch.Generator):
+                state.set_state(positions[name])
+        tracker.set_states({name: s if isinstance(s, torch.Generator) else positions[name] for name, s in states.items()})
+
+    return restore

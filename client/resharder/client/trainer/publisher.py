@@ -5,22 +5,21 @@ READY when every rank has sealed its slot.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from resharder.client import tracing
-from resharder.client.errors import UsageError
+from resharder.client.errors import NotFound, StaleParameters, UsageError, VersionAborted
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel, bound
-from resharder.client.trainer.backpressure import Backpressure
-from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet, lent_model
 from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of
+from resharder.client.trainer.generation import Generation, GenerationPart, SharedFleet, lent_model, meet
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
-from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
-from resharder.client.trainer.model_files import Config, Tokenizer, known_shapes, model_files, plain_config
+from resharder.client.trainer.model_files import Config, Tokenizer, known_shapes, model_files, plain_config, refuse_ids_in_padding
 from resharder.client.trainer.rank_layout import (
     DeclaredTensor,
     LiveTensors,
@@ -34,7 +33,6 @@ from resharder.client.trainer.rank_layout import (
     step_number,
 )
 from resharder.client.trainer.session import PublisherSession
-from resharder.client.trainer.token_ids import refuse_ids_in_padding
 from resharder.client.transport.selection import CHOICES, SHARING, TransportSelector
 from resharder.converters.allowances import collecting
 from resharder.converters.geometry.layout import ITEM_SIZES
@@ -48,8 +46,11 @@ if TYPE_CHECKING:
     from resharder.client.trainer.offload import Aside
     from resharder.client.trainer.quantised import QuantisedModel
     from resharder.client.trainer.rank_layout import TensorItem
+    from resharder.converters.geometry.layout import Layout
     from resharder.converters.models.hf_names import Model, Rename
     from resharder.converters.quantization.scheme import Scheme
+
+_ONE_BY_ONE = "expected attach(model, …) with also=…: tensors that are given one by one are published as one model"
 
 
 class Publisher:
@@ -271,9 +272,7 @@ class Publisher:
             UsageError: Another generation is in progress, `direct` without `direct_wait`, or the fleet follows another model.
             ResharderError: As in `publish`.
         """
-        from resharder.client.trainer.offload import set_aside
-        from resharder.client.trainer.rendezvous import meet
-        from resharder.client.trainer.saved_state import keeping
+        from resharder.client.trainer.offload import keeping, set_aside
 
         step = step_number(step)
         if not self._sharing.acquire(blocking=False):
@@ -419,3 +418,114 @@ class Publisher:
         self._session.published(handle)
         self._backpressure.add(handle)
         return handle
+
+
+class TogetherPublisher(Publisher):
+    """Publisher of several models from one attached model, such as BF16 to keep and FP8 to serve, by the same calls.
+
+    Each model has its own publisher, versions and servers. The daemon makes versions of one step READY together, one of each
+    model, or none. A rank therefore delivers all of them within the offer of the first: none is READY before the last one is
+    delivered. In a generation on the direct path, each rank has delivered all of them when the servers of one of them wake.
+    """
+
+    def __init__(self, *args: Any, others: Publisher, **options: Any) -> None:
+        """Create the publisher of the first model. `others`: that of the next one, which may have a next one too."""
+        super().__init__(*args, **options)
+        self._others = others
+        self._by_model |= others._by_model
+
+    def attach(
+        self, model: "Model", hf_config: Config, tokenizer: Tokenizer | None = None, *, wait: bool = True, **options: Any
+    ) -> None:
+        """Register this rank's layout of every model, as `Publisher.attach` does for one."""
+        super().attach(model, hf_config, tokenizer, wait=False, **options)
+        self._others.attach(model, hf_config, tokenizer, wait=wait, **options)
+        if wait:
+            self._session.assignment()
+
+    def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
+        """Raise UsageError: tensors that are given one by one are published as one model."""
+        raise UsageError(_ONE_BY_ONE)
+
+    def publish_tensors(self, step: int, items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> Handle:
+        """Raise UsageError: tensors that are given one by one are published as one model."""
+        raise UsageError(_ONE_BY_ONE)
+
+    def release(self) -> None:
+        """Release the memory of every model, as `Publisher.release` does for one."""
+        super().release()
+        self._others.release()
+
+    def close(self) -> None:
+        """Close the publishers of all models."""
+        self._others.close()
+        super().close()
+
+    def _publish(self, step: int, read: "Read", **options: Any) -> Handle:
+        shared = {key: options[key] for key in ("direct", "wakes") if key in options}
+
+        def deliver_others(first: Handle) -> None:
+            found = self._others._publish_attached(step, **shared)
+            first.also.update({self._others.model: found, **found.also})
+
+        return super()._publish(step, read, **options, then=deliver_others)
+
+
+class Backpressure:
+    """Block a publish while `max_ahead` earlier versions are not served yet; None is no bound."""
+
+    def __init__(self, max_ahead: int | None, timeout: float) -> None:
+        if max_ahead is not None and max_ahead < 1:
+            raise UsageError(f"expected max_ahead of at least 1 or None, got {max_ahead}")
+        self._max_ahead, self._timeout = max_ahead, timeout
+        self._ahead: deque[Handle] = deque()
+
+    def wait(self, timings: tracing.Timings) -> None:
+        """Wait until the bound permits another version; append the wait to `timings`. Raises WaitTimeout."""
+        while self._max_ahead is not None and len(self._ahead) >= self._max_ahead:
+            with tracing.timed(timings, "wait"), suppress(VersionAborted, NotFound):
+                self._ahead[0].wait_serving(self._timeout)
+            self._ahead.popleft()
+
+    def add(self, handle: Handle) -> None:
+        """Count a published version."""
+        if self._max_ahead is not None:
+            self._ahead.append(handle)
+
+    def clear(self) -> None:
+        """Forget earlier versions, because servers serve the newest one."""
+        self._ahead.clear()
+
+
+def compare_replicas(layout: "Layout", tensors: "Mapping[str, torch.Tensor]", world_size: int) -> None:
+    """Compare the replicas of all ranks, a collective of torch's default process group.
+
+    Raises ReplicasDiffer, and UsageError if that group does not span `world_size` ranks.
+    """
+    import torch.distributed as dist
+    from resharder.converters.models.replicas import check_replicas
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != world_size:
+        raise UsageError(f"expected torch.distributed over all {world_size} ranks to compare them, found {ranks}")
+    check_replicas(layout, tensors)
+
+
+def refuse_stale(chunks: "Sequence[torch.nn.Module]", *, sync: bool) -> None:
+    """Raise StaleParameters for parameters that `overlap_param_gather` left stale.
+
+    With `sync`, gather them instead, a collective of the data-parallel ranks.
+    """
+    if not chunks:
+        return
+    from resharder.converters.models.megatron.layout import gather_parameters, stale_parameters
+
+    stale = stale_parameters(chunks)
+    if stale and sync:
+        gather_parameters(chunks)
+    elif stale:
+        raise StaleParameters(
+            f"{len(stale)} parameters are older than other ranks' ({', '.join(stale[:4])}{', …' if len(stale) > 4 else ''}): "
+            "overlap_param_gather gathers them in the next forward pass; call start_param_sync(force_sync=True) on every "
+            "model chunk of every rank before publish, or publish(step, sync=True)"
+        )

@@ -8,8 +8,7 @@ from operator import index as integer_of
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from resharder.client.errors import UsageError
-from resharder.client.transport.base import HostArray
-from resharder.client.transport.live_items import LiveItems
+from resharder.client.transport.base import HostArray, LiveItems
 from resharder.converters.errors import ConversionError
 from resharder.converters.geometry.layout import (
     PUBLISHABLE,

@@ -1,20 +1,20 @@
-"""Registration and lease of one rank, across restarts of the daemon."""
+"""Registration and lease of one rank, and the versions that it has begun, across restarts of the daemon."""
 
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from resharder.client.errors import UNKNOWN_PUBLISHER, NotFound, ResharderError, UsageError
+from resharder.client.errors import UNKNOWN_PUBLISHER, DaemonUnreachable, NotFound, ResharderError, UsageError
 from resharder.client.rpc.channel import Channel
-from resharder.client.trainer.attempts import Attempts
 from resharder.client.trainer.handle import Handle, delivered
 from resharder.client.trainer.identity import RankIdentity
-from resharder.client.trainer.lease import PublisherLease
 from resharder.client.trainer.rank_layout import RankLayout
-from resharder.client.trainer.registration import Registration, register
+from resharder.client.trainer.registration import Registration, State, raise_refusal, register
 from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.shared_memory import read_nonces
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 
@@ -181,3 +181,100 @@ class PublisherSession:
         """Stop renewing the lease."""
         if self._lease is not None:
             self._lease.stop()
+
+
+class PublisherLease:
+    """Thread that renews a rank's lease three times per lease. It retries while the daemon does not answer.
+
+    Args:
+        channel: Channel to the daemon.
+        registration: Registration whose lease is renewed.
+        rank: This rank.
+        again: Called if a restarted daemon has lost the publisher.
+        renewed: Called after every renewal.
+
+    Attributes:
+        lost: Error that ended the lease: a newer job has taken over, or a refusal.
+    """
+
+    def __init__(
+        self, channel: Channel, registration: Registration, rank: int, again: Callable[[], None], renewed: Callable[[], None]
+    ) -> None:
+        self.lost: ResharderError | None = None
+        self._channel, self._registration, self._rank = channel, registration, rank
+        self._again, self._renewed = again, renewed
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resharder-lease", daemon=True)
+        self._thread.start()
+
+    def follow(self, registration: Registration) -> None:
+        """Renew the lease of a newer registration from now on."""
+        self._registration = registration
+
+    def stop(self) -> None:
+        """End the thread. The lease then expires."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(max(0.05, self._registration.lease_seconds / 3)):
+            failpoint("lease.renew")
+            readable = read_nonces(self._registration.nonce_files)
+            request = publisher_pb2.RenewLeaseRequest(publisher=self._registration.name, rank=self._rank, readable=readable)
+            try:
+                publisher = self._channel.call(self._stub.RenewLease, request, timeout=10, patience=0)
+                raise_refusal(publisher)
+                # The daemon has restarted, and another rank has registered with it.
+                if publisher.state == State.REGISTERING and self._registration.complete:
+                    self._register_again()
+                self._renewed()
+            except DaemonUnreachable:
+                continue
+            except NotFound:
+                self._register_again()
+            except ResharderError as error:
+                self._lose(error)
+
+    def _register_again(self) -> None:
+        if self._stopped.is_set():
+            return
+        try:
+            self._again()
+        except DaemonUnreachable:
+            return
+        except ResharderError as error:
+            self._lose(error)
+
+    def _lose(self, error: ResharderError) -> None:
+        if not self._stopped.is_set():
+            self.lost = error
+            self._stopped.set()
+
+
+class Attempts:
+    """Versions that a rank has begun during the life of its process, over restarts of the daemon.
+
+    By them, the daemon distinguishes a retry of a step from a late first attempt.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._begun = (-1, 0)  # step, number
+
+    def registered(self, newest: int) -> None:
+        """Record a registration.
+
+        Args:
+            newest: Number of the model's newest version. Versions up to the first registration belong to earlier processes.
+        """
+        if self._first is None:
+            self._first = newest
+
+    def begun(self, step: int, number: int) -> None:
+        """Record that the daemon answered with version `number` of `step`, in any state."""
+        self._begun = step, number
+
+    def after(self, step: int) -> int:
+        """Return `CreateVersionRequest.after` for a step."""
+        begun, number = self._begun
+        return max(self._first or 0, number if begun == step else 0)

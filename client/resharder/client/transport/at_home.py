@@ -6,8 +6,7 @@ The others are boxes of tensors of which ranks on a host without a node send par
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from resharder.client.transport.base import AssignedSlot, DividedSlot, Releases
-from resharder.client.transport.live_items import LiveItems
+from resharder.client.transport.base import AssignedSlot, Delivered, DividedSlot, LiveItems, Releases
 from resharder.client.transport.shared_memory import SharedMemory, copy_threads
 from resharder.converters.geometry.layout import Piece
 from resharder.v1 import resources_pb2
@@ -42,8 +41,6 @@ class AtHome:
         subsets: Pieces of either part, kept between deliveries.
     """
 
-    name = "node"
-
     def __init__(
         self,
         folder: str,
@@ -53,29 +50,27 @@ class AtHome:
         subsets: tuple[PieceSubset, PieceSubset],
     ) -> None:
         self._folder, self._divided, self._memory, self._rest, self._subsets = folder, divided, memory, rest, subsets
-        self.mapped, self.reason = rest is not None and rest.mapped, ""
 
     def deliver(
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
-    ) -> list[int]:
+    ) -> Delivered:
         """Deliver as `Transport.deliver`. Raises NotFound if the node's files are missing."""
         there, parts = resources_pb2.Version(), self._divided
         there.CopyFrom(version)
         there.folder = self._folder
         if self._rest is None:
-            return self._memory.deliver(there, parts.home, items, releases)
+            return Delivered(self._memory.deliver(there, parts.home, items, releases).digests, "node")
         if isinstance(items, LiveItems):
             home, rest = (s.take(items, n) for s, n in zip(self._subsets, (parts.home_boxes, parts.rest_boxes), strict=True))
-            found = self._memory.deliver(there, parts.home, home, releases)
+            found = self._memory.deliver(there, parts.home, home, releases).digests
             others = self._rest.deliver(version, parts.rest, rest, releases)
         else:
             found, others = self._divide(there, version, items, releases)
-        self.reason = self._rest.reason
         digests = [0] * len(slot.boxes)
-        for numbers, values in ((parts.home_boxes, found), (parts.rest_boxes, others)):
+        for numbers, values in ((parts.home_boxes, found), (parts.rest_boxes, others.digests)):
             for number, value in zip(numbers, values, strict=True):
                 digests[number] = value
-        return digests
+        return Delivered(digests, "node", others.reason, others.mapped)
 
     def _divide(
         self,
@@ -83,7 +78,7 @@ class AtHome:
         version: resources_pb2.Version,
         items: "Iterable[Item]",
         releases: Releases,
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], Delivered]:
         """Write and send items as they come: an iterator is read once."""
         assert self._rest is not None
         at_home = {number: i for i, number in enumerate(self._divided.home_boxes)}

@@ -1,12 +1,12 @@
-"""Interface of transports, which deliver one rank's slot box by box."""
+"""Interface of transports, which deliver one rank's slot box by box, and the items that they are given."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from resharder.converters.geometry.chunking import Part, cut_chunks
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, TensorSpec
 from resharder.converters.storage.files import Array
 from resharder.v1 import resources_pb2
 
@@ -107,20 +107,26 @@ class Releases(Protocol):
         ...
 
 
+class Delivered(NamedTuple):
+    """What a transport has delivered, and how."""
+
+    digests: list[int]
+    """The digest of each box of the slot, in the slot's order."""
+    way: str
+    """The way that bytes took: `shared-memory`, `node`, `http` or `grpc`."""
+    reason: str = ""
+    """Why a faster way could not be used; empty if it was not to be used."""
+    mapped: bool = False
+    """Whether boxes were written to the version's files; `mapped` of SealSlotRequest."""
+
+
 class Transport(Protocol):
     """Transport of boxes to the daemon's store."""
 
-    name: str
-    """The way that bytes take: `shared-memory`, `node`, `http` or `grpc`. Final once `deliver` has returned."""
-    reason: str
-    """Why a faster way could not be used; empty if it was not to be used. Final once `deliver` has returned."""
-    mapped: bool
-    """Whether boxes are written to the version's files; `mapped` of SealSlotRequest."""
-
     def deliver(
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
-    ) -> list[int]:
-        """Deliver boxes and return the digest of each box of `slot`, in the slot's order.
+    ) -> Delivered:
+        """Deliver boxes.
 
         When it returns, the store has all bytes, and the tensors may change. No memory stays mapped, apart from files that
         `releases` has yet to close; also after an error. Raises the errors of `errors`.
@@ -132,3 +138,41 @@ class Transport(Protocol):
             releases: Receives each mapped file once all boxes in it are written.
         """
         ...
+
+
+class LiveItems(Sequence["Item"]):
+    """Items of a slot, numbered in order. Each is made when it is requested: a model may have many thousands."""
+
+    def __init__(self, tensors: "Mapping[str, torch.Tensor]", pieces: Sequence[Piece]) -> None:
+        """Read no tensor yet.
+
+        Args:
+            tensors: Local tensors by name.
+            pieces: Place of each box in the local tensors. The same object for the same slot, from version to version.
+        """
+        self.tensors, self.pieces = tensors, pieces
+
+    @property
+    def device(self) -> "torch.device | None":
+        """Device of all tensors; None if there are several devices or no tensors."""
+        devices = {tensor.device for tensor in self.tensors.values()}
+        return devices.pop() if len(devices) == 1 else None
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    @overload
+    def __getitem__(self, number: int) -> "Item": ...
+
+    @overload
+    def __getitem__(self, number: slice) -> "list[Item]": ...
+
+    def __getitem__(self, number: int | slice) -> "Item | list[Item]":
+        from resharder.converters.models.tensor_io import read_piece
+
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        return number, read_piece(self.tensors, self.pieces[number])
+
+    def __iter__(self) -> "Iterator[Item]":
+        return (self[number] for number in range(len(self)))

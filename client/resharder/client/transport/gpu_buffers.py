@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from resharder.client.gpu.device_to_host import BUFFER_BYTES, DeviceToHost
 from resharder.client.gpu.pinned_pages import box_of, spans_of
-from resharder.client.transport.base import AssignedSlot, Releases
-from resharder.client.transport.live_items import LiveItems
+from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems, Releases
+from resharder.client.transport.shared_memory import WAY
 from resharder.converters.geometry.layout import Layout, Piece, box_shape, contiguous_strides
 from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.models.tensor_io import read_piece
@@ -44,9 +44,6 @@ class FromGpu:
         buffer_bytes: Size of a buffer.
     """
 
-    name, reason = "shared-memory", ""
-    mapped = True
-
     def __init__(
         self, device: torch.device, threads: int, otherwise: "Callable[[], Transport]", buffer_bytes: int = BUFFER_BYTES
     ) -> None:
@@ -55,10 +52,10 @@ class FromGpu:
 
     def deliver(
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
-    ) -> list[int]:
+    ) -> Delivered:
         """Deliver as `Transport.deliver`; a model's own tensors that are all on the GPU in one copy."""
         if isinstance(items, LiveItems) and items.device == self._device:
-            return self._write(Path(version.folder), slot, items, releases)
+            return Delivered(self._write(Path(version.folder), slot, items, releases), WAY, mapped=True)
         return self._otherwise().deliver(version, slot, items, releases)
 
     def _write(self, folder: Path, slot: AssignedSlot, items: LiveItems, releases: Releases) -> list[int]:

@@ -9,8 +9,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.transport.at_home import AtHome, PieceSubset
 from resharder.client.transport.base import AssignedSlot, Transport
-from resharder.client.transport.grpc_chunks import GrpcChunks
-from resharder.client.transport.http_chunks import HttpChunks
+from resharder.client.transport.chunks import GrpcChunks, HttpChunks
 from resharder.client.transport.shared_memory import SharedMemory, copy_threads, shares_memory
 from resharder.v1 import resources_pb2
 

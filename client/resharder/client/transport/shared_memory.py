@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from resharder.client.errors import NotFound
-from resharder.client.transport.base import AssignedSlot, Releases
+from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems, Releases
 from resharder.client.transport.host_buffers import PART_BYTES, HostPart, add_digest, host_batches
-from resharder.client.transport.live_items import LiveItems
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, Range
 from resharder.converters.storage.files import read_layout
@@ -21,6 +20,7 @@ from resharder.v1 import resources_pb2
 if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
+WAY = "shared-memory"
 _NONCE_BYTES = 64
 _SPLIT_BYTES = 1 << 20  # below this, a second thread does not pay off
 
@@ -66,21 +66,18 @@ def read_nonces(paths: Iterable[str]) -> list[resources_pb2.StoreAccess]:
 class SharedMemory:
     """Transport through the store's files. Large boxes are divided among `threads`."""
 
-    name, reason = "shared-memory", ""
-    mapped = True
-
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
     def deliver(
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
-    ) -> list[int]:
+    ) -> Delivered:
         """Deliver as `Transport.deliver`. Raises NotFound if the version's files are missing, as
         after a restart of the daemon.
         """
         with self.opened(version, slot, releases) as files:
             files.write(items)
-            return files.digests
+            return Delivered(files.digests, WAY, mapped=True)
 
     @contextmanager
     def opened(self, version: resources_pb2.Version, slot: AssignedSlot, releases: Releases) -> Iterator["SlotFiles"]:

@@ -1,4 +1,4 @@
-"""The requests that boxes need of the data port: HTTP ranges of the files, and windows of boxes that the daemon packs.
+"""What boxes need of a version: HTTP ranges of its files, windows of boxes that the daemon packs, and pieces that nodes hold.
 
 A box is read by ranges, which the daemon's kernel sends, if few bytes between its runs come along; else its runs are packed.
 """
@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from resharder.client.versions.remote import Needs
 from resharder.converters.geometry.layout import Box
 from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.converters.wire.windows import BoxPart, Window, cut_windows
 
@@ -94,3 +96,17 @@ def _cut(spans: Iterable[FileRange]) -> Iterator[FileRange]:
             cut = min(end, (start // PIECE_BYTES + 1) * PIECE_BYTES)
             yield FileRange(file, start, cut)
             start = cut
+
+
+def needed_pieces(files: Sequence[FileLayout], needs: Needs) -> Bitmap:
+    """Return the pieces with elements of the boxes, given by HF tensor, of a version with these files."""
+    numbering = number_pieces(files)
+    found = Bitmap(numbering.count)
+    for file in files:
+        for name in file.by_name.keys() & needs.keys():
+            spec, offset = file.by_name[name]
+            for box in needs[name]:
+                for rows in box_rows(box, spec):
+                    for start, end in rows.spans(numbering.piece_bytes - 1):  # a larger gap may have a piece of its own
+                        found.add(*numbering.touched(file.path, offset + start, offset + end))
+    return found

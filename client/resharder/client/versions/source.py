@@ -3,23 +3,31 @@
 A source is a folder's path, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER` (or `…/versions/latest`).
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from resharder.client.errors import NotFound, ResharderError, UsageError
+import numpy as np
+from resharder.client.errors import CorruptData, NotFound, ResharderError, UsageError
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.boxes import read_boxes
-from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests, get_manifest
-from resharder.converters.geometry.layout import Box, TensorSpec, box_index
-from resharder.converters.storage.digest import digest
+from resharder.client.versions.port_reader import PortReader, PortUnavailable
+from resharder.client.versions.remote import Arrived, VersionManifest, download, expected_digests, get_manifest
+from resharder.converters.geometry.layout import Box, TensorSpec, box_index, full_box
+from resharder.converters.storage.digest import Array, digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout
+from resharder.converters.wire.windows import BoxPart, cut_windows
+
+if TYPE_CHECKING:
+    import torch
+
 
 SCHEME = "resharder://"
+logger = logging.getLogger(__name__)
 _VERSION = re.compile(SCHEME + r"(?P<endpoint>[^/]+:\d+)/models/(?P<model>[A-Za-z0-9._-]+)/versions/(?P<number>\d+|latest)")
 
 Wanted = tuple[str, Box]
@@ -151,3 +159,64 @@ def _agreed(operator: Operator, model: str, number: str) -> int:
     if not found:
         raise problem or NotFound(f"expected a READY version of model {model!r}, rank 0 found none")
     return found
+
+
+def read_boxes(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
+    """Yield boxes, given as (tensor's name, box), in parts and in order.
+
+    Every chunk has a checksum, and the version is pinned until the last one.
+
+    Raises:
+        CorruptData: A checksum is wrong.
+        ResharderError: The daemon does not deliver the boxes, by neither way.
+    """
+    windows, done = cut_windows([BoxPart(i, *box) for i, box in enumerate(boxes)], manifest.specs), 0
+    try:
+        for parts in PortReader(channel, manifest).windows(windows):
+            yield from parts
+            done += 1
+        return
+    except PortUnavailable as error:
+        if manifest.data_address:
+            logger.warning("%s is read by gRPC: %s", manifest.name, error)
+    left = [part for window in windows[done:] for part in window]
+    for position, box, array in download(channel, manifest, [(part.name, part.box) for part in left]):
+        yield Arrived(left[position].position, box, array)
+
+
+def whole_tensors(source: WeightSource) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield the tensors of a source with their names, in host memory, only to be read. Each has the digest of the source.
+
+    Raises:
+        CorruptData: A digest differs.
+        DaemonUnreachable: The daemon cannot be reached.
+    """
+    from resharder.converters.models.tensor_io import tensor_of_bits
+
+    wanted = [(name, full_box(spec.shape)) for name, spec in source.specs.items()]
+    expected = source.digests(wanted)
+    for (name, box), array in zip(wanted, _arrays(source), strict=True):
+        spec = source.specs[name]
+        found = digest(array, box, spec.shape)
+        if found != expected[name, box]:
+            raise CorruptData(f"{source.name}: {name}: expected digest {expected[name, box]:016x}, got {found:016x}")
+        yield name, tensor_of_bits(array, spec.dtype)
+
+
+def _arrays(source: WeightSource) -> Iterator[Array]:
+    """Yield the elements of all tensors; a tensor that arrives in parts is assembled first."""
+    shapes = [spec.shape for spec in source.specs.values()]
+    current, array = 0, None
+    for position, box, bits in source.parts([(name, full_box(spec.shape)) for name, spec in source.specs.items()]):
+        if position != current:
+            assert array is not None
+            yield array
+            current, array = position, None
+        if box == full_box(shapes[position]):
+            array = bits
+            continue
+        if array is None:
+            array = np.empty(shapes[position], bits.dtype)
+        array[box_index(box)] = bits
+    if array is not None:
+        yield array

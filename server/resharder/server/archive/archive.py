@@ -15,9 +15,8 @@ from resharder.server.archive.checkpoints import Archived, Checkpoints
 from resharder.server.archive.remote import Remote
 from resharder.server.infra.backoff import backoff
 from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
-from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.state.version import READY, RETIRED, VersionRecord, check_model_name
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.model_state import check_model_name
 from resharder.server.store.store import Store
 
 _HOLDER = "archive"
@@ -102,11 +101,11 @@ class Archive:
             Unavailable: ARCHIVE_FAILED.
         """
         holder = f"{_HOLDER}-{secrets.token_hex(4)}"
-        record = self.store.pins.pin(model, number, holder, yielding=True)
+        record = self.store.lifecycle.pin(model, number, holder, yielding=True)
         try:
             return self._keep(record, sure=True)
         finally:
-            self.store.pins.release(model, number, holder)
+            self.store.lifecycle.release(model, number, holder)
 
     def archived(self, model: str = "") -> list[Archived]:
         """Return the complete versions of one model or of all, newest first. Raises InvalidArgument
@@ -119,13 +118,14 @@ class Archive:
     def restore(self, model: str, number: int) -> VersionRecord:
         """Restore a version, READY under its own number and verified.
 
-        Raises ResourceNotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and errors of `Adopter.adopt`.
+        Raises ResourceNotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and the errors of
+            `VersionLifecycle.adopt`.
         """
         archived = self._checkpoints.find(model, number)
         if archived is None:
             raise ResourceNotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
         write = partial(self._checkpoints.fetch, archived)
-        record = self.store.adopter.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
+        record = self.store.lifecycle.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
         self._report(record.name, "restored", f"from {archived.url}")
         return record
 
@@ -185,14 +185,14 @@ class Archive:
             if not self._due(record):
                 return
             try:
-                self.store.pins.pin(record.model, record.number, _HOLDER, yielding=True)
+                self.store.lifecycle.pin(record.model, record.number, _HOLDER, yielding=True)
             except ResourceNotFound:  # retired already
                 return
             overtaken = self._waiting.get(record.model)
             self._waiting[record.model] = record
             self._changed.notify_all()
         if overtaken is not None:
-            self.store.pins.release(overtaken.model, overtaken.number, _HOLDER)
+            self.store.lifecycle.release(overtaken.model, overtaken.number, _HOLDER)
 
     def _due(self, record: VersionRecord) -> bool:
         taken = [r.number for r in (self._writing, self._waiting.get(record.model)) if r is not None and r.model == record.model]
@@ -221,7 +221,7 @@ class Archive:
         finally:
             with self._changed:
                 self._writing = None
-            self.store.pins.release(record.model, record.number, _HOLDER)
+            self.store.lifecycle.release(record.model, record.number, _HOLDER)
 
     def _again(self, act: Callable[[], object], overtaken: Callable[[], bool] = lambda: False) -> None:
         """Repeat an operation while the archive or the store's medium fails, or the daemon fetches the version from nodes."""

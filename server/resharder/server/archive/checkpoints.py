@@ -26,8 +26,7 @@ from resharder.server.archive.remote import CHUNK, Remote
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import DataLoss, ResourceNotFound, Unavailable
-from resharder.server.state.version import VersionRecord
-from resharder.server.store.model_state import MODEL_NAME
+from resharder.server.state.version import MODEL_NAME, VersionRecord
 
 MARKER = "archived.json"
 _FORMAT = 1

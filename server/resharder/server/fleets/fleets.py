@@ -45,7 +45,7 @@ from resharder.server.state.server_events import (
     WorkerReported,
 )
 from resharder.server.store.catalogue import Catalogue
-from resharder.server.store.pins import VersionPins
+from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.v1 import resources_pb2
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -145,7 +145,7 @@ class Fleets:
     def __init__(
         self,
         versions: Catalogue,
-        pins: VersionPins,
+        pins: VersionLifecycle,
         *,
         offers: OfferedVersions | None = None,
         settings: Settings | None = None,

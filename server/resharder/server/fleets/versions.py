@@ -9,7 +9,7 @@ from resharder.server.state.fleet import Fleet
 from resharder.server.state.server import Ahead
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store.catalogue import Catalogue
-from resharder.server.store.pins import VersionPins
+from resharder.server.store.lifecycle import VersionLifecycle
 
 
 class FleetVersions:
@@ -24,7 +24,7 @@ class FleetVersions:
         offers: Versions offered over the direct path.
     """
 
-    def __init__(self, catalogue: Catalogue, pins: VersionPins, offers: OfferedVersions) -> None:
+    def __init__(self, catalogue: Catalogue, pins: VersionLifecycle, offers: OfferedVersions) -> None:
         self._catalogue, self._pins, self._offers = catalogue, pins, offers
         self._ready: dict[str, dict[int, str]] = {}
         self._ahead: dict[str, dict[int, Ahead]] = {}

@@ -16,9 +16,9 @@ from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
-from resharder.server.ingest.packed_boxes import PackedBoxes
+from resharder.server.ingest.boxes import PackedBoxes
+from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.partial import MissingPieces
-from resharder.server.store.verified import VerifiedVersion
 
 DAEMON_HOST = ""
 """Host of the daemon, among the hosts of ranks; others are ids of nodes."""

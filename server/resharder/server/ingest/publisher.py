@@ -5,25 +5,25 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from resharder.converters.errors import LayoutError, UnsupportedModel
-from resharder.converters.geometry.layout import Box, TensorSpec
-from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.piece_arrays import Ints, join_boxes
+from resharder.converters.geometry.senders import senders, senders_by_host
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
-from resharder.converters.storage.files import INDEX_FILE, FileLayout
+from resharder.converters.storage.files import INDEX_FILE, FileLayout, lay_out
 from resharder.converters.wire.ranges import HELD_FILE
-from resharder.server.ingest.assignment import Assigned, assign
-from resharder.server.ingest.homes import Readable, boxes_at_home
+from resharder.server.ingest.boxes import PackedBoxes, Slot, cut_slot
+from resharder.server.ingest.homes import DAEMON_HOST, GatheredBoxes, Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
-from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
+from resharder.server.store.catalogue import taken_over
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.model_state import taken_over
 from resharder.server.store.partial import PIECES_FILE
 
 REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED", "FENCED", "GONE"
@@ -61,6 +61,19 @@ def _check_counts(config: object) -> None:
                     counts[what] = max(counts[what], value)
     if counts["layers"] * counts["experts"] > _MOST_EXPERTS:
         raise LayoutError(f"config.json: expected at most {_MOST_EXPERTS} experts in all layers, got {counts}")
+
+
+class Assigned(NamedTuple):
+    """Positions and boxes that each rank sends.
+
+    `homes` has the node of each tensor that ranks on nodes' hosts send, by its number. `gathered` has the tensors of which ranks
+    of several hosts send parts.
+    """
+
+    positions: dict[int, list[int]]
+    boxes: dict[int, PackedBoxes]
+    homes: dict[int, str]
+    gathered: frozenset[int]
 
 
 class CheckedLayout(NamedTuple):
@@ -243,11 +256,14 @@ class PublisherRecord:
         """Return the ranks that send boxes."""
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
 
-    def check_and_assign(self) -> Assigned:
-        """Return what each rank sends: each distinct box once, of one host a whole tensor if that is possible, with even bytes.
+    def check(self) -> CheckedLayout:
+        """Return what each rank sends, the blocks that ranks share, and the files of a version.
+
+        Each distinct box is sent once, of one host a whole tensor if that is possible, with even bytes. No file has tensors of
+        two homes.
 
         Raises:
-            FailedPrecondition: LAYOUT_MISMATCH: the ranks' boxes do not tile the model.
+            FailedPrecondition: LAYOUT_MISMATCH: the ranks' boxes do not tile the model, or no rank contributes to a shared block.
         """
         try:
             self._check_names()
@@ -257,7 +273,13 @@ class PublisherRecord:
         except LayoutError as error:
             raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
         parts = [self.held[rank] for rank in range(self.world_size)]
-        return assign(self.specs, parts, self.hosts, self.gatherers)
+        assigned = assign(self.specs, parts, self.hosts, self.gatherers)
+        try:
+            shared = plan_shared(self.blocks)
+        except LayoutError as error:
+            raise FailedPrecondition("LAYOUT_MISMATCH", f"{self.name}: {error}") from error
+        homes = {self.specs[n].name: f"{node}/{n in assigned.gathered}" for n, node in assigned.homes.items()}
+        return CheckedLayout(assigned, shared, lay_out(self.specs, homes=homes))
 
     def _check_names(self) -> None:
         if not self.specs:
@@ -299,6 +321,26 @@ class PublisherRecord:
         self.shared, self.state = checked.shared, ACTIVE
         self.held, self.blocks, self.files, self.stalled, self.checked = {}, {}, {}, None, None
 
+    def file_homes(self, files: Sequence[FileLayout]) -> dict[str, str]:
+        """Return the node of each file whose home may be one, by path."""
+        found = {file.path: self.homes.get(self.numbers[next(iter(file.by_name))]) for file in files}
+        return {path: node for path, node in found.items() if node is not None}
+
+    def gathered_boxes(self, files: Sequence[FileLayout]) -> tuple[GatheredBoxes, ...]:
+        """Return the boxes that ranks write on a node which is not the home of their file."""
+        if not self.gathered:
+            return ()
+        paths = {name: file.path for file in files for name in file.by_name}
+        found: dict[tuple[str, str], list[tuple[str, Box]]] = {}
+        same: dict[Box, Box] = {}  # ranks repeat the same boxes
+        for rank, boxes in self.boxes.items():
+            for position in np.flatnonzero(np.isin(boxes.tensors, [*self.gathered])).tolist():
+                number, host = int(boxes.tensors[position]), self.hosts[rank]
+                if host != self.homes[number]:
+                    name, box = self.specs[number].name, boxes.box(position)
+                    found.setdefault((paths[name], host), []).append((name, same.setdefault(box, box)))
+        return tuple(GatheredBoxes(path, node, tuple(boxes)) for (path, node), boxes in sorted(found.items()))
+
     def reject(self, error: DaemonError) -> None:
         """Become REJECTED. Later calls raise `error`."""
         self._end(REJECTED, error)
@@ -333,6 +375,47 @@ class PublisherRecord:
                 boxes = boxes.take(np.delete(np.arange(len(boxes)), at_home))
                 self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes)
             return self._slots[rank, gathers]
+
+
+def assign(
+    specs: Sequence[TensorSpec], held: Sequence[PackedBoxes], hosts: Mapping[int, str], gatherers: Collection[int]
+) -> Assigned:
+    """Return what each rank sends.
+
+    Args:
+        specs: The tensors.
+        held: The boxes of each rank, replicas included; together they tile the tensors.
+        hosts: Host of each rank whose host is known: `DAEMON_HOST` or the id of a node.
+        gatherers: Ranks that can write boxes which other nodes gather.
+    """
+    counts = [len(boxes) for boxes in held]
+    sent, homes, gathered = _senders(specs, held, np.repeat(np.arange(len(held)), counts), hosts, gatherers)
+    ends = np.cumsum(counts)
+    mine = [each - begin for each, begin in zip(np.split(sent, np.searchsorted(sent, ends[:-1])), ends - counts, strict=True)]
+    boxes = {rank: part.take(positions) for rank, (part, positions) in enumerate(zip(held, mine, strict=True))}
+    return Assigned({rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes, homes, gathered)
+
+
+def _senders(
+    specs: Sequence[TensorSpec],
+    held: Sequence[PackedBoxes],
+    rank: Ints,
+    known: Mapping[int, str],
+    gatherers: Collection[int],
+) -> tuple[Ints, dict[int, str], frozenset[int]]:
+    """Return the boxes that are sent, as indices into those of all ranks, and `homes` and `gathered` of `Assigned`."""
+    tensors, boxes = np.concatenate([part.tensors for part in held]).astype(np.int64), join_boxes([p.boxes for p in held])
+    items = np.array([ITEM_SIZES[spec.dtype] for spec in specs], np.int64)
+    names = sorted({*known.values()})
+    if not any(names):  # no rank is on a node's host
+        return senders(tensors, boxes, rank, len(held), items), {}, frozenset()
+    hosts = np.array([names.index(known[r]) if r in known else -1 for r in range(len(held))], np.int64)
+    sizes = np.array([spec.size for spec in specs], np.int64)
+    nodes = {number for number, name in enumerate(names) if name != DAEMON_HOST}
+    older = {int(hosts[r]) for r in known.keys() - set(gatherers)}
+    found = senders_by_host(tensors, boxes, rank, len(held), sizes, items, hosts, nodes - older)
+    homes = {number: names[host] for number, host in enumerate(found.hosts.tolist()) if host in nodes}
+    return found.pieces, homes, frozenset(np.flatnonzero(found.gathered).tolist())
 
 
 def current(publishers: Iterable[PublisherRecord]) -> dict[str, PublisherRecord]:

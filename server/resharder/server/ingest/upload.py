@@ -21,8 +21,8 @@ from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
+from resharder.server.ingest.boxes import Slot
 from resharder.server.ingest.homes import HomeFiles, HomeLost, NoNodes
-from resharder.server.ingest.packed_boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, digests_of, has_header
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
@@ -49,6 +49,14 @@ class SlotDelivery:
     size_bytes: int
     trace: str
     home_bytes: int = 0
+
+
+class VersionGroup(NamedTuple):
+    """Versions that become READY together: those of one step of a job, one of each model that it publishes together."""
+
+    job: str
+    step: int
+    models: frozenset[str]
 
 
 class Proof(NamedTuple):
@@ -79,9 +87,11 @@ class Upload:
     ) -> None:
         self.homes = homes or HomeFiles(NoNodes(), record.name, (), files)
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
+        self.group = VersionGroup(publisher.job, record.step, frozenset({publisher.model, *publisher.together}))
+        self.proof: Proof | None = None  # once it is verified; guarded by the intake's lock
         self.deliveries: dict[int, SlotDelivery] = {}
         self.timings: list[Timing] = []  # of the daemon's own phases
-        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the ingest's lock
+        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
         self._shared = shared  # whether other processes may have mapped the files
         self._threads = threads  # that digest
         self._files, self._chunk_bytes = files, chunk_bytes

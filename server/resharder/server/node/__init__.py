@@ -1,1 +1,1 @@
-"""Versions on many hosts: pieces, which node holds which of them, and from which node each is taken."""
+"""The process on a host without a daemon: it holds versions in the host's shared memory and passes pieces on."""

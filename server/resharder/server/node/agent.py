@@ -2,11 +2,14 @@
 
 Two threads: one exchanges reports and orders, so that a daemon that is away stops no transfer; the other one creates and drops
 versions and starts requests. Orders are complete each time: a version that they do not name is dropped, once no process uses it.
+
+At its end, the process waits, for a bounded time, for versions that would be lost or aborted with it (`await_departure`).
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +18,14 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.endpoint import PROXY, proxy_address
 from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.transfers import PieceSource, ReceivedBytes
 from resharder.server.infra.backoff import backoff
-from resharder.server.node.copies import HeldVersion, NodeCopies
-from resharder.server.node.copy_problems import CopyProblems
+from resharder.server.node.copies import CopyProblems, HeldVersion, NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
-from resharder.server.node.departure import await_departure
 from resharder.server.node.file_sets import FileSets
 from resharder.server.node.link_probe import LinkProbe
-from resharder.server.node.sources import PeerOffer
-from resharder.server.node.swarm import PieceOffers, Swarm
-from resharder.server.node.transfers import PieceSource, ReceivedBytes
 from resharder.server.state.errors import DaemonError
 from resharder.v1 import node_pb2, resources_pb2
 
@@ -33,7 +34,49 @@ _SHORTEST_REPORT = 0.02  # seconds between two reports
 _STEP_SECONDS = 0.25
 _NO_PORT = "the daemon has no data port (data_listen)"
 _UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out
+_OPEN = (node_pb2.FileSetOrder.UPLOADING, node_pb2.FileSetOrder.VERIFYING)
 _log = structlog.get_logger("resharder.node")
+
+
+def needing(orders: node_pb2.NodeOrders) -> Iterator[str]:
+    """Yield why versions need a node, by the daemon's orders to it."""
+    for order in orders.versions:
+        if order.sole_holder:
+            yield f"{order.version}: no other host holds pieces that this node has"
+    for reservation in orders.reservations:
+        for each in reservation.sets:
+            if each.state in _OPEN:
+                yield f"{each.version}: ranks write it here, or it is being verified"
+
+
+def await_departure(
+    known: node_pb2.NodeOrders,
+    exchange: Callable[[], node_pb2.NodeOrders],
+    seconds: float,
+    forced: threading.Event,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Wait until no version needs a node. Returns False if one still does after `seconds`, or once `forced` is set.
+
+    Args:
+        known: The node's last orders, which count while the daemon is away.
+        exchange: Function that reports to the daemon and returns the orders. Raises grpc.RpcError, OSError.
+        seconds: Bound on the wait.
+        forced: Ends the wait.
+        clock: Seconds of a monotonic clock.
+    """
+    deadline, said = clock() + seconds, list[str]()
+    while True:
+        with suppress(grpc.RpcError, OSError):  # the loop of reports logs it
+            known = exchange()
+        if not (waits := list(needing(known))):
+            return True
+        if waits != said:
+            _log.info("departure_waits", versions=waits[:8], seconds=round(max(0.0, deadline - clock()), 1))
+            said = waits
+        if forced.wait(min(_STEP_SECONDS, max(0.0, deadline - clock()))) or clock() >= deadline:
+            _log.warning("departs_anyway", versions=waits[:8], reason="a second signal" if forced.is_set() else "drain_seconds")
+            return False
 
 
 class Replaced(Exception):

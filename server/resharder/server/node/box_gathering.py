@@ -17,11 +17,11 @@ from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_body import ReusedMemory
 from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, PortBusy, RangeConnection, WrongBytes
 from resharder.converters.wire.windows import BoxPart, Window, cut_windows, window_request
+from resharder.server.holding.part_files import FilesOnNode
+from resharder.server.holding.sources import LIMITS
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import ReceivedBytes, data_address
 from resharder.server.infra.filesystem import MediumRefused, touching
-from resharder.server.node.daemon_client import NodeTls
-from resharder.server.node.part_files import FilesOnNode
-from resharder.server.node.sources import LIMITS
-from resharder.server.node.transfers import ReceivedBytes, data_address
 
 _PATIENCE = 10.0  # seconds without a window from a node
 _PAUSE = 0.05  # until a node that has refused is asked again

@@ -1,8 +1,6 @@
-"""A node's calls of the daemon."""
+"""A node's calls of the daemon, and the checksums of pieces that they return."""
 
-import hashlib
 import importlib.metadata
-import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +10,17 @@ from typing import Any, NamedTuple
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.converters.wire.endpoint import route_options
+from resharder.converters.wire.pieces import PieceSpan
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.data.checksums import PieceChecksums
+from resharder.server.holding.part_files import FilesOnNode, files_from_proto
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import PieceTarget
 from resharder.server.ingest.homes import FileProof
-from resharder.server.node.part_files import FilesOnNode, files_from_proto
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
+_BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
 _SECONDS = 10.0
 _CHECKSUM_SECONDS = 60.0
 _OPTIONS = (
@@ -27,66 +31,6 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-def certificate_id(der: bytes) -> str:
-    """Return `sha256:HEX` of a certificate."""
-    return f"sha256:{hashlib.sha256(der).hexdigest()}"
-
-
-def fingerprint_of(path: Path) -> str:
-    """Return `sha256:HEX` of the first certificate of a PEM file. Raises OSError, and ValueError for a file without one."""
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    text = path.read_text()
-    if begin not in text or end not in text:
-        raise ValueError(f"expected a certificate in {path}")
-    return certificate_id(ssl.PEM_cert_to_DER_cert(text[text.index(begin) : text.index(end) + len(end)]))
-
-
-@dataclass(frozen=True)
-class NodeTls:
-    """Certificates of a node, as PEM files, which are read again when they change.
-
-    Args:
-        ca: Authority of the certificates of the daemon and of other nodes.
-        certificate: The node's certificate, with which it calls and answers.
-        key: Its key.
-        daemon_name: Name in the daemon's certificate, if it differs from the endpoint's host.
-        peer_name: Name in the certificates of other nodes, if it differs from their addresses.
-        token_file: File with the token of calls of the daemon. No other node receives it.
-    """
-
-    ca: Path
-    certificate: Path
-    key: Path
-    daemon_name: str = ""
-    peer_name: str = ""
-    token_file: Path | None = None
-
-    def stamp(self) -> tuple[object, ...]:
-        """Return a value that changes with the files. Raises OSError if one is missing."""
-        found = [path.stat() for path in (self.ca, self.certificate, self.key)]
-        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers of requests to the daemon: the token. Raises OSError if there is none in its file."""
-        if self.token_file is None:
-            return {}
-        token = self.token_file.read_text(encoding="latin-1").strip()
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise OSError(f"expected a token of printable letters and digits in {self.token_file}")
-        return {"authorization": f"Bearer {token}"}
-
-    def fingerprint(self) -> str:
-        """Return `sha256:HEX` of the certificate. Raises OSError, and ValueError for a file without one."""
-        return fingerprint_of(self.certificate)
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context of a connection to a data port. Raises OSError (ssl.SSLError)."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(self.ca)
-        context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
-        return context
 
 
 @dataclass(frozen=True)
@@ -225,3 +169,22 @@ class DaemonClient:
             self._closed = True
             if self._current is not None:
                 self._current.channel.close()
+
+
+class CheckedPieces:
+    """The daemon's checksums of pieces, fetched in batches when first needed. Thread-safe. The data port shares `known`."""
+
+    def __init__(self, daemon: DaemonClient) -> None:
+        self._daemon, self.known = daemon, PieceChecksums()
+
+    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+        """Return the checksum of a part. Raises grpc.RpcError, OSError."""
+        return self.known.get((version.fingerprint, part.file, part.start), lambda: self._fetch(version, part))
+
+    def _fetch(self, version: PieceTarget, part: PieceSpan) -> int:
+        begin = part.start - part.start % _BATCH_BYTES
+        end = min(begin + _BATCH_BYTES, version.sizes[part.file])
+        found = self._daemon.checksums(version.name, part.file, begin, end)
+        for start, checksum in zip(range(begin, end, PIECE_BYTES), found, strict=True):
+            self.known.put((version.fingerprint, part.file, start), checksum)
+        return found[(part.start - begin) // PIECE_BYTES]

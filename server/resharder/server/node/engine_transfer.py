@@ -9,10 +9,10 @@ import xxhash
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.pieces import PieceSpan
-from resharder.server.node.memory import EngineFailed, MemoryEngine, PieceTaken, VersionMemory
-from resharder.server.node.piece_target import PieceTarget
-from resharder.server.node.sources import LIMITS, PeerRecord, RequestLimits, after_failure
-from resharder.server.node.transfers import CheckedPieces, PieceSource, PieceTransfer, ReceivedBytes
+from resharder.server.holding.memory import EngineFailed, MemoryEngine, PieceTaken, VersionMemory
+from resharder.server.holding.sources import LIMITS, PeerRecord, RequestLimits, after_failure
+from resharder.server.holding.transfers import PieceSource, PieceTarget, PieceTransfer, ReceivedBytes
+from resharder.server.node.daemon_client import CheckedPieces
 
 _log = structlog.get_logger("resharder.node")
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -26,17 +27,66 @@ from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
+from resharder.server.holding.part_files import AHEAD, FilesOnNode, keep_only, lay_out_again, write_parts
 from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_zeros
+from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.released_files import EarlyDigests
 from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
-from resharder.server.node.part_files import keep_only, lay_out_again, write_parts
-from resharder.server.node.reports import AHEAD
-from resharder.server.node.reserved_sets import FileSet, ReservedSets
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.v1 import node_pb2
+
+
+@dataclass
+class FileSet:
+    """A set. `version` names the version that has taken it; empty for a free one."""
+
+    id: str
+    folder: Path
+    early: EarlyDigests[FileProof]
+    version: str = ""
+    own: FilesOnNode = field(default_factory=FilesOnNode)  # files that the version has here
+    closed: set[str] = field(default_factory=set)  # files that ranks have closed
+    sealed: bool = False  # whether all ranks have sealed, so that other nodes may fetch boxes of its parts
+    sources: dict[str, str] = field(default_factory=dict)  # address of each node from which boxes are gathered
+    proof: SetProof | None = None
+    problem: str = ""  # reason for which it could not be verified
+    unreachable: str = ""  # node that is the reason
+    reported: bool = False  # whether the daemon has the proof, or the problem
+    busy: bool = False  # whether a thread works on it
+    ended: bool = False  # whether its version needs it no longer
+
+
+@dataclass
+class ReservedSets:
+    """Files that versions of one epoch have here, and the sets of them. Guarded by the lock of `FileSets`."""
+
+    id: str
+    publisher: str
+    layout: FilesOnNode | None = None  # None until the daemon has sent it
+    sets: dict[str, FileSet] = field(default_factory=dict)
+    making: int = 0  # sets that are being laid out, or cleaned to be used again
+    problem: str = ""
+    retry: float = 0.0
+    ended: bool = False
+
+    @property
+    def own(self) -> FilesOnNode:
+        """The files of a set; none until the daemon has sent their layout."""
+        return self.layout or FilesOnNode()
+
+    @property
+    def files(self) -> tuple[FileLayout, ...]:
+        """The files of which the node is the home."""
+        return self.own.files
+
+    @property
+    def size(self) -> int:
+        """Bytes of a set."""
+        return self.own.size
+
 
 _RETRY_SECONDS = 2.0  # until a set that could not be laid out is tried again
 _ATTEMPTS, _PAUSE = 20, 0.25  # checks whether the files of a set that has ended are unused, and seconds between them

@@ -16,8 +16,9 @@ from resharder.converters.wire.port_probe import (
     parts_of,
 )
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.node.daemon_client import DaemonClient, NodeTls, RemoteVersion
-from resharder.server.node.transfers import data_address
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import data_address
+from resharder.server.node.daemon_client import DaemonClient, RemoteVersion
 from resharder.v1 import node_pb2, resources_pb2
 
 _OPTIONS = TlsOptions("--tls-ca", "--tls-cert and --tls-key", "--tls-peer-name, for the daemon --tls-name")

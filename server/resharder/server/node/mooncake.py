@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from resharder.converters.storage.pages import Span
-from resharder.server.node.memory import EngineFailed
+from resharder.server.holding.memory import EngineFailed
 
 PROTOCOLS = ("rdma", "tcp")
 _DEVICES = Path("/sys/class/infiniband")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.fleets.fleets import Fleets
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.replication import ReplicaShortage
-from resharder.server.node.reports import NodeView
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.replication import ReplicaShortage
+from resharder.server.nodes.reports import NodeView
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 
@@ -85,8 +85,8 @@ def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[],
         store.catalogue.used_bytes(),
         store.capacity.limit_bytes,
         versions,
-        {record.name: _slots(intake.uploads.progress(record)) for record in staging},
-        [(publisher, intake.publishers.live_ranks(publisher)) for publisher in intake.publishers.all()],
+        {record.name: _slots(intake.progress(record)) for record in staging},
+        [(publisher, intake.live_ranks(publisher)) for publisher in intake.publishers()],
         fleets.fleets(),
         servers,
         nodes.views(),

@@ -10,9 +10,9 @@ from resharder.converters.wire.boxes import spec_to_proto
 from resharder.server.fleets.commands import SERVE_AHEAD
 from resharder.server.fleets.explain import FleetView, ServerView, explain_serve_ahead
 from resharder.server.fleets.fleets import Fleets
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.node.reports import NodeState, NodeView
+from resharder.server.nodes.reports import NodeState, NodeView
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.state.errors import InvalidArgument, listed
 from resharder.server.state.fleet import Move, UpdateStrategy
@@ -43,7 +43,7 @@ class Views:
 
     def publisher(self, publisher: PublisherRecord) -> resources_pb2.Publisher:
         """Convert a publisher, with its live ranks and its model's newest number."""
-        live = self.intake.publishers.live_ranks(publisher)
+        live = self.intake.live_ranks(publisher)
         return resources_pb2.Publisher(
             name=publisher.name,
             model=publisher.model,
@@ -54,7 +54,7 @@ class Views:
             reason=f"{publisher.error.reason}: {publisher.error}" if publisher.error else "",
             registered_slots=len(publisher.registered),
             store=store_access(self.store.folder),
-            lease_seconds=self.intake.publishers.lease_seconds,
+            lease_seconds=self.intake.lease_seconds,
             live_ranks=live,
             newest_version=self.store.catalogue.newest_number(publisher.model),
             data_address=self._data_address,
@@ -67,10 +67,10 @@ class Views:
         if record.state == UPLOADING and self.store.folder.shared:
             message.folder = str(self.store.folder.path(record))
         if slots and record.state == UPLOADING:
-            for rank, sealed, size, received in self.intake.uploads.progress(record):
+            for rank, sealed, size, received in self.intake.progress(record):
                 state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
                 message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
-            upload = self.intake.uploads.find(record.model, record.number)
+            upload = self.intake.upload(record.model, record.number)
             for home in upload.homes.homes if upload is not None else ():
                 message.homes.add(node=f"nodes/{home.node}", folder=home.folder, gathers=home.gathers)
         return message
@@ -93,7 +93,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         ready_time=timestamp(record.ready_time) if record.ready_time else None,
         folder=str(store.folder.path(record)) if _is_mappable(store, record) else "",
         fingerprint=record.fingerprint,
-        used_by=store.pins.holders(record.model, record.number),
+        used_by=store.lifecycle.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
         set_aside=record.set_aside,

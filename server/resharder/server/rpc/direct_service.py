@@ -9,11 +9,11 @@ from resharder.server.direct.direct import Direct
 from resharder.server.direct.plans import Member
 from resharder.server.direct.state import Act, Link, Task
 from resharder.server.infra.change_signal import Pause, Waiting
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.shared import parse_name
+from resharder.server.ingest.intake import Intake
 from resharder.server.rpc.convert import seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.version import parse_name
 from resharder.v1 import direct_pb2
 
 _KINDS = {
@@ -35,8 +35,8 @@ class DirectService:
         member = _member(request.member)
         publishers: list[str] = []
         if "/publishers/" in member.owner:
-            model = self._intake.publishers.get(member.owner, member.rank).model
-            publishers = [each.name for each in self._intake.publishers.all() if each.model == model]
+            model = self._intake.publisher(member.owner, member.rank).model
+            publishers = [each.name for each in self._intake.publishers() if each.model == model]
         else:
             self._direct.check_worker(member)
         self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank), publishers)
@@ -45,7 +45,7 @@ class DirectService:
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
         """Stream a rank's tasks for a version that it has in memory. The end of the call ends the offer."""
         member, (model, number) = _member(request.member), parse_name(request.version, "versions")
-        publisher = self._intake.publishers.get(member.owner, member.rank)
+        publisher = self._intake.publisher(member.owner, member.rank)
         record = self._intake.store.catalogue.get(model, number)
         if (record.model, record.epoch) != (publisher.model, publisher.epoch):
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
+from resharder.server.holding.part_files import files_to_proto
+from resharder.server.holding.swarm import MOST_LINKS, LinkReport
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.homes import FileProof
-from resharder.server.ingest.shared import parse_name
-from resharder.server.node.links import MOST_LINKS, LinkReport
-from resharder.server.node.own_pieces import DAEMON
-from resharder.server.node.part_files import files_to_proto
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.reports import (
+from resharder.server.nodes.pieces import DAEMON
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.reports import (
     CopyOrder,
     CopyReport,
     LinkOrder,
@@ -29,6 +28,7 @@ from resharder.server.node.reports import (
 from resharder.server.rpc.convert import node_id, seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound
+from resharder.server.state.version import parse_name
 from resharder.v1 import node_pb2
 
 _MOST_PIECES = 256

@@ -12,9 +12,8 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
-from resharder.server.ingest.shared import parse_name
-from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.replication import ReplicaShortage
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.replication import ReplicaShortage
 from resharder.server.rpc.convert import (
     Views,
     fleet_to_proto,
@@ -27,7 +26,7 @@ from resharder.server.rpc.convert import (
     timestamp,
 )
 from resharder.server.rpc.dispatch import Call
-from resharder.server.state.version import VersionRecord
+from resharder.server.state.version import VersionRecord, parse_name
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
@@ -62,7 +61,7 @@ class OperatorService:
             answer.store.CopyFrom(access)
         answer.store_used_bytes = self._store.catalogue.used_bytes()
         answer.models.extend(self._store.catalogue.models())
-        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers.all())
+        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers())
         return answer
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:
@@ -144,11 +143,11 @@ class OperatorService:
         """Stream the files of a READY version, which is pinned until the call ends."""
         model, number = parse_name(request.version, "versions")
         holder = f"export-{secrets.token_hex(4)}"
-        record = self._store.pins.pin(model, number, holder)
+        record = self._store.lifecycle.pin(model, number, holder)
         try:
             yield from _export(self._store, record)
         finally:
-            self._store.pins.release(model, number, holder)
+            self._store.lifecycle.release(model, number, holder)
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
         """Repeat a server's install under a profiler, and stream its workers' profiles."""
@@ -162,7 +161,9 @@ class OperatorService:
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, call: Call) -> Message:
         """Retire unused versions of a model; with `dry_run`, only report which."""
-        done = self._store.retirer.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
+        done = self._store.lifecycle.retire(
+            request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run
+        )
         if done.retired and not request.dry_run:
             names = ", ".join(record.name for record in done.retired)
             self._events.add("operator", f"models/{done.retired[0].model}", "retire", versions=names[:1000])

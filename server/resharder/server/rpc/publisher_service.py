@@ -8,16 +8,16 @@ from google.protobuf.message import Message
 from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.change_signal import Waiting
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.boxes import read_boxes
+from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.maxima import RankBlocks, read_shared
-from resharder.server.ingest.packed_boxes import read_boxes
 from resharder.server.ingest.publisher import home_boxes
-from resharder.server.ingest.shared import parse_name
 from resharder.server.observability.tracing.ids import traceparent_of
 from resharder.server.rpc.convert import Views, seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.timing import timings_from_proto
+from resharder.server.state.version import parse_name
 from resharder.v1 import publisher_pb2, resources_pb2
 
 
@@ -34,7 +34,7 @@ class PublisherService:
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, call: Call) -> Message:
         """Claim a model for a job. Idempotent for every rank of the job."""
         files = {file.path: file.content for file in request.model.files}
-        create = self._intake.publishers.create
+        create = self._intake.create_publisher
         made = self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
         nonces = self._intake.nodes.nonces()
         made.nonce_files.extend(nonces.files)
@@ -60,7 +60,7 @@ class PublisherService:
         request.ClearField("warnings")
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
-            self._intake.publishers.register(
+            self._intake.register_slot(
                 request.publisher,
                 request.rank,
                 fingerprint,
@@ -77,9 +77,9 @@ class PublisherService:
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, call: Call) -> Waiting[Message]:
         """Return the boxes that a rank sends, once all ranks have registered."""
         wait = seconds(request.wait_seconds)
-        publisher, boxes = yield from self._intake.publishers.assignment(request.publisher, request.rank, wait)
+        publisher, boxes = yield from self._intake.assignment(request.publisher, request.rank, wait)
         answer = publisher_pb2.Assignment(
-            publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.steps.chunk_bytes
+            publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.chunk_bytes
         )
         answer.node_boxes.extend(home_boxes(publisher, request.rank, gathered=False).tolist())
         answer.gathered_boxes.extend(home_boxes(publisher, request.rank, gathered=True).tolist())
@@ -89,14 +89,14 @@ class PublisherService:
 
     def RenewLease(self, request: publisher_pb2.RenewLeaseRequest, call: Call) -> Message:
         """Renew a rank's lease, and return its publisher."""
-        publisher = self._intake.publishers.get(request.publisher, request.rank)
-        self._intake.publishers.report_readable(publisher, request.rank, _readable(request.readable))
+        publisher = self._intake.publisher(request.publisher, request.rank)
+        self._intake.report_readable(publisher, request.rank, _readable(request.readable))
         return self._views.publisher(publisher)
 
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, call: Call) -> Waiting[Message]:
         """Return the version of a rank's step, and begin it if there is none."""
         after = request.after if request.HasField("after") else None
-        record = yield from self._intake.steps.create(
+        record = yield from self._intake.create_version(
             request.publisher, request.rank, request.step, after, set_aside=request.set_aside
         )
         if request.withheld:
@@ -107,7 +107,7 @@ class PublisherService:
         """Return the maxima of blocks that a rank shares with others, once those have brought theirs."""
         model, number = parse_name(request.version, "versions")
         values, wait = np.array(request.maxima, np.float32), seconds(request.wait_seconds)
-        found = yield from self._intake.exchange.exchange(model, number, request.epoch, request.rank, values, wait)
+        found = yield from self._intake.exchange_maxima(model, number, request.epoch, request.rank, values, wait)
         return publisher_pb2.Maxima(maxima=found.tolist())
 
     def UploadChunks(self, call: Call) -> "ChunkStream":
@@ -117,12 +117,12 @@ class PublisherService:
     def ListMissingChunks(self, request: publisher_pb2.SlotRequest, call: Call) -> Message:
         """List the chunks of a slot that have not arrived, so that a rank can continue after an interruption."""
         model, number = parse_name(request.version, "versions")
-        return publisher_pb2.MissingChunks(indices=self._intake.uploads.missing(model, number, request.epoch, request.rank))
+        return publisher_pb2.MissingChunks(indices=self._intake.missing_chunks(model, number, request.epoch, request.rank))
 
     def ReleaseFiles(self, request: publisher_pb2.ReleaseFilesRequest, call: Call) -> Message:
         """Begin to digest files that all of their writers have closed."""
         model, number = parse_name(request.version, "versions")
-        self._intake.uploads.release(model, number, request.epoch, request.rank, request.files)
+        self._intake.release_files(model, number, request.epoch, request.rank, request.files)
         return publisher_pb2.ReleaseFilesResponse()
 
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, call: Call) -> Message:
@@ -130,17 +130,17 @@ class PublisherService:
         model, number = parse_name(request.version, "versions")
         timings, trace = timings_from_proto(request.timings), traceparent_of(call.metadata)
         said = (request.rank, request.digests, request.mapped, timings, trace)
-        return self._views.version(self._intake.uploads.seal(model, number, request.epoch, *said))
+        return self._views.version(self._intake.seal_slot(model, number, request.epoch, *said))
 
     def AbortVersion(self, request: publisher_pb2.AbortVersionRequest, call: Call) -> Message:
         """Abort a version that is UPLOADING; a no-op for any other."""
         model, number = parse_name(request.version, "versions")
-        return self._views.version(self._intake.uploads.abort(model, number, request.epoch, request.reason[:1000]))
+        return self._views.version(self._intake.abort_version(model, number, request.epoch, request.reason[:1000]))
 
     def WaitVersion(self, request: publisher_pb2.WaitVersionRequest, call: Call) -> Waiting[Message]:
         """Return a version once it is no longer UPLOADING or, with `serving`, once its servers serve it."""
         model, number = parse_name(request.version, "versions")
-        record = yield from self._intake.waits.wait(model, number, seconds(request.wait_seconds), request.serving)
+        record = yield from self._intake.wait_version(model, number, seconds(request.wait_seconds), request.serving)
         return self._views.version(record)
 
 
@@ -164,7 +164,7 @@ class ChunkStream:
         self._model = self._model or named
         if not self._model or (named and named != self._model):
             raise InvalidArgument("CHUNK", f"expected one model's name in the first chunk of a stream, got {named!r}")
-        self._intake.uploads.land(self._model, header, data)
+        self._intake.land(self._model, header, data)
         self._chunks, self._size = self._chunks + 1, self._size + len(data)
 
     def end(self) -> Message:

@@ -14,7 +14,6 @@ from resharder.converters.wire.chunk_frame import frame
 from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
-from resharder.server.ingest.shared import parse_name
 from resharder.server.rpc.convert import (
     attached_from_proto,
     manifest_to_proto,
@@ -28,6 +27,7 @@ from resharder.server.rpc.convert import (
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server_events import Order
+from resharder.server.state.version import parse_name
 from resharder.server.store.box_reads import CheckedBoxes, check_boxes, packed_chunks
 from resharder.server.store.digests import digest_boxes
 from resharder.server.store.reader import VersionReader

@@ -1,17 +1,20 @@
-"""The record of one version and its states: UPLOADING, then READY and RETIRED, or ABORTED."""
+"""The record of one version, its states (UPLOADING, then READY and RETIRED, or ABORTED), and resource names."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from blake3 import blake3
 from resharder.converters.json_input import check_fields, is_text
+from resharder.server.state.errors import InvalidArgument
 
 LAST_NUMBER = (1 << 62) - 1
 """Highest number or epoch of a version; the next ones fit into the protocol as well."""
 UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
 LOST = "LOST"
 """First word of the reason of a RETIRED version whose bytes are lost."""
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,29 @@ class VersionRecord:
         if max(record.number, record.epoch) > LAST_NUMBER:
             raise ValueError(f"expected a number and an epoch of at most {LAST_NUMBER}, got {record.number} and {record.epoch}")
         return record
+
+
+def check_model_name(name: str) -> str:
+    """Return `name`. Raises InvalidArgument (MODEL_NAME) if it is not a valid model name."""
+    if not MODEL_NAME.fullmatch(name):
+        raise InvalidArgument(
+            "MODEL_NAME",
+            f"expected a model name of at most 64 letters, digits, '.', '_' and '-' that starts with a letter or digit, "
+            f"got {name!r}",
+        )
+    return name
+
+
+def parse_name(name: str, kind: str) -> tuple[str, int]:
+    """Return the model and the number in `models/{model}/{kind}/{number}`. Raises InvalidArgument (RESOURCE_NAME)."""
+    parts = name.split("/")
+    if (
+        len(parts) == 4
+        and parts[0] == "models"
+        and parts[2] == kind
+        and parts[3].isascii()
+        and parts[3].isdigit()
+        and len(parts[3]) < 19
+    ):
+        return check_model_name(parts[1]), int(parts[3])
+    raise InvalidArgument("RESOURCE_NAME", f"expected models/MODEL/{kind}/NUMBER, got {name[:200]!r}")

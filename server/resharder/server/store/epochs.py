@@ -12,13 +12,12 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import INDEX_FILE, FileLayout, index_json
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.version import check_model_name
 from resharder.server.store import model_files
-from resharder.server.store.capacity import Capacity
-from resharder.server.store.catalogue import Catalogue
+from resharder.server.store.catalogue import Catalogue, Claim, Reservation, StoredModel
 from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder
-from resharder.server.store.model_state import Claim, Reservation, StoredModel, check_model_name
-from resharder.server.store.retention import Retention
+from resharder.server.store.retention import Capacity, Retention
 
 
 class NewEpoch(NamedTuple):

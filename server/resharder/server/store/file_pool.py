@@ -24,9 +24,8 @@ from resharder.server.infra.filesystem import (
     write_header,
     write_zeros,
 )
-from resharder.server.store.capacity import Capacity
-from resharder.server.store.catalogue import Catalogue
-from resharder.server.store.model_state import Reservation, StoredModel
+from resharder.server.store.catalogue import Catalogue, Reservation, StoredModel
+from resharder.server.store.retention import Capacity
 
 _ATTEMPTS, _PAUSE = 20, 0.25  # checks whether a retired version's files are unused, and seconds between them
 _log = structlog.get_logger("resharder.store")

@@ -1,28 +1,44 @@
-"""The life of a version from UPLOADING to READY or ABORTED."""
+"""The life of a version: UPLOADING, then READY, pinned and RETIRED, or ABORTED.
 
-from collections.abc import Callable, Mapping, Sequence
+Every change of a version's state is a rename of its folder, and one line of the history. A version is READY after `commit` by a
+publisher or `adopt` from an archive. It is RETIRED by retention, for capacity, at an operator's command, or because it is lost.
+"""
+
+import errno
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import structlog
 from resharder.converters.failpoints import failpoint
-from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
+from resharder.converters.storage.files import INDEX_FILE, FileLayout
+from resharder.server.infra.filesystem import is_gone, make_durable_folder, make_folder, move, sync, touching, write_file
 from resharder.server.infra.medium import medium_error, medium_errors
-from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
-from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
-from resharder.server.store import manifest
-from resharder.server.store.capacity import Capacity
-from resharder.server.store.catalogue import Catalogue
+from resharder.server.state.errors import (
+    AlreadyExists,
+    DaemonError,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ResourceNotFound,
+    Unavailable,
+)
+from resharder.server.state.version import ABORTED, LOST, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.store import manifest, model_files
+from resharder.server.store.catalogue import Catalogue, Reservation, StoredModel
 from resharder.server.store.file_pool import FilePool
-from resharder.server.store.folder import StoreFolder
+from resharder.server.store.folder import StoreFolder, sync_or_undo
 from resharder.server.store.history import History
-from resharder.server.store.manifest import MANIFEST_FILE, Manifest
-from resharder.server.store.model_state import Reservation, StoredModel
-from resharder.server.store.partial import MissingPieces, PartialVersion
+from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest, ManifestCache, VerifiedVersion
+from resharder.server.store.partial import MissingPieces, PartialVersion, remove_leftovers
 from resharder.server.store.renames import rename_together
-from resharder.server.store.retirement import Retirer
-from resharder.server.store.verified import VerifiedVersion
+from resharder.server.store.retention import Capacity, Retention
+
+RESTORED = "restored"
+"""Holder of an adopted version that retention would drop at once."""
+_log = structlog.get_logger("resharder.store")
 
 
 class ProvenVersion(NamedTuple):
@@ -35,8 +51,20 @@ class ProvenVersion(NamedTuple):
     """Pieces of which the nodes' bytes are verified, and that the store lacks; None if it has all."""
 
 
+class Retirement(NamedTuple):
+    """Result of an operator's command to drop versions. After a dry run, `retired` are the versions that would be dropped."""
+
+    retired: tuple[VersionRecord, ...]
+    kept: tuple[VersionRecord, ...]  # in use, UPLOADING, or the newest READY one
+    freed_bytes: int
+
+
 class VersionLifecycle:
-    """Transitions of versions: begin, commit, abort. Thread-safe; files are written and synced without the lock."""
+    """Transitions of versions. Thread-safe; files are written, synced and verified without the lock.
+
+    The catalogue's lock guards the state of models. `_retain`, `_free_capacity` and `_end` are called with it, and their callers
+    notify the catalogue's subscribers afterwards, without it. Callers of `settle` and `adopt` hold no lock.
+    """
 
     def __init__(
         self,
@@ -44,13 +72,16 @@ class VersionLifecycle:
         catalogue: Catalogue,
         capacity: Capacity,
         pool: FilePool,
-        retirer: Retirer,
+        retention: Retention,
         history: History,
+        manifests: ManifestCache,
         clock: Callable[[], float],
     ) -> None:
         self._folder, self._catalogue, self._capacity, self._pool = folder, catalogue, capacity, pool
-        self._retirer, self._history, self._clock = retirer, history, clock
+        self._retention, self._history, self._manifests, self._clock = retention, history, manifests, clock
         self._changed = catalogue.changed
+
+    # UPLOADING
 
     @medium_errors()
     def begin(
@@ -91,7 +122,7 @@ class VersionLifecycle:
                 failure, reservation.failure = reservation.failure, None
                 if failure is not None:
                     raise medium_error(failure)
-                if not self._retirer.free_capacity(retired):
+                if not self._free_capacity(retired):
                     why = f"no capacity for another version of {reservation.size} bytes"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._capacity.holdings()}")
             elif not reservation.pending:
@@ -137,6 +168,25 @@ class VersionLifecycle:
             same = reservation is not None and self._catalogue.get(name, number).epoch == reservation.epoch
             return reservation.pool[0] if reservation is not None and same and reservation.pool else None
 
+    def abort(self, name: str, number: int, reason: str) -> VersionRecord:
+        """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
+
+        A failing medium does not prevent the abort. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        """
+        with self._changed:
+            model = self._catalogue.model(name)
+            record = self._catalogue.get(name, number)
+            if record.state != UPLOADING:
+                return record
+            failpoint("abort.record")
+            done = replace(record, state=ABORTED, reason=reason, end_time=round(self._clock(), 6))
+            self._end(model, record, done)
+            self._changed.notify_all()
+        self._catalogue.notify_subscribers([done])
+        return done
+
+    # READY
+
     @medium_errors()
     def commit(
         self,
@@ -151,7 +201,7 @@ class VersionLifecycle:
 
         Their bytes must be complete and verified, and no process may still write to them. Of a version with `missing`, this
         holds for the bytes in the store and those on the nodes together; it is READY without the missing pieces, and
-        `PartialVersions` has it until they have been fetched. `before_ready` is called with all versions once their manifests are
+        `partials` has it until they have been fetched. `before_ready` is called with all versions once their manifests are
         written; the versions stay UPLOADING if it raises.
 
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
@@ -177,7 +227,7 @@ class VersionLifecycle:
             for model, done in zip(models, ready, strict=True):
                 self._history.add(done)
                 failpoint("commit.after-history")
-                retired += self._retirer.retain(model)
+                retired += self._retain(model)
             self._changed.notify_all()
         self._catalogue.notify_subscribers([*ready, *retired])
         return ready[0]
@@ -213,19 +263,301 @@ class VersionLifecycle:
         found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=proven.missing is None)
         return VerifiedVersion(found, self._folder.path(proven.record))
 
-    def abort(self, name: str, number: int, reason: str) -> VersionRecord:
-        """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
+    def partials(self) -> list[PartialVersion]:
+        """Return the READY versions that lack pieces, the one that became READY last first."""
+        found = [partial for model in self._catalogue.stored() for partial in model.partial.values()]
+        return sorted(found, key=lambda partial: (partial.record.ready_time, partial.record.number), reverse=True)
 
-        A failing medium does not prevent the abort. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+    def settle(self, partial: PartialVersion, threads: int) -> bool:
+        """Verify the tensors whose pieces have arrived, and make the version whole if all have. Returns whether it is settled.
+
+        A version whose tensors do not have their digests is lost (`lose`). Raises OSError, DaemonError; the next call
+        repeats what has failed.
+        """
+        record = partial.record
+        damage = partial.verify(threads)
+        if not damage and not partial.is_whole():
+            return False
+        try:
+            if not damage:
+                partial.complete()
+        except BadManifest as error:
+            damage = str(error)
+        if damage:
+            self.lose(record.model, record.number, damage)
+            return True
+        with self._changed:
+            model = self._catalogue.model(record.model)
+            if model.records[record.number].state != READY:
+                return True
+            model.put_partial(record.number, None)
+            self._changed.notify_all()
+        partial.finish()
+        _log.info("version_whole", version=record.name)
+        try:
+            remove_leftovers(partial.folder, Manifest(record, partial.files, {}, ()))
+        except OSError as error:  # the next start removes them
+            _log.warning("not_removed", version=record.name, error=str(error))
+        return True
+
+    @medium_errors()
+    def adopt(self, name: str, number: int, fingerprint: str, size: int, write: Callable[[Path], None]) -> VersionRecord:
+        """Make an archived version READY under its own number.
+
+        `write(folder)` writes its files, `size` bytes of safetensors, and the manifest. Sizes, headers, small files and the
+        digest of every tensor are verified afterwards. A version that is READY already is returned unchanged.
+
+        Raises AlreadyExists (VERSION_DIFFERS), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), DataLoss (CHECKSUM),
+        Unavailable (STORE_FAILED, DRAINING), and the errors of `write`; nothing is left behind then.
+        """
+        changed, retired = self._changed, list[VersionRecord]()
+        try:
+            with changed:
+                model = self._catalogue.add_model(name)
+                part = self._free_folder(model, number)
+                known = model.records.get(number)
+                if known is not None and known.fingerprint != fingerprint:
+                    raise AlreadyExists(
+                        "VERSION_DIFFERS", f"{known.name} is {known.state} here, with fingerprint {known.fingerprint!r}"
+                    )
+                if known is not None and known.state == READY:
+                    return known
+                model.number = max(model.number, number)
+                model.write_claim()
+                self._await_capacity(model, size, retired)
+                make_folder(part)
+                model.arriving += size
+        finally:
+            self._catalogue.notify_subscribers(retired)
+        try:
+            write(part)
+            failpoint("adopt.before-proof")
+            found = manifest.verify(part, name, number, fingerprint)
+            failpoint("adopt.before-rename")
+            with changed:
+                self._complete_adoption(model, part, found)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            with changed:
+                model.arriving -= size
+                if not is_gone(part):
+                    model.stuck[part] = size
+                changed.notify_all()
+        self._catalogue.notify_subscribers([found.record])
+        return found.record
+
+    def _free_folder(self, model: StoredModel, number: int) -> Path:
+        """Return the folder to write to, after no earlier version or adoption of the number occupies one."""
+        part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
+        self._pool.remove_stuck(model)
+        while (part.exists() or past.exists()) and not model.stuck.keys() & {part, past}:
+            self._catalogue.wait()
+        if model.stuck.keys() & {part, past}:
+            raise Unavailable("STORE_FAILED", f"{part} or {past} cannot be removed; try again once this medium works")
+        return part
+
+    def _await_capacity(self, model: StoredModel, size: int, retired: list[VersionRecord]) -> None:
+        while not self._capacity.fits(model, size):
+            if not self._free_capacity(retired):
+                raise ResourceExhausted(
+                    "NO_ROOM", f"{model.name}: no capacity for a version of {size} bytes; {self._capacity.holdings()}"
+                )
+            self._catalogue.wait()
+
+    def _complete_adoption(self, model: StoredModel, part: Path, found: Manifest) -> None:
+        record = found.record
+        ready = [*model.of(READY), record]
+        model.epoch = max(model.epoch, record.epoch)
+        model.write_claim()
+        if not model_files.folders(model.folder, model.files_epoch):
+            names = [path for path in found.other_files if path != INDEX_FILE]
+            small = {name: (part / name).read_bytes() for name in names}
+            model_files.write(model.folder, record.epoch, small, model.files_epoch)
+            model.published = True
+        target = self._folder.path(record)
+        make_durable_folder(target.parent)
+        move(part, target)
+        failpoint("adopt.after-rename")
+        sync_or_undo(part, target)
+        model.put(record)
+        model.expected = False
+        self._history.add(record)
+        if record in self._retention.surplus(ready, partial=model.partial):
+            self.pin(model.name, record.number, RESTORED, yielding=True)
+
+    def pin(self, name: str, number: int, holder: str, *, yielding: bool = False) -> VersionRecord:
+        """Protect a READY version from retirement until `release`; with `yielding`, only until the store needs its capacity.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE).
         """
         with self._changed:
-            model = self._catalogue.model(name)
             record = self._catalogue.get(name, number)
-            if record.state != UPLOADING:
-                return record
-            failpoint("abort.record")
-            done = replace(record, state=ABORTED, reason=reason, end_time=round(self._clock(), 6))
-            self._retirer.end(model, record, done)
+            if record.state != READY:
+                raise ResourceNotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
+            model = self._catalogue.model(name)
+            model.holders[number] = model.holders.get(number, frozenset()) | {holder}
+            if yielding:
+                model.yielding.add((number, holder))
+            return record
+
+    def release(self, name: str, number: int, holder: str) -> None:
+        """Remove a pin, and retire what retention no longer keeps. A no-op if the holder has not pinned the version."""
+        with self._changed:
+            model = self._catalogue.find(name)
+            if model is None:
+                return
+            holders = model.holders.get(number, frozenset()) - {holder}
+            model.yielding.discard((number, holder))
+            if holders:
+                model.holders[number] = holders
+                return
+            model.holders.pop(number, None)
+            retired = self._retain(model)
             self._changed.notify_all()
+        self._catalogue.notify_subscribers(retired)
+
+    def holders(self, name: str, number: int) -> list[str]:
+        """Return the names of the holders that pin the version."""
+        model = self._catalogue.find(name)
+        return sorted(model.holders.get(number, ())) if model else []
+
+    # RETIRED
+
+    @medium_errors()
+    def retire(self, name: str, numbers: Collection[int] = (), keep: int = 0, dry_run: bool = False) -> Retirement:
+        """Drop unused READY versions: `numbers`, or without them all but the newest `keep`.
+
+        Raises InvalidArgument (KEEP), ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN), Unavailable (STORE_FAILED),
+        ResourceExhausted (STORE_FULL, NO_DESCRIPTORS).
+        """
+        if not numbers and keep < 1:
+            raise InvalidArgument("KEEP", f"expected the numbers of versions, or to keep the newest 1 at least, got {keep}")
+        with self._changed:
+            model = self._catalogue.model(name)
+            ready = sorted(r.number for r in model.of(READY))
+            records = [self._catalogue.get(name, number) for number in sorted(numbers or ready[:-keep])]
+            asked = [record for record in records if record.state in (READY, UPLOADING)]
+            free = [r for r in asked if r.state == READY and r.number != ready[-1] and not _used(model, r.number)]
+        retired = tuple(free) if dry_run else tuple(self._retire(model, free))
+        gone = {record.number for record in retired}
+        kept = tuple(record for record in asked if record.number not in gone)
+        return Retirement(retired, kept, sum(record.size_bytes for record in retired))
+
+    def _retire(self, model: StoredModel, records: Collection[VersionRecord]) -> Iterator[VersionRecord]:
+        """Retire the versions one by one, and raise the first error after all: one that cannot be moved does not keep others."""
+        failed: OSError | DaemonError | None = None
+        for record in records:
+            with self._changed:
+                if model.records[record.number].state != READY or _used(model, record.number):
+                    continue
+                done = self._retired(record, "retired by an operator")
+                try:
+                    self._end(model, record, done)
+                except (OSError, DaemonError) as error:
+                    failed = failed or error
+                    continue
+                self._changed.notify_all()
+            self._catalogue.notify_subscribers([done])
+            yield done
+        if failed is not None:
+            raise failed
+
+    @medium_errors()
+    def lose(self, name: str, number: int, reason: str) -> VersionRecord:
+        """Retire a READY version that lacks pieces which no node can deliver, pinned or not; return any other as it is.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
+        NO_DESCRIPTORS).
+        """
+        with self._changed:
+            model, record = self._catalogue.model(name), self._catalogue.get(name, number)
+            if number not in model.partial:
+                return record
+            done = self._retired(record, f"{LOST}: {reason}")
+            self._end(model, record, done)
+            self._changed.notify_all()
+        _log.error("version_lost", version=record.name, reason=reason)
         self._catalogue.notify_subscribers([done])
         return done
+
+    def _retain(self, model: StoredModel) -> list[VersionRecord]:
+        """Retire the versions beyond retention.
+
+        A version whose files cannot be moved stays READY until the next call, with the reason in its record.
+        """
+        retired: list[VersionRecord] = []
+        self._drop_surplus(model, retired)
+        return retired
+
+    def _free_capacity(self, retired: list[VersionRecord]) -> bool:
+        """Retire versions of a model that only yielding pins keep, and add them to `retired`.
+
+        Returns whether capacity becomes free, by them or by earlier removals.
+        """
+        for model in self._catalogue.stored():
+            before = len(retired)
+            self._drop_surplus(model, retired, despite_yielding=True)
+            if len(retired) > before:
+                return True
+        return any(model.leaving for model in self._catalogue.stored())
+
+    def _drop_surplus(self, model: StoredModel, retired: list[VersionRecord], *, despite_yielding: bool = False) -> None:
+        pins = {(number, holder) for number, holders in model.holders.items() for holder in holders}
+        pinned = {number for number, _ in (pins - model.yielding if despite_yielding else pins)}
+        surplus = self._retention.surplus(model.of(READY), pinned, model.partial)
+        model.put(*(replace(record, reason="") for record in model.of(READY) if record.reason and record not in surplus))
+        for record in surplus:
+            done = self._retired(record, "newer versions took its place")
+            try:
+                self._end(model, record, done)
+            except (OSError, DaemonError) as error:
+                self._keep(model, record, error)
+                continue
+            retired.append(done)
+
+    def _keep(self, model: StoredModel, record: VersionRecord, error: OSError | DaemonError) -> None:
+        """Record why a version beyond retention is still READY, and log it once."""
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{errno.errorcode.get(error.errno or 0, type(error).__name__)}, {error.strerror or error}"
+        path = self._folder.path(record)
+        reason = f"beyond retention, but {path} cannot be moved ({why}): remove what protects it; the next version tries again"
+        if record.reason != reason:
+            model.put(replace(record, reason=reason))
+            _log.error("version_not_retired", version=record.name, folder=str(path), error=why)
+
+    def _retired(self, record: VersionRecord, reason: str) -> VersionRecord:
+        return replace(record, state=RETIRED, reason=reason, end_time=round(self._clock(), 6))
+
+    def _end(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
+        """Replace `record` by `done`, RETIRED or ABORTED, and free its files.
+
+        Raises OSError for a READY version that cannot be moved; it is still READY. Files of an UPLOADING version that cannot be
+        moved are freed in place, since a starting daemon does not restore them, and so are those of a READY one whose folder
+        somebody has removed. Raises Unavailable (STORE_FAILED) for a READY version of a store that was removed.
+        """
+        path = self._folder.path(done)
+        if record.state == READY:
+            self._folder.check()
+        try:
+            make_folder(path.parent)
+            failpoint("leave.before-rename")
+            move(self._folder.path(record), path)
+        except OSError:
+            if record.state == READY and not is_gone(self._folder.path(record)):
+                raise
+            path = self._folder.path(record)
+        failpoint("leave.after-rename")
+        model.put(done)
+        if (partial := model.partial.get(done.number)) is not None:
+            model.put_partial(done.number, None)
+            partial.end()
+        model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
+        self._manifests.remove(model.name, done.number)
+        self._history.add(done)
+        model.forget_old()
+        self._pool.take_back(model, record.epoch, path, record.size_bytes)
+
+
+def _used(model: StoredModel, number: int) -> bool:
+    return bool(model.holders.get(number, frozenset()) - {RESTORED})

@@ -1,30 +1,40 @@
-"""`resharder.json`, the manifest in a version's folder: reading and encoding.
+"""`resharder.json`, the manifest in a version's folder: reading, encoding, and verification of the folder, bit for bit.
 
 The manifest is written last, so a folder with a valid one is complete. Its `blake3` field is the hash of all its other fields.
 Its fingerprint, which identifies the version, is the blake3 of the manifest as first written. Format 1 has the digests of
-protocol revision 1, and its fingerprint is also the hash of the rest; `verification.py` converts it to format 2. Format 3 is
+protocol revision 1, and its fingerprint is also the hash of the rest; `redigest` converts it to format 2. Format 3 is
 format 2 of a version whose files lack pieces (`partial.py`): it is replaced by format 2 once they are complete.
 """
 
 import errno
 import json
+import os
+from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import structlog
 from blake3 import blake3
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.json_input import is_file_name, parse_json
-from resharder.converters.storage.files import FileLayout, check_homes, parse_header
+from resharder.converters.storage.digest_1 import digest_1
+from resharder.converters.storage.files import FileLayout, MappedFiles, check_homes, parse_header
+from resharder.server.infra.filesystem import sync, touching, write_file
+from resharder.server.state.errors import DataLoss
 from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.digests import digest_tensors
 
 MANIFEST_FILE = "resharder.json"
 FORMAT, PARTIAL_FORMAT = 2, 3
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _HASH = {1: "fingerprint", 2: "blake3", 3: "blake3"}
 """Field of each format that has the blake3 of all other fields."""
+_CACHED = 2  # manifests; a large one takes some 50 MiB
+_log = structlog.get_logger("resharder.store")
 
 
 @dataclass(frozen=True)
@@ -166,3 +176,94 @@ def _check_file(path: Path, entry: Mapping[str, Any]) -> bytes:
     if blake3(start).hexdigest() != entry["blake3"]:
         raise BadManifest(f"{path.name}: not the content that was written")
     return start
+
+
+class VerifiedVersion(NamedTuple):
+    """An UPLOADING version whose bytes are verified and whose manifest, as of the READY version, is written in `folder`."""
+
+    manifest: Manifest
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Resource name."""
+        return self.manifest.record.name
+
+
+class ManifestCache:
+    """Last two manifests of READY versions that were read. Callers must hold the lock of the catalogue."""
+
+    def __init__(self) -> None:
+        self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()
+
+    def get(self, model: str, number: int) -> Manifest | None:
+        """Return a manifest, or None if it is not cached."""
+        return self._manifests.get((model, number))
+
+    def add(self, model: str, number: int, manifest: Manifest) -> None:
+        """Add a manifest, in place of the oldest one if the cache is full."""
+        self._manifests[model, number] = manifest
+        while len(self._manifests) > _CACHED:
+            self._manifests.popitem(last=False)
+
+    def remove(self, model: str, number: int) -> None:
+        """Remove a manifest; a no-op if it is not cached."""
+        self._manifests.pop((model, number), None)
+
+
+def verify(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
+    """Check that a folder is the version of this fingerprint, sync its files, and return its manifest.
+
+    A manifest of format 1 is replaced as by `redigest`. Raises DataLoss (CHECKSUM) or OSError.
+    """
+    what = f"models/{name}/versions/{number}"
+    try:
+        redigest(folder)
+        found = read(folder)
+    except BadManifest as error:
+        raise DataLoss("CHECKSUM", f"{what}: {error}") from error
+    if not found.whole:
+        raise DataLoss("CHECKSUM", f"{what}: expected all bytes of the version, its manifest is that of one that lacks pieces")
+    record = found.record
+    if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
+        raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
+    with touching(folder, "verifying"), MappedFiles(folder, found.files) as files:
+        difference = _difference(found.digests, digest_tensors(files, _threads()))
+    if difference:
+        raise DataLoss("CHECKSUM", f"{what}: {difference}")
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+    return found
+
+
+def redigest(folder: Path) -> None:
+    """Replace a manifest of format 1 by one of the current format with the same fingerprint.
+
+    Every tensor is verified by its old digest first. A no-op for a manifest of the current format. Raises BadManifest or OSError.
+    """
+    content = load(folder)
+    if content["format"] != 1:
+        return
+    found = parse(folder, content)
+    with MappedFiles(folder, found.files) as files:
+        difference = _difference(found.digests, _digests_1(files))
+        if difference:
+            raise BadManifest(f"{folder.name}: {difference}")
+        digests = digest_tensors(files, _threads())
+    write_file(folder / MANIFEST_FILE, encode_again(content, digests))
+    _log.info("version_digested_anew", version=found.record.name, tensors=len(digests), bytes=found.record.size_bytes)
+
+
+def _difference(published: Mapping[str, int], found: Mapping[str, int]) -> str:
+    """Describe the tensors with other digests than the published ones; empty if there are none."""
+    wrong = sorted(name for name in published.keys() | found.keys() if published.get(name) != found.get(name))
+    return f"{len(wrong)} tensors are not what was published: {', '.join(wrong[:8])}" if wrong else ""
+
+
+def _digests_1(files: MappedFiles) -> Mapping[str, int]:
+    with ThreadPoolExecutor(_threads(), "digest") as pool:
+        return dict(zip(files.arrays, pool.map(digest_1, files.arrays.values()), strict=True))
+
+
+def _threads() -> int:
+    return min(8, os.cpu_count() or 1)

@@ -1,6 +1,7 @@
-"""Reads of READY versions and of models' small files."""
+"""Reads of READY versions and of models' small files, and the verified versions that nodes read before."""
 
 import secrets
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +16,34 @@ from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
-from resharder.server.store.manifest import Manifest
-from resharder.server.store.manifest_cache import ManifestCache
+from resharder.server.store.lifecycle import VersionLifecycle
+from resharder.server.store.manifest import Manifest, ManifestCache, VerifiedVersion
 from resharder.server.store.partial import PartialVersion
-from resharder.server.store.pins import VersionPins
-from resharder.server.store.verified import VerifiedVersions
 
 PATIENCE = 5.0
 CONFIG_FILE = "config.json"
+
+
+class VerifiedVersions:
+    """Verified versions that are not READY yet: nodes replicate them now. No call names them to a worker. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._found = threading.Lock(), dict[str, VerifiedVersion]()
+
+    def get(self, model: str, number: int) -> VerifiedVersion | None:
+        """Return a version; None for any other, also once it is READY."""
+        with self._lock:
+            return self._found.get(f"models/{model}/versions/{number}")
+
+    def add(self, version: VerifiedVersion) -> None:
+        """Let nodes read a version until it is removed."""
+        with self._lock:
+            self._found[version.name] = version
+
+    def remove(self, name: str) -> None:
+        """Remove a version that is READY or ABORTED. A no-op for any other."""
+        with self._lock:
+            self._found.pop(name, None)
 
 
 class VersionReader:
@@ -35,11 +56,11 @@ class VersionReader:
         self,
         folder: StoreFolder,
         catalogue: Catalogue,
-        pins: VersionPins,
+        lifecycle: VersionLifecycle,
         manifests: ManifestCache,
         patience: float = PATIENCE,
     ) -> None:
-        self._folder, self._catalogue, self._pins, self._manifests = folder, catalogue, pins, manifests
+        self._folder, self._catalogue, self._lifecycle, self._manifests = folder, catalogue, lifecycle, manifests
         self._patience = patience
         self.verified = VerifiedVersions()
 
@@ -147,8 +168,8 @@ class VersionReader:
     @contextmanager
     def _pinned(self, name: str, number: int, purpose: str) -> Iterator[VersionRecord]:
         holder = f"{purpose}-{secrets.token_hex(4)}"
-        record = self._pins.pin(name, number, holder)
+        record = self._lifecycle.pin(name, number, holder)
         try:
             yield record
         finally:
-            self._pins.release(name, number, holder)
+            self._lifecycle.release(name, number, holder)

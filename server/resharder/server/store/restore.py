@@ -8,13 +8,13 @@ from pathlib import Path
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_durable_folder, matching, sync
-from resharder.server.state.version import READY, RETIRED
+from resharder.server.state.version import MODEL_NAME, READY, RETIRED
 from resharder.server.store import manifest, model_files
+from resharder.server.store.catalogue import StoredModel, parse_claim
 from resharder.server.store.history import read_history
-from resharder.server.store.model_state import MODEL_NAME, StoredModel, parse_claim
+from resharder.server.store.manifest import redigest
 from resharder.server.store.partial import PartialVersion, read_missing, remove_leftovers
 from resharder.server.store.renames import complete_decision
-from resharder.server.store.verification import redigest
 
 _log = structlog.get_logger("resharder.store")
 

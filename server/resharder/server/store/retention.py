@@ -1,9 +1,17 @@
-"""Decisions about capacity: versions that retention drops, and the peak use of a model."""
+"""Decisions about capacity: versions that retention drops, the peak use of a model, and the bound on a store's bytes."""
 
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-from resharder.server.state.version import VersionRecord
+from resharder.server.infra.filesystem import touching
+from resharder.server.state.errors import ResourceExhausted
+from resharder.server.state.version import READY, UPLOADING, VersionRecord
+from resharder.server.store.catalogue import Catalogue, StoredModel
+
+_SHARE = 0.8
 
 
 class Retention(NamedTuple):
@@ -47,3 +55,68 @@ def peak(size: int, sets: int, old: Sequence[int]) -> int:
         still = old[max(0, len(old) - (sets - 1 - arrived)) :] if arrived < sets - 1 else ()
         moments.append((arrived + 1) * size + sum(still))
     return max(moments)
+
+
+class Capacity:
+    """Upper bound on the bytes of all versions: `limit_bytes`, or if that is 0, 80 % of the medium.
+
+    Callers must hold the lock of the catalogue. The constructor raises MediumRefused.
+    """
+
+    def __init__(self, root: Path, catalogue: Catalogue, retention: Retention, limit_bytes: int) -> None:
+        self._root, self._catalogue, self._retention = root, catalogue, retention
+        self.limit_bytes = limit_bytes
+        if not limit_bytes:
+            with touching(root, "measuring"):
+                self.limit_bytes = int(_SHARE * (self._free() + catalogue.used_bytes()))
+
+    def check_size(self, size: int) -> None:
+        """Raise ResourceExhausted (NO_ROOM) if versions of `size` bytes do not fit in an empty store. Needs no lock."""
+        sets = self._retention.sets(size)
+        if size * sets > self.limit_bytes:
+            raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
+
+    def check_epoch(self, model: StoredModel, size: int, coming: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Raise ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit.
+
+        `coming`: bytes that are about to be reserved for other models, in place of their present reservations.
+        """
+        sets = self._retention.sets(size)
+        needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
+        limit, there = self._left_for(model, coming), self._free() + model.used()
+        if needed > limit or needed > there:
+            raise ResourceExhausted(
+                "NO_ROOM",
+                f"{model.name}: {sets} versions of {size} bytes and what is kept need {needed} bytes, the store has "
+                f"{max(0, min(limit, there))} of {self.limit_bytes} for them; {self.holdings()}",
+            )
+
+    def within_limit(self, model: StoredModel, size: int) -> bool:
+        """Return whether the bound allows `size` more bytes for the model."""
+        return model.used() + size <= self._left_for(model)
+
+    def fits(self, model: StoredModel, size: int) -> bool:
+        """Return whether the bound and the medium allow `size` more bytes for the model."""
+        return self.within_limit(model, size) and size <= self._free()
+
+    def holdings(self) -> str:
+        """Return a description of the versions and reservations that occupy the store, for messages of NO_ROOM."""
+        lines = []
+        for model in self._catalogue.stored():
+            for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
+                by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
+                lines.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
+                lines[-1] += f" ({record.reason})" if record.reason else ""
+            if model.reservation:
+                lines.append(f"models/{model.name} reserves {model.reservation.sets} times {model.reservation.size} bytes")
+            lines += [f"{path}, which cannot be removed, {size} bytes" for path, size in model.stuck.items()]
+        return "held: " + ("; ".join(lines[:16]) or "nothing")
+
+    def _left_for(self, model: StoredModel, coming: Mapping[str, int] = MappingProxyType({})) -> int:
+        others = [other for other in self._catalogue.stored() if other is not model]
+        taken = (max(other.used(), coming[other.name]) if other.name in coming else other.committed() for other in others)
+        return self.limit_bytes - sum(taken)
+
+    def _free(self) -> int:
+        found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize

@@ -17,21 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from resharder.server.infra.medium import medium_errors
-from resharder.server.store.adoption import Adopter
-from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.epochs import Epochs
 from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.history import History
 from resharder.server.store.lifecycle import VersionLifecycle
-from resharder.server.store.manifest_cache import ManifestCache
-from resharder.server.store.partials import PartialVersions
-from resharder.server.store.pins import VersionPins
+from resharder.server.store.manifest import ManifestCache
 from resharder.server.store.reader import VersionReader
 from resharder.server.store.restore import restore_models
-from resharder.server.store.retention import Retention
-from resharder.server.store.retirement import Retirer
+from resharder.server.store.retention import Capacity, Retention
 
 
 class Store:
@@ -70,12 +65,8 @@ class Store:
         folder, catalogue, history = self.folder, self.catalogue, self._history
         pool = FilePool(catalogue, self.capacity)
         self.epochs = Epochs(folder, catalogue, self.capacity, pool, retention)
-        self.retirer = Retirer(folder, catalogue, pool, retention, history, manifests, clock)
-        self.lifecycle = VersionLifecycle(folder, catalogue, self.capacity, pool, self.retirer, history, clock)
-        self.pins = VersionPins(catalogue, self.retirer)
-        self.partials = PartialVersions(catalogue, self.retirer)
-        self.reader = VersionReader(folder, catalogue, self.pins, manifests)
-        self.adopter = Adopter(folder, catalogue, self.capacity, pool, retention, self.retirer, self.pins, history)
+        self.lifecycle = VersionLifecycle(folder, catalogue, self.capacity, pool, retention, history, manifests, clock)
+        self.reader = VersionReader(folder, catalogue, self.lifecycle, manifests)
 
     def close(self) -> None:
         """Remove all files except READY versions and models' small files, and unlock the folder. Refuses waiting calls."""

@@ -10,8 +10,8 @@ from typing import Any
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.infra.addresses import is_loopback, parse_listen
 from resharder.server.infra.event_log import Events
-from resharder.server.ingest.coordinator import Intake
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.ingest.intake import Intake
+from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.observability import metrics, snapshot
 from resharder.server.web.app import AccessCheck, admit_all, check_host, web_app
 from resharder.server.web.listener import Listener

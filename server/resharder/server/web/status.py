@@ -6,7 +6,7 @@ from typing import Any
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
-from resharder.server.node.reports import NodeState, NodeView
+from resharder.server.nodes.reports import NodeState, NodeView
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import FleetTarget, FleetTargetKind, Move, MoveState, UpdateStrategy
 from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState

@@ -19,17 +19,24 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from resharder.client.inference.control.engine_calls import InstallFailed, WorkersFailed, call_workers, effective_mode, pause
 from resharder.client.inference.control.fence import Fenced, OrderClaim, acting
 from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
-from resharder.client.inference.engine import Engine, Mode
-from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.engine import STAY_PAUSED, WEIGHTS, Engine, Mode, PowerState
 from resharder.client.inference.version_page import Journal
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
 
+_INSTALLS = ("resharder_stage", "resharder_apply")
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
+
+
+class WorkersFailed(Exception):
+    """A call to the workers failed. The message has the error of each worker."""
+
+
+class InstallFailed(WorkersFailed):
+    """Workers failed to stage or apply an install. Each reports it to the daemon itself."""
 
 
 class OrderExecutor:
@@ -140,7 +147,7 @@ class OrderExecutor:
             WorkersFailed: A worker did not answer. Errors of vLLM itself propagate.
         """
         if self.state.dropped or await self._engine.is_sleeping():
-            self._update_power(await call_workers(self._engine, "resharder_describe"))
+            self._update_power(await _call_workers(self._engine, "resharder_describe"))
         else:
             self._update_power([])
 
@@ -153,9 +160,9 @@ class OrderExecutor:
                 return self._record(Outcome(order.kind, order.install, False, why, restarting=True))
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []
-                await call_workers(self._engine, "resharder_stage", order.install, self._version_name(order.version), *base)
+                await _call_workers(self._engine, "resharder_stage", order.install, self._version_name(order.version), *base)
             case Step.UNSTAGE:
-                await call_workers(self._engine, "resharder_unstage", order.install)
+                await _call_workers(self._engine, "resharder_unstage", order.install)
                 self.state = replace(self.state, staged=None)
             case Step.APPLY:
                 return await self._apply(order)
@@ -189,7 +196,7 @@ class OrderExecutor:
         # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
         consecutive = self.state.led is not None and order.term == self.state.led + 1
         try:
-            answers = await call_workers(self._engine, "resharder_describe")  # carries the term to the engine's fence
+            answers = await _call_workers(self._engine, "resharder_describe")  # carries the term to the engine's fence
         finally:
             self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
         if self._gate.open_on is not None and {answer["version"] for answer in answers} != {self._gate.open_on}:
@@ -204,13 +211,13 @@ class OrderExecutor:
                 began = self._clock()
                 with timed(timings, "pause"):
                     failpoint("control.pause")
-                    await pause(self._engine, await effective_mode(self._engine, order.mode))
+                    await _pause(self._engine, await _effective_mode(self._engine, order.mode))
                 self.state = replace(self.state, paused_at=began)
             self._check_lease(order)  # a pause that waits for requests to end can outlive the lease
             failpoint("control.apply")
             self.state = replace(self.state, stale=True)
             with timed(timings, "workers"):
-                await call_workers(self._engine, "resharder_apply", order.install, *([True] if order.profile else []))
+                await _call_workers(self._engine, "resharder_apply", order.install, *([True] if order.profile else []))
             with timed(timings, "reset"):
                 await self._reset_caches()
         except Fenced:
@@ -290,9 +297,9 @@ class OrderExecutor:
             return
         # vLLM's `sleep` is a no-op while any tag sleeps (0.26 and 0.28), or while the weights sleep (0.32).
         await self._wake(PowerState.AWAKE)
-        mode = await effective_mode(self._engine, order.mode)
+        mode = await _effective_mode(self._engine, order.mode)
         if mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
-            await pause(self._engine, mode)
+            await _pause(self._engine, mode)
         failpoint("control.sleep")
         await self._engine.sleep(level=order.power.level, mode=mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
@@ -385,3 +392,47 @@ class OrderExecutor:
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
+
+
+async def _effective_mode(engine: Engine, mode: Mode) -> Mode:
+    """Return the mode in which to pause an engine: `keep` instead of `wait` if it is paused already.
+
+    In mode `wait`, vLLM also runs requests that an earlier pause froze. That pause may be of a former
+    leader or of an order that failed, and the weights may be torn or the caches stale.
+    """
+    return "keep" if mode == "wait" and await engine.is_paused() else mode
+
+
+async def _call_workers(engine: Engine, method: str, *args: Any) -> Sequence[Any]:
+    """Call `method` in the workers and return their answers.
+
+    With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
+
+    Raises:
+        WorkersFailed: A worker answered with an error. InstallFailed, if it was to stage or apply an install.
+    """
+    answers = await engine.collective_rpc(method, args=args)
+    if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
+        raise (InstallFailed if method in _INSTALLS else WorkersFailed)("; ".join(problems))
+    return answers
+
+
+async def _pause(engine: Engine, mode: Mode) -> None:
+    """Pause the engine: on return no step is in progress and none begins. Caches are unchanged.
+
+    vLLM's `AsyncLLM.pause_generation` (`v1/engine/async_llm.py`; 0.26, 0.28 and 0.32) calls the engine
+    core, which answers when it is idle, and then sleeps for 20 ms so that the last tokens leave before
+    it returns, which is "not required for correctness". Without the sleep, these tokens still leave
+    before later ones. This function therefore calls the engine core directly, if the engine has one.
+    """
+    pause_core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    if pause_core is None:
+        await engine.pause_generation(mode=mode, clear_cache=False)
+    else:
+        await pause_core(mode=mode, clear_cache=False)
+
+
+def _problem(method: str, answer: Any) -> str:
+    if not isinstance(answer, dict) or "ok" not in answer:
+        return f"{method}: expected a worker's answer with `ok`, got {answer!r}"
+    return "" if answer["ok"] else f"worker {answer.get('rank', '?')}: {answer.get('error') or 'no reason given'}"

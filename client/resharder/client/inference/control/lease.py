@@ -19,7 +19,7 @@ import grpc
 from resharder.client.errors import ResharderError
 from resharder.client.inference.control.gate import ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Outcome, order_from_proto
-from resharder.client.inference.power import PowerState
+from resharder.client.inference.engine import PowerState
 from resharder.client.rpc.channel import Channel
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import server_pb2, server_pb2_grpc

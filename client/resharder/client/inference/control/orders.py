@@ -26,8 +26,7 @@ and the stream continues. Only RESUME opens the gate or resumes the engine.
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
-from resharder.client.inference.engine import Mode
-from resharder.client.inference.power import PowerState
+from resharder.client.inference.engine import Mode, PowerState
 from resharder.v1 import resources_pb2, server_pb2
 
 _MODES: dict[int, Mode] = {resources_pb2.KEEP: "keep", resources_pb2.WAIT: "wait", resources_pb2.ABORT: "abort"}

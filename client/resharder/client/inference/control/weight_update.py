@@ -18,8 +18,7 @@ from typing import Any
 from resharder.client.errors import DaemonUnreachable, NotFound, NotServed, UsageError, WaitTimeout
 from resharder.client.inference.control.gate import Gate
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
-from resharder.client.operator.states import MovePhase, TargetKind, VersionState
+from resharder.client.operator.answers import Fleet, Move, Server, Version, VersionTarget
 from resharder.client.operator.waiting import why
 
 _QUERY_SECONDS = 0.5
@@ -126,7 +125,7 @@ class WeightUpdates:
         return obstacle(version, fleet, server), why(fleet, [server])
 
 
-def obstacle(version: int, fleet: FleetStatus, server: ServerStatus) -> str:
+def obstacle(version: int, fleet: Fleet, server: Server) -> str:
     """Return why a server will not serve a version without a command or another version; empty if it may yet."""
     for refused in fleet.refused:
         if refused.version == version:
@@ -135,20 +134,20 @@ def obstacle(version: int, fleet: FleetStatus, server: ServerStatus) -> str:
     if move is not None and move.to_version == version:
         if error := move.failed.get(server.name.removeprefix("servers/")):
             return f"its install failed: {error}"
-        if move.state in (MovePhase.FAILED, MovePhase.STOPPED):
+        if move.state in (Move.State.FAILED, Move.State.STOPPED):
             return f"the update of fleet {fleet.name} is {move.state}: {move.reason}"
     match fleet.target.kind:
-        case TargetKind.NUMBER if fleet.target.version != version:
+        case VersionTarget.Kind.NUMBER if fleet.target.version != version:
             return f"fleet {fleet.name} is pinned to version {fleet.target.version}"
-        case TargetKind.NONE:
+        case VersionTarget.Kind.NONE:
             return f"fleet {fleet.name} has no target"
     if server.drained:
         return f"{server.name} is drained"
     return ""
 
 
-def _require(found: VersionStatus, fingerprint: str) -> None:
-    if found.state != VersionState.READY:
+def _require(found: Version, fingerprint: str) -> None:
+    if found.state != Version.State.READY:
         reason = f": {found.reason}" if found.reason else ""
         raise NotServed(f"expected {found.name} to be READY, it is {found.state}{reason}")
     if found.fingerprint != fingerprint:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-from resharder.client.inference.recording.coverage import covered_elements
-from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view
+from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view, covered_elements
 from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
 from torch.overrides import TorchFunctionMode

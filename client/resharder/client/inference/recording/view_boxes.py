@@ -1,9 +1,11 @@
-"""Conversion of strided views of a contiguous tensor to boxes of that tensor, so that a loader's slices become pieces."""
+"""Strided views of a contiguous tensor: as boxes, so that a loader's slices become pieces, and the number of elements covered."""
 
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 from resharder.converters.geometry.layout import Box, Piece, Range, StridedView, contiguous_strides, full_box
 
 MAX_PARTS = 4096  # a copy that needs more boxes is treated as a permutation
@@ -106,3 +108,27 @@ def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], of
         box = tuple(Range(s, a.length, a.step if a.length > 1 else 1) for s, a in zip(first, inner, strict=True))
         parts.append(ViewPart(box, to, tuple(a.stride for a in inner)))
     return parts
+
+
+def covered_elements(writes: Iterable[StridedView]) -> int:
+    """Count the elements of memory that at least one write covers."""
+    runs, strided = list[tuple[int, int]](), list[StridedView]()
+    for write in writes:
+        end = write.offset + 1 + sum((n - 1) * stride for n, stride in zip(write.shape, write.strides, strict=True))
+        if end - write.offset == prod(write.shape):
+            runs.append((write.offset, end))
+        elif 0 not in write.shape:
+            strided.append(write)
+            runs.append((end, end))
+    if strided:  # marked element by element, which takes a byte for each
+        taken = np.zeros(max(end for _, end in runs), dtype=bool)
+        for begin, end in runs:
+            taken[begin:end] = True
+        for write in strided:
+            np.lib.stride_tricks.as_strided(taken[write.offset :], write.shape, write.strides)[...] = True
+        return int(np.count_nonzero(taken))
+    covered = last = 0
+    for begin, end in sorted(runs):
+        covered += max(0, end - max(begin, last))
+        last = max(last, end)
+    return covered

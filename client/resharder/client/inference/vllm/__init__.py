@@ -26,10 +26,10 @@ def register() -> None:
         UsageError: vLLM is too old, a variable is invalid, or requests would bypass the gate. The
             exception ends the server's start.
     """
+    from resharder.client.inference.vllm import weight_transfer
     from resharder.client.inference.vllm.engine_args import watch_engine_args
-    from resharder.client.inference.vllm.weight_transfer import register_backend
 
-    has_backend = register_backend()
+    has_backend = weight_transfer.register_backend()
     watch_engine_args(register)
     if not os.environ.get("RESHARDER_ENDPOINT"):
         return
@@ -55,10 +55,9 @@ def register() -> None:
     from resharder.client.inference.vllm import (
         boot_loader,
         engine_core,
-        native_updates,
+        outputs,
         refusals,
         sleep,
-        weight_version,
         worker_rpc,
     )
     from vllm.model_executor.model_loader import register_model_loader
@@ -75,9 +74,9 @@ def register() -> None:
     worker_rpc.watch_workers(sleep.watch_sleep)
     sleep.let_stay_paused()
     engine_core.fence_engine_core()
-    weight_version.watch_weight_version()
+    outputs.watch_weight_version()
     if has_backend:
-        native_updates.watch_engines(_attach)
+        weight_transfer.watch_engines(_attach)
 
 
 async def _attach(engine: Any) -> None:

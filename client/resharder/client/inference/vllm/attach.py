@@ -5,7 +5,7 @@
     handle.version, handle.close()
 
 The endpoint plugin does the same for an API server, and adds the gate to its routes. vLLM's first call for weight
-transfer attaches an engine that is not attached yet (`native_updates.py`).
+transfer attaches an engine that is not attached yet (`weight_transfer.py`).
 """
 
 import asyncio
@@ -26,14 +26,13 @@ from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
-from resharder.client.inference.power import PowerState
+from resharder.client.inference.engine import InstallError, PowerState, refuse_config
 from resharder.client.inference.settings import CONFIG_CHANGE, PluginSettings
 from resharder.client.inference.version_page import Journal, page
-from resharder.client.inference.vllm import native_updates, outputs, refusals
+from resharder.client.inference.vllm import outputs, refusals, weight_transfer
 from resharder.client.inference.vllm.engine_core import EngineEnd, engines_are_here, guard, passes_kv
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.sleep import cannot_sleep
-from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import get_manifest
@@ -189,8 +188,8 @@ async def attach(
         why_restart=why_restart if settings.restarts else None,
     )
     gate.observe_empty(thread.report_now)
-    if native_updates.is_selected(config):
-        native_updates.take_over(engine, _updates(gate, settings, lambda: thread.model))
+    if weight_transfer.is_selected(config):
+        weight_transfer.take_over(engine, _updates(gate, settings, lambda: thread.model))
     try:
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again

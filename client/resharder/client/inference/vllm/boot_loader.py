@@ -19,14 +19,14 @@ from resharder.client.inference.vllm.refusals import refuse_unsupported
 from resharder.client.inference.vllm.worker_rpc import AGENTS
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.agent import Agent
-from resharder.client.inference.worker.boot_lease import Renewal
-from resharder.client.inference.worker.faults import Fault
+from resharder.client.inference.worker.claim import Renewal, claim
 from resharder.client.inference.worker.install import Feed, Installed
+from resharder.client.inference.worker.memory import Fault
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart
-from resharder.client.inference.worker.reporter import claim
-from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
+from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
+from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.failpoints import failpoint
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -54,11 +54,11 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
             raise UsageError(problem)
         drafter = is_drafter(vllm_config, model_config)
         agent = _agent_of_model(vllm_config) if drafter else _begin(vllm_config)
-        if agent is None or agent.boot is None or agent.staging.stager is None:
+        if agent is None or agent.boot is None or agent.staging.sources is None:
             loader = DefaultModelLoader(replace(self.load_config, load_format="auto"))
             return cast(torch.nn.Module, loader.load_model(vllm_config, model_config, *args, **kwargs))
         self._booting = booting = _Booting(
-            agent, agent.staging.stager, agent.boot, agent.parts.part(DRAFTER if drafter else MODEL)
+            agent, agent.staging.sources, agent.boot, agent.parts.part(DRAFTER if drafter else MODEL)
         )
         model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
         booting.verify(model)
@@ -78,7 +78,7 @@ class _Booting:
     """The boot of one of a worker's models."""
 
     agent: Agent
-    stager: Stager
+    sources: Sources
     manifest: VersionManifest
     part: ModelPart
     source: VersionSource | None = None
@@ -94,7 +94,7 @@ class _Booting:
         self.agent.parts.count_needed_bytes()
         recording = self.part.known
         with timed(self.timings, "stage"):
-            self.source = self.stager.stage(self.manifest, recording.needs)
+            self.source = self.sources.open(self.manifest, recording.needs)
         self.stage_seconds = self.timings[-1].seconds
         names = [name for name in self.manifest.specs if name in recording.needs]
         failpoint("worker.boot.load")
@@ -146,7 +146,7 @@ def _begin(vllm_config: Any) -> Agent | None:
         raise
     agent = Agent(host, settings, channel, boot, renewal)
     agent.parts.check_config(boot.name, boot.config, booting=True)
-    agent.staging.open(answer.store)
+    agent.staging.connect(answer.store)
     return agent
 
 

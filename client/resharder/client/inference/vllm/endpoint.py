@@ -15,11 +15,10 @@ from argparse import Namespace
 from typing import Any
 
 from resharder.client.errors import UsageError
-from resharder.client.inference.address import server_address
 from resharder.client.inference.control.gate import Gate, GateMiddleware
-from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.settings import PluginSettings, server_address
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm import native_updates
+from resharder.client.inference.vllm import weight_transfer
 from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 
@@ -66,8 +65,8 @@ class EndpointPlugin:
             return
         if engine_client is None:
             raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
-        if native_updates.is_selected(engine_client.vllm_config):
-            self._passing |= native_updates.ROUTES
+        if weight_transfer.is_selected(engine_client.vllm_config):
+            self._passing |= weight_transfer.ROUTES
         address = _address(args, settings)
         self.handle = await attach(engine_client, settings, gate=self._gate, address=address, end=end_process)
         atexit.register(self.handle.leave)  # vLLM has no shutdown hook

@@ -10,7 +10,7 @@ from typing import Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
-from resharder.client.inference.power import STAY_PAUSED
+from resharder.client.inference.engine import STAY_PAUSED
 
 _RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
 _PAUSED = "_resharder_paused"  # attribute of an engine core that an order has paused

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.vllm.drafters import drafts_with_weights
-from resharder.client.inference.worker.errors import InstallError
 from resharder.converters.hf_config import Difference, differences
 from vllm.transformers_utils.config import get_config
 

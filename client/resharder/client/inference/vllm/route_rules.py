@@ -4,7 +4,7 @@
     COORDINATED   sleep and wake_up: serialised with orders (control/control.py) passes
     REFUSED       weights, labels, the pause, workers' RPCs                      409 and the command to use instead
 
-With the weight transfer backend `resharder`, the routes of `native_updates.py` pass.
+With the weight transfer backend `resharder`, the routes of `weight_transfer.py` pass.
 
 vLLM adds routes with `VLLM_SERVER_DEV_MODE`, `--tokens-only` and other options. The table covers 0.26, 0.28
 and 0.32; a test compares it with the routes of the installed vLLM. A path that is not in the table passes,

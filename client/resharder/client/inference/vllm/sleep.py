@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from resharder.client.inference.power import STAY_PAUSED
+from resharder.client.inference.engine import STAY_PAUSED
 from resharder.client.inference.vllm.engine_core import paused_by_order
 from resharder.client.inference.vllm.worker_rpc import agent_of
 from resharder.converters.units import size_text

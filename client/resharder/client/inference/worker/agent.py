@@ -7,20 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from resharder.client.errors import ResharderError
-from resharder.client.inference.engine import Host
-from resharder.client.inference.power import WEIGHTS, SleepState
+from resharder.client.inference.engine import WEIGHTS, Host, InstallError, SleepState
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
 from resharder.client.inference.worker import install, sleep_backup
-from resharder.client.inference.worker.boot_lease import Renewal
-from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver, compare_with_store, open_memory
-from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.claim import Renewal, claim
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import ModelParts, Models
-from resharder.client.inference.worker.reporter import PROCESS, Reporter, claim
+from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory, Receiver, compare_with_store, open_memory
+from resharder.client.inference.worker.reporter import PROCESS, Reporter
 from resharder.client.inference.worker.routing import Route, first_route
 from resharder.client.inference.worker.sleep_backup import SleepBackup
-from resharder.client.inference.worker.source import VersionManifest, VersionSource, get_manifest
+from resharder.client.inference.worker.source import VersionSource
 from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
@@ -28,6 +26,7 @@ from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
+from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2
@@ -184,8 +183,8 @@ class Agent:
     def _prepare_staging(self, models: Models, version: str) -> VersionManifest | None:
         if problem := self.host.refusal():
             raise InstallError(problem)
-        if self.staging.stager is None:
-            self.staging.open(claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store)
+        if self.staging.sources is None:
+            self.staging.connect(claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store)
 
         def get() -> VersionManifest:
             self.require_weights("record the model's loader")

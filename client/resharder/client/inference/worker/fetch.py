@@ -19,8 +19,7 @@ from resharder.client.inference.settings import GRPC, HTTP
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
-from resharder.client.versions.port_connection import PortUnavailable
-from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import ReadPlan, plan_reads
 from resharder.client.versions.remote import VersionManifest, download, get_manifest
 from resharder.converters.failpoints import failpoint

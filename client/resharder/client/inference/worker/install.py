@@ -11,12 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from resharder.client.gpu.host_to_device import BoundCopy
-from resharder.client.inference.engine import Host, ModelConfig
+from resharder.client.inference.engine import Host, InstallError, ModelConfig
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker.errors import InstallError
-from resharder.client.inference.worker.faults import Fault
-from resharder.client.inference.worker.memory import live_now, live_tensors, read_all, synchronize, write_all
+from resharder.client.inference.worker.memory import Fault, live_now, live_tensors, read_all, synchronize, write_all
 from resharder.client.inference.worker.routing import Route
 from resharder.client.inference.worker.source import VersionSource
 from resharder.client.tracing import Timings, timed

@@ -1,15 +1,17 @@
-"""Access to the memory of a running model: find tensors, write boxes into them, and compute digests of them."""
+"""Access to the memory of a running model: find tensors, write boxes into them, compute digests of them, and inject the faults
+(`RESHARDER_FAULT`) that verification must detect."""
 
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
-from resharder.client.inference.engine import Host
+from resharder.client.inference.engine import Host, InstallError
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.worker.faults import Fault
+from resharder.client.inference.settings import fault as requested_fault
 from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Piece, StridedView, TensorSpec, box_index, box_size
@@ -92,6 +94,36 @@ def _write(tensor: torch.Tensor, piece: Piece, array: Array, spec: TensorSpec) -
             np.copyto(target, array[box_index(box)])
             total += digest(target, box, spec.shape)
     return total & MASK
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to inject: `skip:NAME`, `misplace:NAME`, `swap:NAME,NAME` or `half-way`."""
+
+    kind: str = ""
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_environment() -> "Fault":
+        """Read the fault from `RESHARDER_FAULT`."""
+        return Fault(*requested_fault())
+
+    def applied(self, name: str, source: VersionSource) -> Array | None:
+        """Return the array to install for the HF tensor `name`; `None` to skip it."""
+        array = source.arrays[name]
+        if name not in self.names:
+            return array
+        if self.kind == "skip":
+            return None
+        if self.kind == "misplace":
+            return np.roll(array, 1)
+        other = self.names[1 - self.names.index(name)]
+        return source.arrays[other]
+
+    def half_way(self) -> None:
+        """Raise `InstallError` if the fault is `half-way`."""
+        if self.kind == "half-way":
+            raise InstallError("stopped half-way: RESHARDER_FAULT is half-way")
 
 
 def write_all(

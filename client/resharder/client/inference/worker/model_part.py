@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from resharder.client.gpu.host_to_device import HostToDevice
-from resharder.client.inference.engine import Host, ModelConfig
+from resharder.client.inference.engine import Host, InstallError, ModelConfig, refuse_config
 from resharder.client.inference.recording import inventory, recorder
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker.errors import InstallError, refuse_config
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
-from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
+from resharder.client.inference.worker.source import VersionSource
+from resharder.client.versions.remote import Needs, VersionManifest
 from resharder.converters.allowances import UNWRITTEN, VARIABLE, collecting, refuse
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, TensorSpec, box_size
 

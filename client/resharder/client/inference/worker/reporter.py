@@ -7,48 +7,13 @@ from collections.abc import Callable
 
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.worker.claim import claim
 from resharder.client.rpc.channel import Channel
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 PROCESS = uuid.uuid4().hex
 _REPORT_SECONDS = 2.0  # interval of reports; bounds the time until a restarted daemon has a report
-
-
-def claim(
-    channel: Channel,
-    settings: PluginSettings,
-    *,
-    boot: bool,
-    renews: bool = False,
-    wait_seconds: float = 0.0,
-    patience: float,
-    answer_seconds: float = 30.0,
-) -> server_pb2.Claim:
-    """Claim the server, which registers it with the daemon.
-
-    Args:
-        channel: Channel to the daemon.
-        settings: Server, model and fleet.
-        boot: Fix the version that all ranks boot.
-        renews: The caller claims again, at least three times per lease, until a control side attaches. A
-            claim without `renews` lasts 30 minutes.
-        wait_seconds: Time for which the daemon waits for a READY version.
-        patience: Time for which to retry while the daemon is away, in seconds.
-        answer_seconds: Timeout of the answer, beyond `wait_seconds`.
-
-    Returns:
-        The claim: the model, the version to boot, access to the store, and the lease.
-
-    Raises:
-        ResharderError: The daemon is away or refuses the claim.
-    """
-    stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
-    request = server_pb2.ClaimServerRequest(
-        server=settings.server, model=settings.model, fleet=settings.fleet, wait_seconds=wait_seconds, boot=boot, renews=renews
-    )
-    answer: server_pb2.Claim = channel.call(stub.ClaimServer, request, timeout=wait_seconds + answer_seconds, patience=patience)
-    return answer
 
 
 class Reporter:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.places import sealed_modules
 from resharder.client.inference.recording.recorder import Local, Recording
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all, strided
 from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_index, box_size

@@ -1,10 +1,11 @@
-"""The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
+"""The source of a version for a worker: the store's files, a node's, or a mirror of the needed boxes.
 
 On the daemon's host, the store's files are mapped, and on a host with a node, the node's. On other hosts, and on the daemon's
-while its store lacks pieces of the version, a helper process fills a sparse copy of the same files in shared memory, from the
-data port or by the gRPC stream.
+while its store lacks pieces of the version, a helper process (`fetch.py`) fills a sparse copy of the same files in shared memory,
+from the data port or by the gRPC stream. The files of the next version are mapped and registered with CUDA before it exists.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -12,44 +13,127 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.pinned_pages import Busy
+from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
 from resharder.client.inference.settings import HTTP, PluginSettings
-from resharder.client.inference.worker.host_node import HostNode
-from resharder.client.inference.worker.next_files import NextFiles
-from resharder.client.inference.worker.source_files import Boxes, SourceFiles
 from resharder.client.rpc.channel import Channel
-from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.needed_pieces import needed_pieces
-from resharder.client.versions.remote import Needs as Needs
-from resharder.client.versions.remote import VersionManifest as VersionManifest
-from resharder.client.versions.remote import expected_digests
-from resharder.client.versions.remote import get_manifest as get_manifest
+from resharder.client.transport.shared_memory import read_nonces, shares_memory
+from resharder.client.versions.read_plan import needed_pieces
+from resharder.client.versions.remote import Needs, VersionManifest, expected_digests
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.digest import Array
-from resharder.converters.storage.files import FileLayout
+from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.pages import map_pages
-from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.converters.wire.pieces import Bitmap
+from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
 from resharder.converters.wire.windows import boxes_request
-from resharder.v1 import resources_pb2
+from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 SHARED, NODE = "shared-memory", "node"
-logger = logging.getLogger("vllm.resharder.worker")
 DESCRIPTORS = Path("/proc/self/fd")
+_ASK_SECONDS = 5.0  # between questions to the daemon for a node's files, apart from the first ones
+_LOOK_SECONDS = 0.05  # between looks at the node's folder
+_PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself
+
+Boxes = Sequence[tuple[str, Box]]
+Register = Callable[..., Registered | None]
+logger = logging.getLogger("vllm.resharder.worker")
 
 
 class StagingFailed(ResharderError):
     """The helper process could not fetch the needed boxes."""
 
     reason = "STAGING_FAILED"
+
+
+class SourceFiles:
+    """Files of one version and their tensors in `arrays`.
+
+    Args:
+        folder: Folder of the files.
+        files: The files; their paths are relative to `folder`.
+
+    Raises:
+        OSError: A file is missing.
+        ValueError: A file has another size.
+    """
+
+    def __init__(self, folder: Path, files: tuple[FileLayout, ...]) -> None:
+        self._files, self._mapped = files, MappedFiles(folder, files)
+        self.arrays = self._mapped.arrays
+        self._registered: Registered | None = None
+        self._boxes: Boxes = ()  # whose pages are registered
+        try:
+            self._inodes = _inodes(folder, files)
+            self._first = os.open(folder / files[0].path, os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            self._unmap()
+            raise
+
+    def register(self, boxes: Boxes, device: torch.device, busy: Busy, register: Register = register) -> bool:
+        """Map the pages of boxes, and register them with CUDA for kernels on `device`, unless they are.
+
+        Args:
+            boxes: HF tensors and boxes.
+            device: The GPU.
+            busy: Whether the server serves, here and while the pages are released. Half of the time is left to its kernels then.
+            register: Function that registers the arrays.
+
+        Returns:
+            Whether CUDA registered the pages.
+        """
+        if self._registered is not None and boxes == self._boxes:
+            return True
+        self._unregister()
+        arrays = [box_of(self.arrays[name], box) for name, box in boxes]
+        for array in arrays:
+            map_pages(byte_bounds(array))
+        self._registered, self._boxes = register(arrays, device, busy), boxes
+        return self._registered is not None
+
+    def copyable(self, array: Array) -> Array:
+        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
+        return array.copy() if self._registered is not None and self._registered.splits(array) else array
+
+    def are_of(self, folder: Path, files: tuple[FileLayout, ...]) -> bool:
+        """Return whether the files in a folder are these, with the same layout. Raises OSError if one is missing."""
+        return files == self._files and _inodes(folder, files) == self._inodes
+
+    @property
+    def removed(self) -> bool:
+        """Whether the files have been removed from all folders."""
+        return not os.fstat(self._first).st_nlink
+
+    def close(self) -> None:
+        """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
+        self._unregister()
+        os.close(self._first)
+        self._unmap()
+
+    def _unregister(self) -> None:
+        if self._registered is not None:
+            self._registered.close()
+            self._registered, self._boxes = None, ()
+
+    def _unmap(self) -> None:
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
+
+
+def _inodes(folder: Path, files: tuple[FileLayout, ...]) -> list[tuple[int, int]]:
+    """Return device and inode of each file."""
+    found = [os.stat(folder / file.path) for file in files]
+    return [(each.st_dev, each.st_ino) for each in found]
 
 
 class VersionSource:
@@ -107,8 +191,8 @@ class VersionSource:
         self._files.close()
 
 
-class Stager:
-    """Stages versions for one worker process, one at a time.
+class Sources:
+    """Opens the sources of versions for one worker process, one at a time.
 
     Args:
         channel: Channel to the daemon.
@@ -131,7 +215,7 @@ class Stager:
         """Reason for `grpc` in place of `http`, or for either in place of `NODE`; empty if there is none."""
         self._node = HostNode(channel, settings.server) if not self.shared and not settings.transport else None
 
-    def stage(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
+    def open(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
         """Make a version's boxes readable in this process.
 
         Args:
@@ -228,6 +312,199 @@ class Stager:
         """Close the files of the mirror, and the prepared files of the next version."""
         self._mirror.close()
         self._next.close()
+
+
+class NextFiles:
+    """Files of the next version, prepared before that version exists, at most one set of them. Not thread-safe.
+
+    Registering 16 GB with CUDA takes one to two seconds beside a server that serves. The daemon lays the files of a version out
+    ahead of need, so a worker registers them while nothing is to be installed. Staging then finds by their inodes that these are
+    the version's files, and has nothing to register.
+
+    Args:
+        channel: Channel to the daemon.
+        busy: Whether the server serves, so that half of the time is left to its kernels.
+        register: Function that registers arrays.
+        ask_seconds: Interval of queries for the files.
+        check_seconds: Interval of checks whether the daemon has removed them.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        busy: Busy,
+        register: Register = register,
+        *,
+        ask_seconds: float = 1.0,
+        check_seconds: float = 5.0,
+    ) -> None:
+        self._channel, self._busy, self._register = channel, busy, register
+        self._ask_seconds, self._check_seconds = ask_seconds, check_seconds
+        self._preparation: _Preparation | None = None
+
+    def prepare(self, manifest: VersionManifest, boxes: Boxes, device: torch.device) -> None:
+        """Begin to prepare the files for the version after `manifest`'s, in place of any others. Return at once."""
+        former = self._preparation
+
+        def ask() -> Path:
+            stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
+            request = server_pb2.GetNextFilesRequest(version=manifest.name)
+            return Path(self._channel.call(stub.GetNextFiles, request, timeout=10, patience=0).folder)
+
+        def files(folder: Path) -> SourceFiles:
+            found = SourceFiles(folder, manifest.files)
+            found.register(boxes, device, self._busy, self._register)
+            return found
+
+        self._preparation = preparation = _Preparation(ask, files, self._ask_seconds, self._check_seconds)
+        threading.Thread(target=preparation.run, args=[former], name="resharder-next-files", daemon=True).start()
+
+    def take(self, folder: Path, files: tuple[FileLayout, ...]) -> SourceFiles:
+        """Return the files of a version, which the caller closes: the prepared ones if the daemon took these for the version.
+
+        Waits for a registration in progress.
+
+        Raises:
+            OSError: A file is missing.
+            ValueError: A file has another size.
+        """
+        found = self._end()
+        if found is not None:
+            with contextlib.suppress(OSError):
+                if found.are_of(folder, files):
+                    return found
+            found.close()
+        return SourceFiles(folder, files)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        found = self._end()
+        if found is not None:
+            found.close()
+
+    def _end(self) -> SourceFiles | None:
+        preparation, self._preparation = self._preparation, None
+        return preparation.end() if preparation is not None else None
+
+
+class _Preparation:
+    """One attempt to prepare files. `run` runs on a thread of its own; `end` may be called once, on another one."""
+
+    def __init__(
+        self, ask: Callable[[], Path], files: Callable[[Path], SourceFiles], ask_seconds: float, check_seconds: float
+    ) -> None:
+        self._ask, self._make, self._ask_seconds, self._check_seconds = ask, files, ask_seconds, check_seconds
+        self._ended, self._done = threading.Event(), threading.Event()
+        self._files: SourceFiles | None = None
+
+    def run(self, former: "_Preparation | None") -> None:
+        """Prepare the files, in place of those of a former preparation, and close them if the daemon removes them."""
+        try:
+            if former is not None and (left := former.end()) is not None:
+                left.close()
+            while self._files is None and not self._ended.wait(self._ask_seconds):
+                with contextlib.suppress(FileNotFoundError):  # they were taken for a version in the meantime
+                    folder = self._ask()
+                    self._files = self._make(folder) if folder.name else None
+            while self._files is not None and not self._ended.wait(self._check_seconds):
+                if self._files.removed:
+                    files, self._files = self._files, None
+                    files.close()
+        except (ResharderError, OSError, ValueError, RuntimeError) as error:  # also of a daemon without this call
+            logger.info("the files of the next version are not prepared: %s", error)
+        finally:
+            self._done.set()
+
+    def end(self) -> SourceFiles | None:
+        """End the preparation, and return the files, which the caller closes."""
+        self._ended.set()
+        self._done.wait()
+        files, self._files = self._files, None
+        return files
+
+
+class NodeFiles(NamedTuple):
+    """Folder of a version's files on the host's node, or the reason for having none; both are empty without nodes."""
+
+    folder: Path | None
+    reason: str = ""
+
+
+class HostNode:
+    """The node on this host, if there is one. A worker maps a version in its memory as it maps the store on the daemon's host.
+
+    A worker recognises its node by a nonce in a file that both can read, as it does the daemon. It asks for the version through
+    the daemon, and then looks at the node's folder while pieces arrive there, so that many waiting workers cost it little.
+
+    Args:
+        channel: Channel to the daemon.
+        server: Id of the server.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, channel: Channel, server: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._channel, self._server, self._clock = channel, server, clock
+        self._paths: tuple[str, ...] = ()
+
+    def files(self, version: str, needed: Bitmap) -> NodeFiles:
+        """Return a version's files once the node holds some pieces of it. Others may be holes in the files.
+
+        Args:
+            version: Full name of the READY version.
+            needed: The pieces.
+        """
+        try:
+            return self._files(version, needed)
+        except ResharderError as error:
+            return NodeFiles(None, "" if error.reason == "UNIMPLEMENTED" else f"{type(error).__name__}: {error}")
+
+    def _files(self, version: str, needed: Bitmap) -> NodeFiles:
+        readable = read_nonces(self._paths)
+        answer = self._ask(version, needed, readable)
+        if not answer.node:
+            self._paths = tuple(answer.nonce_files)
+            if not (readable := read_nonces(self._paths)):
+                return NodeFiles(None, "no node on this host" if self._paths else "")
+            answer = self._ask(version, needed, readable)
+        held, since, pause = -1, self._clock(), _LOOK_SECONDS
+        while answer.node and not answer.problem:
+            if self._appears(answer.folder, needed, pause):
+                return NodeFiles(Path(answer.folder))
+            if answer.held_bytes != held:
+                held, since = answer.held_bytes, self._clock()
+            elif self._clock() - since > _PATIENCE:
+                missing = f"{answer.folder} cannot be read here" if answer.whole else "no piece arrives"
+                return NodeFiles(None, f"{answer.node}: {missing}, for {_PATIENCE:.0f} s")
+            pause = min(2 * pause, _ASK_SECONDS)
+            answer = self._ask(version, needed, readable)
+        return NodeFiles(None, answer.problem or "no node on this host")
+
+    def _appears(self, folder: str, needed: Bitmap, seconds: float) -> bool:
+        """Return whether a node's version has all needed pieces, as soon as it has, or after some seconds.
+
+        The folder decides: the node's last report to the daemon may concern an earlier copy.
+        """
+        until = self._clock() + seconds
+        while not (there := bool(folder) and not len(needed - _held(folder, needed.count))) and self._clock() < until:
+            time.sleep(_LOOK_SECONDS)
+        return there
+
+    def _ask(self, version: str, needed: Bitmap, readable: list[resources_pb2.StoreAccess]) -> node_pb2.HostVersion:
+        stub = node_pb2_grpc.NodeServiceStub(self._channel.grpc)
+        request = node_pb2.GetHostVersionRequest(
+            version=version, server=f"servers/{self._server}", readable=readable, needed=needed.to_bytes()
+        )
+        answer: node_pb2.HostVersion = self._channel.call(stub.GetHostVersion, request)
+        return answer
+
+
+def _held(folder: str, count: int) -> Bitmap:
+    """Return the pieces that a node holds in a version's folder; none if it cannot be read."""
+    try:
+        with open(os.path.join(folder, HELD_FILE), "rb") as file:
+            return Bitmap.from_bytes(count, file.read())
+    except (OSError, ValueError):
+        return Bitmap(count)
 
 
 class Mirror:

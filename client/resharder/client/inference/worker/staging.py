@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.streams import on_stream, use_gpu
-from resharder.client.inference.engine import Host
+from resharder.client.inference.engine import Host, InstallError
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.model_part import ModelParts, Models
-from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
+from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory, Receiver
+from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
-from resharder.client.versions.remote import expected_digests
+from resharder.client.versions.remote import VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
@@ -72,29 +71,29 @@ class Staging:
         self._host, self._channel, self._settings, self._parts, self._receiver = host, channel, settings, parts, receiver
         self.lock = threading.Lock()
         """Guards the state that the engine's thread and the staging thread share."""
-        self.stager: Stager | None = None
-        """The stager, once `open` was called."""
+        self.sources: Sources | None = None
+        """The sources of versions, once `connect` was called."""
         self.current: StagedInstall | None = None
         """The install that is staged or being staged."""
         self._previous: StagedInstall | None = None
         self._fallback: VersionSource | None = None  # a READY version, for an install ahead of READY or its failure
         self._preparing = threading.Lock()  # the next fallback is being staged
 
-    def open(self, access: resources_pb2.StoreAccess) -> Stager:
-        """Choose the transport to the store; later calls return the same stager."""
-        if self.stager is None:
-            self.stager = Stager(self._channel, access, self._settings, self._serves)
-        return self.stager
+    def connect(self, access: resources_pb2.StoreAccess) -> Sources:
+        """Choose the transport to the store; later calls return the same sources."""
+        if self.sources is None:
+            self.sources = Sources(self._channel, access, self._settings, self._serves)
+        return self.sources
 
     @property
     def transport(self) -> str:
-        """The transport to the store; empty before `open`."""
-        return self.stager.transport if self.stager else ""
+        """The transport to the store; empty before `connect`."""
+        return self.sources.transport if self.sources else ""
 
     @property
     def transport_reason(self) -> str:
         """Reason for gRPC in place of HTTP; empty if there is none."""
-        return self.stager.transport_reason if self.stager else ""
+        return self.sources.transport_reason if self.sources else ""
 
     def begin(self, install_id: str, version: str, fallback: str) -> StagedInstall | None:
         """Replace what is staged; `None` if this install is staged already."""
@@ -122,8 +121,8 @@ class Staging:
         if staged.early is not None and staged.source is not None:
             self._keep(staged.source)
             staged.source = None
-        elif staged.source is not None and staged.source.registered and self.stager is not None:
-            self.stager.prepare_next(staged.source.manifest, self._boxed(), self._host.device)
+        elif staged.source is not None and staged.source.registered and self.sources is not None:
+            self.sources.prepare_next(staged.source.manifest, self._boxed(), self._host.device)
         with self.lock:
             self.drop()
 
@@ -138,11 +137,11 @@ class Staging:
         Raises:
             ResharderError: The version's digests cannot be fetched.
         """
-        assert self.stager is not None
+        assert self.sources is not None
         source = None
         with self._preparing:
             try:
-                source = self.stager.stage(manifest, self._parts.needs()) if self.stager.shared else None
+                source = self.sources.open(manifest, self._parts.needs()) if self.sources.shared else None
             except (OSError, ValueError) as error:  # as when the version is retired meanwhile
                 logger.info("%s is not prepared as the version to fall back on: %s", manifest.name, error)
             self._keep(source)
@@ -180,14 +179,14 @@ class Staging:
     def _fetch(
         self, models: Models, staged: StagedInstall, memory: OpenMemory | None, manifest: VersionManifest | None
     ) -> VersionSource:
-        assert self.stager is not None
+        assert self.sources is not None
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
         self._parts.check(manifest)
         needed = self._parts.needs()
         if staged.fallback or memory is None or not self._receiver.join(memory, models, staged.version, staged.install):
-            return self.stager.stage(manifest, needed)
+            return self.sources.open(manifest, needed)
         staged.direct = memory
-        source = self.stager.stage(manifest, needed, frozenset(memory.layout.tensors) - self._parts.loaded)
+        source = self.sources.open(manifest, needed, frozenset(memory.layout.tensors) - self._parts.loaded)
         self._receiver.expect(memory, source.expected)
         return source
 

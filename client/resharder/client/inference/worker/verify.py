@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from resharder.client.gpu.streams import on_stream
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all
 from resharder.client.inference.worker.model_part import MODEL, ModelPart, Models
 from resharder.client.inference.worker.routing import Route, is_like

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server.direct.direct import Cause
 from resharder.server.fleets.fleets import FleetObserver
 from resharder.server.infra.event_log import Event, Kind
-from resharder.server.ingest.shared import IngestObserver, Phase
+from resharder.server.ingest.intake import IngestObserver, Phase
 from resharder.server.state.fleet import Fleet, MoveState
 from resharder.server.state.server import Install, InstallState, Server, Worker
 from resharder.server.state.timing import Timing

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from resharder.server.ingest.publisher import current
-from resharder.server.node.reports import NodeState
+from resharder.server.nodes.reports import NodeState
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import MoveState
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from resharder.server.fleets.fleets import FleetObserver
-from resharder.server.ingest.shared import IngestObserver
+from resharder.server.ingest.intake import IngestObserver
 from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.observability.tracing.spans import Span, boot_spans, control_spans, install_spans, version_spans

@@ -1,0 +1,233 @@
+"""The fetching of versions: which piece comes next and from where (`sources.py`), requests in flight, and the record of links."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+
+import grpc
+import numpy as np
+import structlog
+from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.pieces import Bitmap
+from resharder.server.holding.sources import (
+    LIMITS,
+    PeerOffer,
+    PeerRecord,
+    PieceChoice,
+    PieceRequest,
+    RequestLimits,
+    after_answer,
+    after_busy,
+    after_failure,
+    choose,
+)
+from resharder.server.holding.transfers import PieceBusy, PieceFailed, PieceSource, PieceTarget, PieceTransfer, ReceivedBytes
+from resharder.v1 import resources_pb2
+
+MOST_LINKS = 64
+"""Upper bound on the links that a node reports, of the last used peers."""
+_MOST_SECONDS = 1e9
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """Transfers from one peer since the node's process began.
+
+    Attributes:
+        peer: `nodes/{id}`, or `daemon`.
+        received_bytes: Bytes of verified pieces.
+        seconds: Sum over their requests, several of which run at a time.
+        failures: Requests that failed.
+        problem: Reason for which the last request failed; empty if it succeeded.
+    """
+
+    peer: str
+    received_bytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+    problem: str = ""
+
+    def to_proto(self) -> resources_pb2.NodeLink:
+        """Return the report as a message."""
+        return resources_pb2.NodeLink(
+            peer=self.peer,
+            received_bytes=self.received_bytes,
+            seconds=self.seconds,
+            failures=self.failures,
+            problem=self.problem,
+        )
+
+    @staticmethod
+    def of_proto(link: resources_pb2.NodeLink) -> "LinkReport":
+        """Return the report of a message, with its values cut to their bounds."""
+        seconds = min(max(0.0, link.seconds), _MOST_SECONDS)
+        return LinkReport(link.peer[:100], max(0, link.received_bytes), seconds, max(0, link.failures), link.problem[:500])
+
+
+class LinkLog:
+    """Record of the links to the last used peers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._links: OrderedDict[str, LinkReport] = OrderedDict()
+
+    def received(self, peer: str, size: int, seconds: float) -> None:
+        """Record a verified piece of `size` bytes."""
+        with self._lock:
+            link = self._links.get(peer, LinkReport(peer))
+            sums = link.received_bytes + size, link.seconds + seconds
+            self._put(replace(link, received_bytes=sums[0], seconds=sums[1], problem=""))
+
+    def failed(self, peer: str, problem: str) -> None:
+        """Record a failed request. A busy peer is none."""
+        with self._lock:
+            link = self._links.get(peer, LinkReport(peer))
+            self._put(replace(link, failures=link.failures + 1, problem=problem))
+
+    def all(self) -> list[LinkReport]:
+        """Return the links, the last used one last."""
+        with self._lock:
+            return list(self._links.values())
+
+    def _put(self, link: LinkReport) -> None:
+        self._links[link.peer] = link
+        self._links.move_to_end(link.peer)
+        while len(self._links) > MOST_LINKS:
+            self._links.popitem(last=False)
+
+
+_log = structlog.get_logger("resharder.node")
+
+
+@dataclass(frozen=True)
+class PieceOffers:
+    """The daemon's answer about one version. `sources` has where each peer is reached."""
+
+    peers: tuple[PeerOffer, ...]
+    sources: Mapping[str, PieceSource]
+    scarce: Bitmap
+    granted: tuple[int, ...]
+
+
+class Swarm:
+    """Requests of a node for the pieces of its versions, one version at a time. Thread-safe.
+
+    Args:
+        transfer: Fetcher of pieces.
+        changed: Called after each piece, whether it has arrived or failed.
+    """
+
+    def __init__(
+        self,
+        transfer: PieceTransfer,
+        received: ReceivedBytes,
+        changed: Callable[[], object],
+        limits: RequestLimits = LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transfer, self._received, self._changed = transfer, received, changed
+        self._limits, self._clock = limits, clock
+        self._pool = ThreadPoolExecutor(limits.requests, thread_name_prefix="piece")
+        self._chance = np.random.default_rng()
+        self._lock, self._ids = threading.Lock(), count()
+        self.links = LinkLog()
+        self._records: dict[str, PeerRecord] = {}
+        self._requests: dict[str, dict[int, PieceRequest]] = {}  # by version
+        self._problems: dict[str, str] = {}
+
+    def problem(self, version: str) -> str:
+        """Return why the last request for a version failed; empty if it did not."""
+        with self._lock:
+            return self._problems.get(version, "")
+
+    def busy(self) -> int:
+        """Return the number of requests in flight."""
+        with self._lock:
+            return sum(map(len, self._requests.values()))
+
+    def fill(self, version: PieceTarget, offers: PieceOffers) -> int:
+        """Start as many requests for pieces of a version as the limits allow, and return their number."""
+        held, now = version.held(), self._clock()
+        with self._lock:
+            flying = [request for requests in self._requests.values() for request in requests.values()]
+            mine = self._requests.get(version.name, {})
+            free = self._limits.requests - len(flying) + len(mine)  # requests of other versions take their places
+            if free <= len(mine):
+                return 0
+            chosen = choose(
+                held,
+                version.wanted(),
+                offers.peers,
+                offers.scarce - held,
+                [piece for piece in offers.granted if piece not in held],
+                self._records,
+                list(mine.values()),
+                now,
+                self._chance,
+                self._limits,
+            )
+            chosen = chosen[: free - len(mine)]
+            started = [(next(self._ids), choice) for choice in chosen]
+            for id, choice in started:
+                span = version.numbering.span(choice.piece)
+                request = PieceRequest(choice.piece, choice.peer, now, span.end - span.start)
+                self._requests.setdefault(version.name, {})[id] = request
+        for id, choice in started:
+            self._pool.submit(self._fetch, id, version, choice, offers.sources[choice.peer])
+        return len(started)
+
+    def _fetch(self, id: int, version: PieceTarget, choice: PieceChoice, source: PieceSource) -> None:
+        began, failure, size, busy = self._clock(), "", 0, False
+        try:
+            failpoint("node.piece")
+            size = self._transfer.fetch(version, choice.piece, source)
+            if choice.piece not in version.held():
+                failpoint("node.held")
+                version.add(choice.piece)
+                self._received.add(size, origin=source.origin)
+        except PieceBusy:
+            busy = True
+        except (PieceFailed, OSError) as error:
+            failure = str(error)
+        except grpc.RpcError as error:
+            failure = f"the daemon: {error.details() or error.code().name}"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            _log.error("piece_failed", version=version.name, piece=choice.piece, exc_info=error)
+        now = self._clock()
+        with self._lock:
+            record = self._records.get(choice.peer, PeerRecord())
+            requests = self._requests.get(version.name, {})
+            request = requests.pop(id)
+            if busy:
+                record = after_busy(record, request.size, now, self._chance)
+            elif failure:
+                record = after_failure(record, now, self._limits)
+                self.links.failed(choice.peer, failure)
+            else:
+                record = after_answer(record, size, now - began)
+                self.links.received(choice.peer, size, now - began)
+            self._records[choice.peer] = record
+            self._problems[version.name] = failure
+            if not requests:
+                self._requests.pop(version.name, None)
+            idle = not self._requests and not len(version.missing())
+        if idle:
+            self._transfer.close_idle()  # a connection pins its version at the sender
+        if failure:
+            _log.warning("piece_refused", version=version.name, piece=choice.piece, peer=choice.peer, reason=failure)
+        self._changed()
+
+    def forget(self, version: str) -> None:
+        """Forget the problem of a version that was dropped."""
+        with self._lock:
+            self._problems.pop(version, None)
+
+    def close(self) -> None:
+        """Start no further requests, and wait for those in flight."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._transfer.close_idle()

@@ -1,0 +1,267 @@
+"""Fetching of one piece, and the way by HTTP: over a pooled connection, checked against the daemon's checksums, then written."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from resharder.converters.storage.digest import Array
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
+from resharder.converters.wire.range_client import (
+    BROKEN,
+    DataAddress,
+    PartRefused,
+    PartRequest,
+    PortBusy,
+    RangeConnection,
+    WrongBytes,
+)
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.memory import PieceClaims, PieceTaken, VersionMemory
+from resharder.server.holding.tls import NodeTls
+from resharder.server.infra.addresses import parse_listen
+
+
+class PieceTarget(Protocol):
+    """A version's files, and the pieces of them that are wanted and held. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """Resource name."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the version."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each file, in the order of the manifest."""
+
+    @property
+    def numbering(self) -> PieceNumbering:
+        """Numbers of its pieces."""
+
+    @property
+    def claims(self) -> PieceClaims:
+        """Fetches in flight."""
+
+    @property
+    def memory(self) -> VersionMemory | None:
+        """The files in the memory of a transfer engine; None without one."""
+
+    def wanted(self) -> Bitmap:
+        """Return the pieces that are needed here."""
+
+    def missing(self) -> Bitmap:
+        """Return the wanted pieces that are not held yet."""
+
+    def held(self) -> Bitmap:
+        """Return the pieces that are held now."""
+
+    def write(self, part: PieceSpan, content: Array) -> None:
+        """Write checked bytes of a piece. Raises OSError."""
+
+    def add(self, piece: int) -> None:
+        """Count a piece as held, all parts of which are written. Raises OSError."""
+
+
+_MOST_IDLE = 32
+_BUSY_SECONDS = 0.05  # until a busy port is asked again for the rest of a piece
+
+
+class PieceFailed(Exception):
+    """A piece that a peer does not deliver."""
+
+
+class PieceBusy(PieceFailed):
+    """A piece that a peer does not deliver now, because it delivers others."""
+
+
+@dataclass(frozen=True)
+class PieceSource:
+    """A peer that has a piece.
+
+    Attributes:
+        address: `host:port` of its data port.
+        origin: Whether the port is the daemon's.
+        session: Its session of a transfer engine; empty for none.
+        addresses: Addresses of the version's files in the session's memory, in the order of the manifest; none if not there.
+    """
+
+    address: str
+    origin: bool
+    session: str = ""
+    addresses: tuple[int, ...] = ()
+
+
+class PieceTransfer(Protocol):
+    """Way in which pieces come from a peer, for many threads at once."""
+
+    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+        """Bring a piece into the version's files, checked, and return its bytes.
+
+        Args:
+            version: The version.
+            piece: Number of the piece.
+            source: The peer.
+
+        Raises:
+            PieceBusy: The peer is busy, or the piece is arriving from another one.
+            PieceFailed: The peer does not deliver it, or delivers other bytes.
+            OSError: The piece cannot be written.
+            grpc.RpcError: The daemon does not return the checksums.
+        """
+
+    def close_idle(self) -> None:
+        """Close the idle connections."""
+
+
+@dataclass
+class ReceivedBytes:
+    """Bytes that were received, by source, since the process began; `engine`: of them, those by a transfer engine."""
+
+    origin: int = 0
+    peers: int = 0
+    engine: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, size: int, *, origin: bool) -> None:
+        """Count the bytes of a checked piece."""
+        with self._lock:
+            if origin:
+                self.origin += size
+            else:
+                self.peers += size
+
+    def add_engine(self, size: int) -> None:
+        """Count the bytes of a checked piece that a transfer engine has delivered."""
+        with self._lock:
+            self.engine += size
+
+
+class PartChecksums(Protocol):
+    """Expected checksums of the parts of pieces."""
+
+    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+        """Return the checksum of a part. Raises grpc.RpcError, OSError."""
+
+
+def data_address(address: str, tls: NodeTls | None, silent_seconds: float, *, origin: bool) -> DataAddress:
+    """Return the data port at `host:port`, the daemon's if `origin`. Raises ValueError for an address that is none."""
+    host, port = parse_listen(address)
+    if tls is None:
+        return DataAddress(host, port, silent_seconds=silent_seconds)
+    if origin:
+        return DataAddress(host, port, tls.context, tls.daemon_name, tls.headers, silent_seconds)
+    # The token is for the daemon alone: a node could call in this one's name by it.
+    return DataAddress(host, port, tls.context, tls.peer_name, silent_seconds=silent_seconds)
+
+
+class HttpTransfer:
+    """Fetcher of pieces from data ports. Connections and buffers are reused.
+
+    Args:
+        checksums: The expected checksums.
+        tls: Certificates; None connects without TLS.
+        silent_seconds: Time without a byte after which a connection is given up.
+    """
+
+    def __init__(
+        self,
+        checksums: PartChecksums,
+        tls: NodeTls | None,
+        silent_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._checksums, self._tls, self._silent = checksums, tls, silent_seconds
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
+        self._buffers: list[Array] = []
+
+    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+        """Fetch a piece from a data port, and return its bytes. Raises as `PieceTransfer.fetch` does."""
+        try:
+            with version.claims.fetching(piece, in_place=False):
+                return self._fetch(version, piece, source)
+        except PieceTaken as error:
+            raise PieceBusy(str(error)) from error
+
+    def _fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+        size, began = 0, self._clock()
+        for part in version.numbering.parts(piece):
+            expected = self._checksums.of(version, part)
+            request = PartRequest(
+                version.name, version.fingerprint, part.file, version.sizes[part.file], part.start, part.end, expected
+            )
+            buffer = self._buffer()
+            try:
+                target = buffer[: part.end - part.start]
+                busy_until = began + self._silent if size else 0.0
+                self._read_patiently(request, source.address, target, source.origin, busy_until=busy_until)
+                version.write(part, target)
+            finally:
+                with self._lock:
+                    self._buffers.append(buffer)
+            size += part.end - part.start
+        return size
+
+    def _read_patiently(self, request: PartRequest, address: str, target: Array, origin: bool, busy_until: float) -> None:
+        """Read a part; until a time, a busy port is asked again, so that the parts before it were not read in vain."""
+        while True:
+            try:
+                return self._read(request, address, target, origin)
+            except PieceBusy:
+                if self._clock() >= busy_until:
+                    raise
+                threading.Event().wait(_BUSY_SECONDS)
+
+    def _read(self, request: PartRequest, address: str, target: Array, origin: bool) -> None:
+        connection = self._connection(address, origin)
+        try:
+            for _ in connection.blocks(request, target):
+                pass
+        except PortBusy as error:
+            self._keep(connection, address)
+            raise PieceBusy(str(error)) from error
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, (*BROKEN, PartRefused, WrongBytes)):
+                raise PieceFailed(f"{address}: {error or type(error).__name__}") from error
+            raise
+        self._keep(connection, address)
+
+    def _keep(self, connection: RangeConnection, address: str) -> None:
+        closed = []
+        with self._lock:
+            self._idle[connection] = address
+            while len(self._idle) > _MOST_IDLE:
+                closed.append(self._idle.popitem(last=False)[0])
+        for former in closed:
+            former.close()
+
+    def _connection(self, address: str, origin: bool) -> RangeConnection:
+        with self._lock:
+            found = next((connection for connection, at in reversed(self._idle.items()) if at == address), None)
+            if found is not None:
+                del self._idle[found]
+                return found
+        return RangeConnection(data_address(address, self._tls, self._silent, origin=origin))
+
+    def _buffer(self) -> Array:
+        with self._lock:
+            if self._buffers:
+                return self._buffers.pop()
+        return np.empty(PIECE_BYTES, np.uint8)
+
+    def close_idle(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            idle, self._idle = list(self._idle), OrderedDict()
+        for connection in idle:
+            with suppress(OSError):
+                connection.close()

@@ -1,0 +1,515 @@
+"""The daemon's register of files on nodes into which ranks write: reservations of epochs, sets of files, and versions in them.
+
+A reservation names the files that nodes lay out for the versions of one epoch. A node reports sets of them. A version takes a set
+on each of its homes, once: a set that any version has taken is never given to another. Nodes follow the orders: they verify the
+set after the last seal, hold the version in it from READY on, and use its files again, under another id, once it has ended.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from secrets import token_hex
+
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.part_files import AHEAD, FilesOnNode, PartFile
+from resharder.server.holding.tls import NodeTls
+from resharder.server.ingest.homes import DAEMON_HOST, FileProof, GatheredBoxes, HomeLost, NodeHome, NodeNonces, Readable
+from resharder.server.nodes.home_fetch import FetchFailed, HomeCopy, HomeSource, fetch_from_homes
+from resharder.server.nodes.records import LostNodes, nonce_id
+from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, SetState, StateReport
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.store.folder import StoreFolder
+
+_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
+LAYOUT_SECONDS = 5.0
+"""Seconds that a version waits for a node that is laying out its files."""
+
+
+@dataclass
+class ReservedHomes:
+    """Files that nodes lay out for the versions of one epoch."""
+
+    publisher: str
+    files: tuple[FileLayout, ...]
+    homes: dict[str, tuple[FileLayout, ...]]  # by node; none of one on which ranks write boxes alone that others gather
+    created: float
+    gathered: tuple[GatheredBoxes, ...] = ()
+    admitted: dict[str, str] = field(default_factory=dict)  # nodes that the daemon has let read the layout, and their callers
+    id: str = field(default_factory=lambda: token_hex(8))
+    taken: set[str] = field(default_factory=set)  # sets
+
+    @cached_property
+    def nodes(self) -> dict[str, FilesOnNode]:
+        """The files of each node."""
+        layouts, found = {file.path: file for file in self.files}, dict[str, FilesOnNode]()
+        for node, files in self.homes.items():
+            paths = {file.path for file in files}
+            parts = tuple(PartFile(layouts[each.path], each.boxes) for each in self.gathered if each.node == node)
+            found[node] = FilesOnNode(files, parts, tuple(each for each in self.gathered if each.path in paths))
+        return found
+
+    @property
+    def exchanging(self) -> set[str]:
+        """The nodes that gather boxes, and the nodes that have them."""
+        return {node for node, found in self.nodes.items() if found.gathered or found.parts}
+
+    @cached_property
+    def gatherers(self) -> dict[str, set[str]]:
+        """The nodes that gather boxes from each node."""
+        found: dict[str, set[str]] = {}
+        for home, files in self.nodes.items():
+            for each in files.gathered:
+                found.setdefault(each.node, set()).add(home)
+        return found
+
+
+@dataclass
+class HomeNode:
+    """A live node."""
+
+    report: StateReport
+    caller: str
+    drained: bool
+    changed: Callable[[], object]
+    """Called when the node's orders change."""
+
+
+@dataclass
+class TakenSet:
+    """A set that a version has taken."""
+
+    set: str
+    folder: str
+    instance: str
+    reservation: ReservedHomes
+    own: FilesOnNode  # files that the version has there
+    closed: tuple[str, ...] = ()  # files that all ranks have closed
+    proof: dict[str, FileProof] | None = None
+    problem: str = ""
+
+
+@dataclass
+class WrittenVersion:
+    """A version in files on nodes."""
+
+    homes: dict[str, TakenSet]  # by node
+    gathers: bool = False  # whether nodes fetch boxes from each other
+    state: SetState = SetState.UPLOADING
+
+
+class HomeState:
+    """Nodes, reservations and versions, and what follows from them for a version or a node. Callers hold the lock, `changed`.
+
+    No method waits or calls a node.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.nodes: dict[str, HomeNode] = {}
+        self.reservations: dict[str, ReservedHomes] = {}  # by publisher
+        self.versions: dict[str, WrittenVersion] = {}
+        self.aside: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
+
+    def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
+        """Return the order for a set that a version has taken."""
+        for name, version in self.versions.items():
+            if (taken := version.homes.get(node)) is not None and taken.set == set:
+                ended = version.state is SetState.READY and name not in wanted
+                state = SetState.ENDED if ended else version.state
+                closed = taken.closed if state is SetState.UPLOADING else ()
+                sources = self.addresses(taken.own.gathered) if state is SetState.VERIFYING else ()
+                return FileSetOrder(set, name, state, closed, version.gathers, sources)
+        return FileSetOrder(set, "", SetState.ENDED)
+
+    def addresses(self, sources: Iterable[GatheredBoxes]) -> tuple[tuple[str, str], ...]:
+        """Return each node from which boxes are gathered, with the address of its data port."""
+        found = sorted({each.node for each in sources} & self.nodes.keys())
+        return tuple((node, self.nodes[node].report.data_address) for node in found)
+
+    def readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
+        """Return the identities, or certificates, of the nodes that gather boxes from a node."""
+        live = sorted(reservation.gatherers.get(node, set()) & self.nodes.keys() & reservation.admitted.keys())
+        found = [self.nodes[each] for each in live if self.nodes[each].caller == reservation.admitted[each]]
+        names = ((each.caller.rpartition("@")[0], each.report.certificate) for each in found)
+        admitted = (certificate if name.startswith("token:") else name for name, certificate in names)
+        return tuple(name for name in admitted if name)
+
+    def check_caller(self, node: str, caller: str) -> None:
+        """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
+        found = self.nodes.get(node)
+        if found is None:
+            raise ResourceNotFound("NODE_UNKNOWN", f"node {node!r} is not live")
+        if found.caller != caller:
+            raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
+
+    def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> StateReport | None:
+        """Return the report of a node whose host the ranks are on; None of one that is drained or set aside."""
+        found, reservation = self.nodes.get(node), self.reservations.get(publisher)
+        if (
+            found is None
+            or found.drained
+            or reservation is None
+            or node not in reservation.homes
+            or not found.report.data_address
+        ):
+            return None
+        instance, _, until = self.aside.get(node, ("", 0.0, 0.0))
+        if instance == found.report.instance and now < until:
+            return None
+        return found.report if all(reads_nonce(each, found.report) for each in read) else None
+
+    def is_coming(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> bool:
+        """Return whether a node is laying out a set for a version of these ranks, or has yet to learn that it should."""
+        report = self.usable(publisher, node, read, now)
+        if report is None or self.free(publisher, node, read, now) is not None:
+            return False
+        reservation = self.reservations[publisher]
+        known = [each.problem for each in report.reservations if each.id == reservation.id]
+        return not any(known) if known else now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
+
+    def free(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> TakenSet | None:
+        """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""
+        if (report := self.usable(publisher, node, read, now)) is None:
+            return None
+        reservation = self.reservations[publisher]
+        for each in report.reservations:
+            for id, folder in each.sets if each.id == reservation.id else ():
+                if id not in reservation.taken:
+                    return TakenSet(id, folder, report.instance, reservation, reservation.nodes[node])
+        return None
+
+    def gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:
+        """Return whether these nodes are all that have boxes for each other, and can fetch them."""
+        able = {node for node in nodes if self.nodes[node].report.gathers}
+        return bool(reservation.gathered) and {*reservation.exchanging} <= able
+
+    def problem(self, version: WrittenVersion) -> str:
+        """Return why a version has lost a home; empty if it has not."""
+        if version.state is SetState.READY:
+            return ""
+        for id, taken in version.homes.items():
+            node = self.nodes.get(id)
+            if node is None:
+                return f"nodes/{id}, into whose files ranks wrote, is gone"
+            if node.report.instance != taken.instance:
+                return f"nodes/{id}, into whose files ranks wrote, has restarted"
+            if taken.problem:
+                return f"nodes/{id}: {taken.problem}"
+        return ""
+
+    def live(self, version: str) -> WrittenVersion:
+        """Return a version that has lost no home. Raises HomeLost."""
+        found = self.versions.get(version)
+        if found is None:
+            raise HomeLost("the version is aborted")
+        if problem := self.problem(found):
+            raise HomeLost(problem)
+        return found
+
+    def sources(self, version: str) -> tuple[str, Mapping[str, HomeSource]]:
+        """Return the `ETag` of a version's files on nodes, and where the daemon fetches them, by node. Raises HomeLost."""
+        homes = {node: taken for node, taken in self.live(version).homes.items() if taken.own.files}
+        tag = next(taken.reservation.id for taken in homes.values())
+        address = {node: self.nodes[node].report.data_address for node in homes}
+        return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
+
+    def set_aside(self, node: str, now: float) -> None:
+        """Take no files of a node for some time, twice as long each time, until it restarts."""
+        if (found := self.nodes.get(node)) is not None:
+            instance, seconds, _ = self.aside.get(node, ("", 0.0, 0.0))
+            same = instance == found.report.instance
+            seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
+            self.aside[node] = found.report.instance, seconds, now + seconds
+
+    def tell(self, nodes: Iterable[str]) -> None:
+        """Notify nodes whose orders change, and all waiters."""
+        for node in {*nodes} & self.nodes.keys():
+            self.nodes[node].changed()
+        self.changed.notify_all()
+
+
+def reads_nonce(readable: Readable, report: StateReport) -> bool:
+    """Return whether a rank has read the present nonce of a node."""
+    return bool(report.nonce_file and report.nonce) and readable.get(report.nonce_file) == report.nonce
+
+
+class HomeRegister:
+    """Reservations, sets and versions of all nodes: `HomeNodes` of ingest. Thread-safe.
+
+    Its lock is below all others but those of change signals; nothing is called under it but a node's `changed`.
+
+    Args:
+        store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
+        tls: Certificates with which the daemon calls nodes; None without.
+        lost: Nodes that are gone; by default kept in memory alone.
+    """
+
+    def __init__(
+        self,
+        store: StoreFolder | None = None,
+        tls: NodeTls | None = None,
+        lost: LostNodes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._tls, self._clock, self._lost = store, tls, clock, lost or LostNodes()
+        self._state = HomeState()
+
+    # Reports of nodes
+
+    def reported(self, report: StateReport, caller: str, drained: bool, changed: Callable[[], object]) -> None:
+        """Record a node's report, in place of its earlier ones."""
+        with self._state.changed:
+            self._state.nodes[report.node] = HomeNode(report, caller, drained, changed)
+            self._lost.remove(report.node, report.nonce)
+            self._state.changed.notify_all()
+
+    def gone(self, *nodes: str) -> None:
+        """Forget nodes that are lost or have left. Their sets are lost with them."""
+        with self._state.changed:
+            found = {node: self._state.nodes.pop(node) for node in nodes if node in self._state.nodes}
+            self._lost.add({node: home.report.nonce for node, home in found.items()})
+            self._state.changed.notify_all()
+
+    def orders(self, node: str, wanted: Iterable[str]) -> tuple[ReservationOrder, ...]:
+        """Return the orders for a node, of all reservations that concern it. `wanted`: READY versions that it should hold."""
+        wanted = set(wanted)
+        with self._state.changed:
+            found = self._state.nodes.get(node)
+            if found is None:
+                return ()
+            reported = {each.id: each for each in found.report.reservations}
+            orders = []
+            for reservation in self._state.reservations.values():
+                if node in reservation.homes and not (found.drained and reservation.id not in reported):
+                    sets = [each.id for each in reported[reservation.id].sets] if reservation.id in reported else []
+                    taken = tuple(self._state.set_order(node, each, wanted) for each in sets if each in reservation.taken)
+                    readers = self._state.readers(reservation, node)
+                    orders.append(ReservationOrder(reservation.id, reservation.publisher, taken, readers))
+            return tuple(orders)
+
+    def reserved_bytes(self, node: str) -> int:
+        """Return the bytes that a node keeps free for sets, beside the versions that it holds."""
+        with self._state.changed:
+            if (found := self._state.nodes.get(node)) is None:
+                return 0
+            sets = {each.id: len(each.sets) for each in found.report.reservations}
+            own = [each for each in self._state.reservations.values() if node in each.nodes]
+            return sum(each.nodes[node].size * max(AHEAD, sets.get(each.id, 0)) for each in own)
+
+    def uploading(self, node: str) -> dict[str, tuple[tuple[FileLayout, ...], tuple[FileLayout, ...]]]:
+        """Return the files of UPLOADING versions on a node, and all files of each, by version."""
+        with self._state.changed:
+            return {
+                name: (version.homes[node].own.files, version.homes[node].reservation.files)
+                for name, version in self._state.versions.items()
+                if version.state is not SetState.READY and node in version.homes and version.homes[node].own.files
+            }
+
+    def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> FilesOnNode:
+        """Return the files that a node lays out.
+
+        Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (NODE_UNKNOWN), PermissionDenied (NOT_ALLOWED).
+        """
+        with self._state.changed:
+            self._state.check_caller(node, caller)
+            found = self._state.reservations.get(publisher)
+            if found is None or found.id != reservation or node not in found.homes:
+                raise FailedPrecondition("STALE_EPOCH", f"{publisher}: its reservation {reservation} on nodes/{node} has ended")
+            if found.admitted.get(node) != caller:
+                found.admitted[node] = caller
+                self._state.tell(found.homes)  # other nodes admit it
+            return found.nodes[node]
+
+    def put_proof(
+        self,
+        version: str,
+        node: str,
+        instance: str,
+        set: str,
+        caller: str,
+        problem: str,
+        files: Mapping[str, FileProof],
+        unreachable: str = "",
+    ) -> None:
+        """Record what a node has found in the files that ranks have written.
+
+        No version is written for some time on `unreachable`, a node that did not deliver boxes which this one gathers.
+
+        Raises:
+            ResourceNotFound: NODE_UNKNOWN: the node is not live.
+            PermissionDenied: NOT_ALLOWED: the node belongs to another identity.
+            FailedPrecondition: VERSION_CLOSED: the version does not wait for a proof of this set.
+            InvalidArgument: NODE: other files, or other numbers of tensors and parts.
+        """
+        with self._state.changed:
+            self._state.check_caller(node, caller)
+            found = self._state.versions.get(version)
+            taken = found.homes.get(node) if found is not None and found.state is SetState.VERIFYING else None
+            if taken is None or (taken.set, taken.instance) != (set, instance):
+                raise FailedPrecondition("VERSION_CLOSED", f"{version} waits for no proof of set {set[:80]!r} on nodes/{node}")
+            if not problem:
+                _check_proof(taken.own.files, files)
+            if taken.proof is None and not taken.problem:
+                taken.proof, taken.problem = dict(files), problem
+                if problem and unreachable in {each.node for each in taken.own.gathered}:
+                    self._state.set_aside(unreachable, self._clock())
+            self._state.changed.notify_all()
+
+    # The daemon
+
+    def written(self, version: str) -> dict[str, tuple[FileLayout, ...]]:
+        """Return the files that ranks have written on nodes, by node; none of a version without homes."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            homes = found.homes.items() if found is not None else ()
+            return {node: taken.own.files for node, taken in homes if taken.own.files}
+
+    def not_adopted(self, report: StateReport) -> dict[str, tuple[FileLayout, ...]]:
+        """Return the verified files of versions that a node holds in sets which it has yet to take over, by version."""
+        sets = {id for each in report.reservations for id, _ in each.sets}
+        with self._state.changed:
+            return {
+                name: taken.own.files
+                for name, version in self._state.versions.items()
+                if (taken := version.homes.get(report.node)) is not None
+                and taken.proof
+                and taken.set in sets
+                and taken.instance == report.instance
+            }
+
+    def version_changed(self, record: VersionRecord) -> None:
+        """Follow a version's state. Of one that is READY, nodes hold what ranks have written, if it is wanted there."""
+        with self._state.changed:
+            found = self._state.versions.get(record.name)
+            if found is None or record.state not in (READY, ABORTED, RETIRED):
+                return
+            if record.state == READY:
+                found.state = SetState.READY
+            else:
+                del self._state.versions[record.name]
+            self._state.tell(found.homes)
+
+    # Ingest: `HomeNodes`
+
+    def nonces(self) -> NodeNonces:
+        """Return where ranks find the nonces of nodes, as `HomeNodes.nonces`."""
+        with self._state.changed:
+            live = list(self._state.nodes.values())
+            files = dict.fromkeys(node.report.nonce_file for node in live if not node.drained and node.report.nonce_file)
+            return NodeNonces(tuple(files), (*(nonce_id(node.report.nonce) for node in live), *self._lost.nonces()))
+
+    def host_of(self, readable: Readable) -> str | None:
+        """Return the host of a rank, as `HomeNodes.host_of`."""
+        store = self._store
+        if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
+            return DAEMON_HOST
+        with self._state.changed:
+            return next((id for id, node in sorted(self._state.nodes.items()) if reads_nonce(readable, node.report)), None)
+
+    def reserve(
+        self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
+    ) -> None:
+        """Have nodes lay out the files of an epoch, as `HomeNodes.reserve`."""
+        by_node: dict[str, tuple[FileLayout, ...]] = {each.node: () for each in gathered}
+        for file in files:
+            if (node := homes.get(file.path)) is not None:
+                by_node[node] = (*by_node.get(node, ()), file)
+        with self._state.changed:
+            former = self._state.reservations.pop(publisher, None)
+            if by_node:
+                found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered))
+                self._state.reservations[publisher] = found
+            self._state.tell([*(former.homes if former else ()), *by_node])
+
+    def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
+        """Take a set for a version on each node that has one, as `HomeNodes.take`."""
+        deadline = self._clock() + LAYOUT_SECONDS
+        with self._state.changed:
+            while any(self._state.is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
+                if (left := deadline - self._clock()) <= 0:
+                    break
+                self._state.changed.wait(left)
+            reservation = self._state.reservations.get(publisher)
+            now = self._clock()
+            free = {node: self._state.free(publisher, node, read, now) for node, read in ranks.items()}
+            taken = {node: found for node, found in free.items() if found is not None}
+            gathers = reservation is not None and self._state.gathers(reservation, taken)
+            if not gathers:
+                taken = {node: replace(each, own=each.own.whole) for node, each in taken.items() if each.own.whole.files}
+            if reservation is None or not taken:
+                return ()
+            for each in taken.values():
+                each.proof = None if each.own.files else {}  # nothing to verify
+            reservation.taken |= {each.set for each in taken.values()}
+            self._state.versions[version] = WrittenVersion(taken, gathers)
+            self._state.tell(taken)
+            paths = {node: tuple(file.path for file in each.own.files) for node, each in taken.items()}
+            return tuple(NodeHome(node, each.folder, paths[node], gathers) for node, each in taken.items())
+
+    def problem(self, version: str) -> str:
+        """Return why a version has lost a home; empty if it has not."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            return self._state.problem(found) if found is not None else ""
+
+    def closed(self, version: str, files: Collection[str]) -> None:
+        """Have the version's homes verify some of their files, which all ranks have closed."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            for node, taken in found.homes.items() if found is not None and found.state is SetState.UPLOADING else ():
+                whole = taken.own.whole.files  # boxes of the others are gathered after the last seal
+                if own := [file.path for file in whole if file.path in {*files} - {*taken.closed}]:
+                    taken.closed += tuple(own)
+                    self._state.tell([node])
+
+    def verify(self, version: str) -> None:
+        """Have the version's homes verify their files."""
+        with self._state.changed:
+            found = self._state.versions.get(version)
+            if found is not None and found.state is SetState.UPLOADING:
+                found.state = SetState.VERIFYING
+                self._state.tell(found.homes)
+
+    def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
+        """Wait for the proofs of all homes, and return them by file. Raises HomeLost."""
+        deadline = self._clock() + seconds
+        with self._state.changed:
+            while True:
+                found = self._state.live(version)
+                late = sorted(node for node, taken in found.homes.items() if taken.proof is None)
+                if not late:
+                    return {path: proof for taken in found.homes.values() for path, proof in (taken.proof or {}).items()}
+                if (left := deadline - self._clock()) <= 0:
+                    raise HomeLost(f"nodes/{late[0]} has not verified its files in {seconds:.0f} s")
+                self._state.changed.wait(min(left, 1.0))
+
+    def fetch(
+        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
+    ) -> None:
+        """Copy the files of all homes into the version's folder, as `HomeNodes.fetch`."""
+
+        def gone() -> str:
+            return self.problem(version) or ("the version is aborted" if stopped() else "")
+
+        with self._state.changed:
+            tag, sources = self._state.sources(version)
+        files = [file for source in sources.values() for file in source.files]
+        try:
+            fetch_from_homes(HomeCopy(version, tag, folder, files, proofs, whole=whole), sources, self._tls, gone)
+        except FetchFailed as error:
+            if error.node:
+                with self._state.changed:
+                    self._state.set_aside(error.node, self._clock())
+            raise HomeLost(str(error)) from error
+
+
+def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) -> None:
+    expected = {file.path: (len(file.tensors), -(-file.size // PIECE_BYTES)) for file in files}
+    sizes = {path: (len(proof.digests), len(proof.checksums)) for path, proof in found.items()}
+    if sizes != expected:
+        raise InvalidArgument("NODE", f"expected digests and checksums of files {expected}, got {sizes}"[:1000])

@@ -1,0 +1,188 @@
+"""A node as the daemon's register has it."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+import xxhash
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.infra.change_signal import ChangeSignal
+from resharder.server.nodes.reports import (
+    CopyView,
+    HostCopy,
+    LinkOrder,
+    PeerSource,
+    StateReport,
+    bitmap_of,
+)
+from resharder.server.state.errors import FailedPrecondition
+
+
+@dataclass
+class KnownNode:
+    """The last report of a node, and what workers on its host need."""
+
+    report: StateReport
+    caller: str
+    reported_at: float
+    report_time: float
+    drained: bool = False
+    lost: bool = False
+    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    """Earlier processes of this id."""
+    wants: dict[str, set[str]] = field(default_factory=dict)
+    """Ids of the servers that asked for each version; versions in the order of their last new request."""
+    pieces: dict[str, Bitmap] = field(default_factory=dict)
+    """Pieces of each of these versions that workers on the host need."""
+    replicas: dict[str, Bitmap] = field(default_factory=dict)
+    """Pieces of versions that the node holds as a replica, among `pieces`: other versions do not take their memory."""
+    link: LinkOrder | None = None
+    """Measurement that it should do."""
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
+    ordered: tuple[int, float] = (0, -inf)
+    """Revision of the last orders that this process was sent, and the time at which this revision was sent first."""
+    follows: float = -inf
+    """Time of orders that the last report is later than, because the node had them when it reported."""
+
+    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
+        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
+        self.wants[version] = self.wants.pop(version, set()).union(servers)
+        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
+
+    def forget(self, version: str) -> bool:
+        """Forget what is needed of a version, and return whether anything was."""
+        self.pieces.pop(version, None)
+        self.replicas.pop(version, None)
+        return self.wants.pop(version, None) is not None
+
+    def replaced(self) -> FailedPrecondition:
+        """Return the error for a former process of this id."""
+        return FailedPrecondition("NODE_REPLACED", f"another process has become node {self.report.node!r}: it has to end")
+
+    def order(self, revision: int, now: float) -> None:
+        """Record the revision of orders that are sent to this process."""
+        if revision != self.ordered[0]:
+            self.ordered = revision, now
+
+    def follow(self, seen: int) -> None:
+        """Record the revision of the orders that the process had when it reported; 0 for a new process."""
+        if not seen:
+            self.ordered, self.follows = (0, -inf), -inf
+        elif seen == self.ordered[0]:
+            self.follows = self.ordered[1]
+
+
+def chosen_of(
+    node: KnownNode, numberings: Mapping[str, PieceNumbering], is_source: Callable[[str], bool], reserved: int
+) -> list[str]:
+    """Return the versions that a node should hold.
+
+    These are the ones with pieces that the daemon's store lacks, planned replicas, and unless the node is drained the last
+    requested ones that fit.
+
+    Args:
+        node: The node.
+        numberings: Numbering of the pieces of each READY version.
+        is_source: Function that returns whether the node has pieces of a version that the daemon's store lacks.
+        reserved: Bytes of the node's capacity that are reserved for versions that ranks write.
+    """
+    chosen = [version for version in node.wants if is_source(version) or version in node.replicas]
+    left = node.report.capacity_bytes - reserved - sum(numberings[version].size_of(node.pieces[version]) for version in chosen)
+    others = [version for version in node.wants if version in numberings and version not in chosen]
+    for version in reversed(others) if not node.drained else ():
+        size = numberings[version].size_of(node.pieces[version])
+        if not chosen or size <= left:
+            chosen.append(version)
+            left -= size
+    return chosen
+
+
+def source_of(report: StateReport, offer: PeerOffer, version: str) -> PeerSource:
+    """Return where the pieces of a version on a node are fetched."""
+    copies = report.copies if report.session else ()
+    addresses = next((copy.addresses for copy in copies if copy.version == version), ())
+    return PeerSource(offer, report.data_address, report.session, addresses)
+
+
+def host_copy_of(node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool) -> HostCopy:
+    """Return how much of a version the node of a worker's host holds.
+
+    Args:
+        node: The node.
+        version: Resource name.
+        needed: Pieces that the worker needs.
+        numbering: Numbers of its pieces; None if it is no longer READY.
+        current: Whether the node is still in the register.
+    """
+    problem = "" if numbering is not None else f"{version} is no longer READY"
+    if not problem and (node.lost or not current):
+        problem = "it is lost"
+    copy = next((copy for copy in node.report.copies if copy.version == version), None)
+    held = bitmap_of(needed.count, copy)
+    whole = copy is not None and not len(needed - held)
+    problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
+    name = f"nodes/{node.report.node}"
+    if problem or copy is None or numbering is None:
+        return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
+    return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
+
+
+def copies_of(
+    node: KnownNode, chosen: Collection[str], numberings: Mapping[str, PieceNumbering], held: Mapping[str, int]
+) -> list[CopyView]:
+    """Return the versions that a node holds or should hold, for display.
+
+    Args:
+        node: The node.
+        chosen: Versions that it should hold.
+        numberings: Numbering of the pieces of each READY version.
+        held: Pieces of each of these that it has reported.
+    """
+    reported, copies = {copy.version: copy for copy in node.report.copies}, []
+    for version in sorted({*reported, *node.wants}):
+        numbering, copy = numberings.get(version), reported.get(version)
+        count = numbering.count if numbering else 0
+        servers = tuple(sorted(node.wants.get(version, ())))
+        wanted, problem = len(node.pieces.get(version, ())), copy.problem if copy else ""
+        copies.append(CopyView(version, held.get(version, 0), wanted, count, version in chosen, problem, servers))
+    return copies
+
+
+def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
+    """Return all pieces of some files of a version."""
+    return Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
+
+
+def notify(nodes: Iterable[KnownNode]) -> None:
+    """Let nodes that wait for a change of their orders look again."""
+    for node in nodes:
+        node.changed.notify()
+
+
+def revision_of(parts: Iterable[object]) -> int:
+    """Return a number, not 0, that changes with the parts of a node's orders."""
+    return xxhash.xxh3_64_intdigest("\n".join(map(str, parts)).encode()) or 1
+
+
+def model_of(version: str) -> str:
+    """Return the model in `models/{model}/versions/{number}`."""
+    return version.split("/")[1]
+
+
+def readers_of(names: set[str], nodes: Iterable[KnownNode]) -> set[str]:
+    """Return the identities that nodes admit of the callers that may read a model; nodes with tokens by their certificates."""
+    tokens = {name for name in names if name.startswith("token:")}
+    callers = [node for node in nodes if node.caller.rpartition("@")[0] in tokens]
+    return (names - tokens) | {node.report.certificate for node in callers if node.report.certificate}
+
+
+def reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | HostCopy:
+    """Return the node whose nonce a caller has read; without one, the files that it should try to read."""
+    live = [node for node in nodes if not node.lost and node.report.nonce_file]
+    for node in live:
+        if readable.get(node.report.nonce_file) == node.report.nonce:
+            return node
+    return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))

@@ -1,0 +1,314 @@
+"""The daemon's table: which node holds which piece of which version.
+
+Nodes report the pieces that they hold and have checked. The table keeps one row of packed bits for each node and version, and how
+many nodes hold each piece. A daemon that restarts has no rows: it adds its READY versions with the nodes that it awaits, and a
+piece that has not been reported is UNKNOWN until they have. `OwnPieces` is the daemon's own row: all pieces of most READY
+versions, and what the store holds so far of the others.
+
+A piece without a holder is lost once every node that is expected to hold it has reported, or its lease has ended. A report may be
+older than the piece. A version is therefore in doubt first, which changes the orders of all nodes, so that they report at once;
+it is lost once all live nodes have reported after these orders, and none has the piece.
+
+Not thread-safe: callers hold a lock.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.wire.pieces import Bitmap, Bits, bytes_of, unpack
+from resharder.server.state.version import parse_name
+from resharder.server.store.partial import PartialVersion
+
+DAEMON = "@daemon"
+"""Id of the daemon's own row in the table, which no node can have."""
+
+
+class PieceState(IntEnum):
+    """State of a piece of a version."""
+
+    ABSENT = 0  # never held: the version is being written
+    HELD = 1
+    UNKNOWN = 2  # not held by a node that has reported, and some have not
+    LOST = 3  # held once, by no node now
+
+
+class PieceCounts(NamedTuple):
+    """Pieces of a version by state, and those of fewer than `replicas` nodes."""
+
+    absent: int
+    held: int
+    unknown: int
+    lost: int
+    short: int
+
+
+class VersionPieces:
+    """Rows of one version.
+
+    Attributes:
+        count: Number of its pieces.
+        nodes: Nodes with a row, in the order of the rows.
+        index: Row of each node.
+        rows: Packed bits, at least one row for each node; rows beyond are free.
+        wanted: The same for the pieces that each node needs.
+        copies: Nodes that hold each piece.
+        seen: Flag for each piece: held by a node at some time.
+        awaited: Nodes that held pieces before the daemon restarted and have not reported since.
+        origins: Nodes that the version's ranks write into.
+    """
+
+    def __init__(self, count: int, seen: bool, awaited: Iterable[str]) -> None:
+        self.count = count
+        self.nodes: list[str] = []
+        self.index: dict[str, int] = {}
+        self.rows: Bits = np.zeros((4, bytes_of(count)), np.uint8)
+        self.wanted: Bits = np.zeros_like(self.rows)
+        self.copies = np.zeros(count, np.int32)
+        self.seen = np.full(count, seen)
+        self.awaited = set(awaited)
+        self.origins: set[str] = set()
+
+    def row_of(self, node: str) -> int:
+        """Return the row of a node, a new one for a new node."""
+        if node not in self.index:
+            if len(self.nodes) == len(self.rows):
+                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+                self.wanted = np.concatenate([self.wanted, np.zeros_like(self.wanted)])
+            self.index[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self.index[node]
+
+    def set_row(self, node: str, bits: Bits) -> None:
+        """Replace the pieces of a node."""
+        row = self.row_of(node)
+        change = unpack(bits, self.count).astype(np.int32) - unpack(self.rows[row], self.count)
+        self.copies += change
+        self.seen |= change > 0
+        self.rows[row] = bits
+
+    def remove(self, node: str) -> None:
+        """Remove the row of a node; the last row takes its place."""
+        self.awaited.discard(node)
+        if node in self.index:
+            self.set_row(node, np.zeros(self.rows.shape[1], np.uint8))
+            row, last = self.index.pop(node), self.nodes.pop()
+            end = len(self.nodes)
+            if last != node:
+                self.nodes[row], self.index[last] = last, row
+                self.rows[row], self.wanted[row] = self.rows[end], self.wanted[end]
+            self.rows[end] = self.wanted[end] = 0
+        self.origins.discard(node)
+
+
+class PieceTable:
+    """Pieces of all versions on all nodes. Methods other than `add_version` raise KeyError for an unknown version."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, VersionPieces] = {}
+
+    def __contains__(self, version: str) -> bool:
+        return version in self._versions
+
+    def __getitem__(self, version: str) -> VersionPieces:
+        return self._versions[version]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows and counts: of a version about a quarter of a byte for each piece and node."""
+        return sum(v.rows.nbytes + v.wanted.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
+
+    def add_version(self, version: str, pieces: int, *, ready: bool = False, awaited: Iterable[str] = ()) -> None:
+        """Add a version. A no-op if it is there.
+
+        Args:
+            version: Resource name, `models/{model}/versions/{number}`.
+            pieces: Number of its pieces.
+            ready: Whether it was READY before the daemon restarted: then a piece that no node holds is unknown or lost.
+            awaited: Nodes that held pieces of it before the daemon restarted.
+        """
+        if version not in self._versions:
+            self._versions[version] = VersionPieces(pieces, ready, awaited)
+
+    def drop_version(self, version: str) -> None:
+        """Remove a version and what nodes hold of it. A no-op if it is not there."""
+        self._versions.pop(version, None)
+
+    def add_origin(self, version: str, node: str) -> None:
+        """Mark a node as one that the version's ranks write into."""
+        self._versions[version].origins.add(node)
+
+    def report(self, version: str, node: str, bitmap: Bitmap, *, whole: bool = False) -> bool:
+        """Record the pieces of a node.
+
+        Args:
+            version: The version.
+            node: The node.
+            bitmap: Pieces that the node has gained; with `whole`, all pieces that it holds.
+            whole: Whether the bitmap replaces earlier reports.
+
+        Returns whether the report was recorded. A report of gains by a node that has no row is not, as after a restart of the
+        daemon: the node has to report the whole.
+
+        Raises ValueError for a bitmap of another number of pieces.
+        """
+        found = self._versions[version]
+        if bitmap.count != found.count:
+            raise ValueError(f"expected a bitmap of the {found.count} pieces of {version}, got one of {bitmap.count}")
+        if whole:
+            found.set_row(node, bitmap.bits)
+            found.awaited.discard(node)
+        elif (row := found.index.get(node)) is not None:
+            found.set_row(node, found.rows[row] | bitmap.bits)
+        else:
+            return False
+        return True
+
+    def want(self, version: str, node: str, pieces: Bitmap) -> None:
+        """Record the pieces that a node needs."""
+        found = self._versions[version]
+        found.wanted[found.row_of(node)] = pieces.bits
+
+    def remove_node(self, node: str) -> list[str]:
+        """Remove all pieces of a node that is gone. Returns the versions that have lost pieces by it."""
+        hit = []
+        for name, version in self._versions.items():
+            if node in version.index or node in version.awaited:
+                before = self.counts(name).lost
+                version.remove(node)
+                if self.counts(name).lost > before:
+                    hit.append(name)
+        return hit
+
+    def bitmap(self, version: str, node: str) -> Bitmap:
+        """Return the pieces that a node holds."""
+        found = self._versions[version]
+        row = found.index.get(node)
+        return Bitmap(found.count, None if row is None else found.rows[row].copy())
+
+    def scarce(self, version: str) -> Bitmap:
+        """Return the pieces that one node alone holds."""
+        found = self._versions[version]
+        return Bitmap(found.count, np.packbits(found.copies == 1, bitorder="little"))
+
+    def states(self, version: str) -> npt.NDArray[np.uint8]:
+        """Return the `PieceState` of each piece."""
+        found = self._versions[version]
+        gone = PieceState.UNKNOWN if found.awaited else PieceState.LOST
+        return np.where(found.copies > 0, PieceState.HELD, np.where(found.seen, gone, PieceState.ABSENT)).astype(np.uint8)
+
+    def counts(self, version: str, replicas: int = 1) -> PieceCounts:
+        """Return how many pieces are in each state, and how many fewer than `replicas` nodes hold."""
+        absent, held, unknown, lost = np.bincount(self.states(version), minlength=len(PieceState)).tolist()
+        return PieceCounts(absent, held, unknown, lost, short=int((self._versions[version].copies < replicas).sum()))
+
+    def ready(self, version: str, replicas: int = 1) -> bool:
+        """Return whether at least `replicas` nodes hold each piece."""
+        return bool((self._versions[version].copies >= replicas).all())
+
+    def lost(self, version: str) -> tuple[int, ...]:
+        """Return the pieces that were held and that no node holds, once all awaited nodes have reported or are gone."""
+        return tuple(np.flatnonzero(self.states(version) == PieceState.LOST).tolist())
+
+
+@dataclass
+class _Partial:
+    known_at: float
+    lost_at: float | None = None
+    """Time since which a piece has no holder: the version is in doubt."""
+
+
+class OwnPieces:
+    """READY versions as the daemon's store holds them. Callers of methods other than `update` and `missing` hold the lock.
+
+    Args:
+        table: The table, in which this has the row `DAEMON`.
+        lock: The register's lock, which guards the table.
+        partial: Function that returns what the store lacks of a READY version; None for a whole one.
+        lease_seconds: Time for which the nodes that hold pieces of a version may be silent after it has become known.
+    """
+
+    def __init__(
+        self,
+        table: PieceTable,
+        lock: threading.Lock,
+        partial: Callable[[str, int], PartialVersion | None],
+        lease_seconds: float,
+    ) -> None:
+        self._table, self._lock, self._partial, self._lease = table, lock, partial, lease_seconds
+        self._partials: dict[str, _Partial] = {}
+
+    def __contains__(self, version: str) -> bool:
+        return version in self._partials
+
+    def partials(self) -> list[str]:
+        """Return the versions of which the store lacks pieces."""
+        return list(self._partials)
+
+    def add(self, version: str, pieces: int, partial: PartialVersion | None, held: Bitmap, now: float) -> bool:
+        """Add a READY version with the pieces that the store holds, and return whether it is new and lacks some."""
+        self._table.add_version(version, pieces, ready=partial is not None, awaited=partial.nodes if partial is not None else ())
+        self._table.add_origin(version, DAEMON)
+        self._table.report(version, DAEMON, held, whole=True)
+        if partial is None or version in self._partials:
+            return False
+        self._partials[version] = _Partial(now)
+        return True
+
+    def update(self) -> None:
+        """Record the pieces that the store holds now. Takes the lock."""
+        with self._lock:
+            versions = list(self._partials)
+        for version in versions:
+            found = self._partial(*parse_name(version, "versions"))
+            held = found.held() if found is not None else None
+            with self._lock:
+                if version in self._partials:
+                    pieces = held if held is not None else Bitmap.full(self._table[version].count)
+                    self._table.report(version, DAEMON, pieces, whole=True)
+                    if held is None:
+                        del self._partials[version]
+
+    def drop(self, version: str) -> None:
+        """Forget a version that is no longer READY."""
+        self._partials.pop(version, None)
+
+    def is_source(self, node: str, version: str) -> bool:
+        """Return whether a node holds pieces that the store lacks."""
+        return version in self._partials and len(self._table.bitmap(version, node) - self._table.bitmap(version, DAEMON)) > 0
+
+    def is_sole_holder(self, node: str, version: str) -> bool:
+        """Return whether a node holds pieces that neither the store nor another node has."""
+        held = self._table.bitmap(version, node)
+        return version in self._partials and len(held & self._table.scarce(version)) > 0
+
+    def missing(self) -> int:
+        """Return the number of pieces of READY versions that the store lacks. Takes the lock."""
+        with self._lock:
+            return sum(self._table[version].count - len(self._table.bitmap(version, DAEMON)) for version in self._partials)
+
+    def doubts(self) -> list[tuple[str, float]]:
+        """Return the versions in doubt, and since when each is."""
+        found = [(version, partial.lost_at) for version, partial in self._partials.items()]
+        return [(version, since) for version, since in found if since is not None]
+
+    def lost(self, now: float, live: Mapping[str, float]) -> Iterable[tuple[str, str]]:
+        """Yield the versions that have lost pieces for good, and why.
+
+        Args:
+            now: Seconds of a monotonic clock, the one of `add`.
+            live: Nodes that have reported to this daemon and have a lease, and the time of orders that each has reported after.
+        """
+        for version, partial in self._partials.items():
+            pieces = self._table[version]
+            if now - partial.known_at > self._lease:
+                for node in [node for node in pieces.awaited if node not in live]:
+                    pieces.remove(node)
+            lost = self._table.counts(version).lost
+            partial.lost_at = (now if partial.lost_at is None else partial.lost_at) if lost else None
+            if partial.lost_at is not None and all(follows > partial.lost_at for follows in live.values()):
+                yield version, f"neither the daemon nor a node holds {lost} of {pieces.count} pieces"

@@ -1,0 +1,395 @@
+"""The daemon's register of nodes: what each reports, which versions each should hold, and from which nodes it may fetch them.
+
+A version is wanted on a node from the first request of a worker on its host until the version is retired, or until newer ones
+need the node's capacity. After a restart of the daemon, nodes report what they hold, and those versions are wanted again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.infra.change_signal import Waiting
+from resharder.server.infra.event_log import Kind
+from resharder.server.infra.medium import medium_errors
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.known_node import (
+    KnownNode,
+    chosen_of,
+    copies_of,
+    host_copy_of,
+    model_of,
+    notify,
+    pieces_of,
+    readers_of,
+    reading,
+    revision_of,
+    source_of,
+)
+from resharder.server.nodes.link_orders import LinkOrders
+from resharder.server.nodes.pieces import DAEMON, OwnPieces, PieceTable
+from resharder.server.nodes.records import DrainedNodes
+from resharder.server.nodes.replication import Replication
+from resharder.server.nodes.reports import (
+    CopyOrder,
+    CopyReport,
+    CopyView,
+    HostCopy,
+    NodeState,
+    NodeView,
+    Orders,
+    PeerSource,
+    StateReport,
+    bitmap_of,
+    wanted_of,
+)
+from resharder.server.nodes.tracker import LONGEST, NodeReport, Tracker
+from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
+from resharder.server.state.version import READY, UPLOADING, VersionRecord, parse_name
+from resharder.server.store.manifest import Manifest
+from resharder.server.store.partial import PartialVersion
+from resharder.server.store.reader import VerifiedVersions
+
+
+class NodeRegistry:
+    """All nodes. Thread-safe.
+
+    Args:
+        manifest: Function that returns the manifest of a READY version, or raises a DaemonError.
+        record: Function that returns the record of a version, or raises a DaemonError.
+        lease_seconds: Time after its last report at which a node is lost.
+        forget_seconds: Time after its last report at which a lost node is forgotten.
+        note: Function that adds an event.
+        drained: Ids of drained nodes; by default kept in memory alone.
+        homes: Register of the files on nodes into which ranks write.
+        partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
+        lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
+        replicas: Holders that each piece needs; `replication` has those above 2.
+        replica_seconds: Time that a version waits for them before READY.
+        verified: Versions that nodes replicate before READY.
+    """
+
+    def __init__(
+        self,
+        manifest: Callable[[str, int], Manifest],
+        record: Callable[[str, int], VersionRecord],
+        *,
+        lease_seconds: float,
+        forget_seconds: float,
+        note: Callable[[Kind, str, str, str], object],
+        drained: DrainedNodes | None = None,
+        homes: HomeRegister | None = None,
+        partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
+        lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
+        replicas: int = 1,
+        replica_seconds: float = 60.0,
+        verified: VerifiedVersions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._manifest, self._record, self._verified = manifest, record, verified or VerifiedVersions()
+        self.lease_seconds, self._note = lease_seconds, note
+        self._forget_seconds, self._drained, self.homes = forget_seconds, drained or DrainedNodes(), homes or HomeRegister()
+        self._clock, self._wall = clock, wall
+        self._longest = min(LONGEST, lease_seconds / 3)  # seconds between two reports of a node
+        self._lock = threading.Lock()
+        self._nodes: dict[str, KnownNode] = {}
+        self._tracker = Tracker(PieceTable())
+        self._numberings: dict[str, PieceNumbering] = {}
+        self._readers: dict[str, set[str]] = {}
+        self._partial, self._lose = partial, lose
+        self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
+        shared = self._nodes, self._numberings, self._readers, self._tracker.table, self.homes, self._lock
+        self.links = LinkOrders(self._nodes, self._lock, self._numberings, clock)
+        self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
+
+    # Calls of nodes
+
+    def sync(self, report: StateReport, caller: str, seen: int, wait_seconds: float) -> Waiting[Orders]:
+        """Record a report, and return the node's orders once their revision differs from `seen` or the time has passed.
+
+        Args:
+            report: The report.
+            caller: Identity of the caller; empty without security.
+            seen: Revision of the orders that the node has.
+            wait_seconds: Bound on the wait.
+
+        Raises:
+            FailedPrecondition: NODE_REPLACED: a later process has this id.
+            PermissionDenied: NOT_ALLOWED: a live node of another identity has this id.
+            InvalidArgument: NODE: a bitmap of another number of pieces.
+        """
+        for copy in report.copies:
+            self._known(copy.version)
+        node = self._record_report(report, caller, seen)
+        until = self._clock() + min(wait_seconds, self._longest)
+        while True:
+            count = node.changed.count
+            if node.report.instance != report.instance:
+                raise node.replaced()
+            now, orders = self._clock(), self._orders(report.node)
+            if orders.revision != seen or (left := until - self._clock()) <= 0:
+                node.order(orders.revision, now)
+                return orders
+            yield node.changed.pause(count, left)
+
+    def leave(self, node: str, instance: str) -> None:
+        """Remove a node whose process ends."""
+        with self._lock:
+            found = self._nodes.get(node)
+            if found is None or found.report.instance != instance:
+                return
+            del self._nodes[node]
+            self._tracker.remove_node(node)
+            self.homes.gone(node)
+        found.changed.notify()
+        self._note("node", f"nodes/{node}", "left", "")
+
+    def admit(self, version: str, caller: str) -> None:
+        """Record that a caller may read a version's model, so that other nodes let it."""
+        with self._lock:
+            readers = self._readers.setdefault(model_of(version), set())
+            if not (name := caller.rpartition("@")[0]) or name in readers:
+                return
+            readers.add(name)
+            told = list(self._nodes.values())
+        notify(told)
+
+    # Calls of workers
+
+    def host_copy(self, version: str, server: str, readable: Iterable[tuple[str, bytes]], needed: bytes = b"") -> HostCopy:
+        """Let the node of a worker's host hold pieces of a READY version, and return how far it is.
+
+        Args:
+            version: Resource name.
+            server: Id of the worker's server.
+            readable: Nonce files that the worker can read, and their content.
+            needed: Packed bitmap of the pieces that the worker needs; empty for all.
+
+        Raises:
+            ResourceNotFound: MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE.
+            InvalidArgument: NODE: a bitmap of another number of pieces.
+        """
+        numbering = self._known(version)
+        if numbering is None or self.replication.waits(version):
+            raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
+        pieces = wanted_of(numbering.count, version, needed)
+        with self._lock:
+            found = reading(self._nodes.values(), dict(readable))
+        if isinstance(found, HostCopy):
+            return found
+        known = found.pieces.get(version, Bitmap(numbering.count))
+        if server not in found.wants.get(version, ()) or len(pieces - known):
+            with self._lock:
+                if version in self._numberings:
+                    found.want(version, {server}, pieces)
+            found.changed.notify()
+        return self._host_copy(found, version, pieces)
+
+    # Operators
+
+    def views(self) -> list[NodeView]:
+        """Return all nodes by id."""
+        with self._lock:
+            return [self._view(node) for _, node in sorted(self._nodes.items())]
+
+    def set_drained(self, id: str, drained: bool) -> NodeView:
+        """Drain a node, or resume it, durably.
+
+        Raises:
+            ResourceNotFound: NODE_UNKNOWN.
+            ResourceExhausted, Unavailable: STORE_FULL, STORE_FAILED, NO_DESCRIPTORS, and nothing has changed.
+        """
+        with self._lock, medium_errors():
+            node = self._nodes.get(id)
+            if node is None:
+                raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
+            self._drained.change(id, drained)
+            node.drained = drained
+            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.notify)
+            view = self._view(node)
+        node.changed.notify()
+        return view
+
+    # The daemon
+
+    def expire(self) -> None:
+        """Note the nodes whose lease has ended, whose pieces count no longer, and forget those lost for long."""
+        now, lost = self._clock(), list[tuple[str, KnownNode]]()
+        with self._lock:
+            for id, node in self._nodes.items():
+                if not node.lost and now - node.reported_at > self.lease_seconds:
+                    node.lost = True
+                    self._tracker.remove_node(id)
+                    lost.append((id, node))
+            self.homes.gone(*(id for id, _ in lost))
+            for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
+                del self._nodes[id]
+        for id, node in lost:
+            node.changed.notify()
+            self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
+        self.own.update()
+        with self._lock:
+            live, doubts = {id: node for id, node in self._nodes.items() if not node.lost}, self.own.doubts()
+            gone = list(self.own.lost(now, {id: node.follows for id, node in live.items()}))
+            told = live.values() if self.own.doubts() != doubts else ()
+        notify(told)
+        for version, reason in gone:
+            self._lose(*parse_name(version, "versions"), reason)
+        self.replication.renew()
+
+    def own_sources(self, version: str) -> list[PeerSource]:
+        """Return the live nodes with pieces that the daemon's store lacks of a version."""
+        if self._known(version) is None:
+            return []
+        with self._lock:
+            live = [(id, node) for id, node in self._nodes.items() if not node.lost and self.own.is_source(id, version)]
+            held = [self._tracker.table.bitmap(version, id) for id, _ in live]
+            offers = [PeerOffer(id, has, node.report.transfers) for (id, node), has in zip(live, held, strict=True)]
+            return [self._source(offer, version) for offer in offers]
+
+    def version_changed(self, record: VersionRecord) -> None:
+        """Count and retain the pieces that nodes hold of a READY version; forget any other version."""
+        for id, files in self.homes.written(record.name).items() if record.state == READY else ():
+            self._hold(record.name, id, files)
+        self.homes.version_changed(record)
+        if record.state != UPLOADING:
+            self.replication.version_changed(record.name)
+        if record.state == READY:
+            if self.replication.replicas > 2 or self._partial(record.model, record.number) is not None:
+                self._known(record.name)
+            return
+        with self._lock:
+            self.own.drop(record.name)
+            self._numberings.pop(record.name, None)
+            self._tracker.drop_version(record.name)
+            told = [node for node in self._nodes.values() if node.forget(record.name)]
+        notify(told)
+
+    def _hold(self, version: str, id: str, files: Iterable[FileLayout]) -> None:
+        """Let a node hold the verified files of a version that its ranks have written."""
+        if (numbering := self._known(version)) is None:
+            return
+        pieces = pieces_of(numbering, files)
+        with self._lock:
+            node = self._nodes.get(id)
+            if node is None or node.lost or version not in self._numberings:
+                return
+            node.want(version, (), pieces)
+            self._tracker.table.report(version, id, pieces, whole=True)
+        node.changed.notify()
+
+    def _known(self, version: str) -> PieceNumbering | None:
+        """Return the numbering of a READY version's pieces, and add it to the table; None for any other version."""
+        with self._lock:
+            if (known := self._numberings.get(version)) is not None:
+                return known
+        try:
+            name, number = parse_name(version, "versions")
+            found = self._verified.get(name, number)
+            numbering = number_pieces((found.manifest if found is not None else self._manifest(name, number)).files)
+        except DaemonError:
+            return None
+        partial = self._partial(name, number)
+        held = partial.held() if partial is not None else Bitmap.full(numbering.count)
+        with self._lock:
+            self._numberings[version] = numbering
+            lacking = self.own.add(version, numbering.count, partial, held, self._clock())
+            told = list(self._nodes.values()) if lacking else []
+        notify(told)
+        if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
+            self.version_changed(record)  # retired in the meantime, perhaps before the table had it
+            return None
+        return numbering
+
+    def _record_report(self, report: StateReport, caller: str, seen: int) -> KnownNode:
+        with self._lock:
+            node = self._nodes.get(report.node)
+            joined = node is None or node.lost or node.report.instance != report.instance
+            if node is None:
+                node = self._nodes[report.node] = KnownNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
+            elif report.instance in node.former:
+                raise node.replaced()
+            elif caller != node.caller and not node.lost:
+                raise PermissionDenied(
+                    "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
+                )
+            elif report.instance != node.report.instance:
+                node.former.append(node.report.instance)
+                self._tracker.remove_node(report.node)
+            self._record_pieces(node, report)
+            by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
+            told = list(self._nodes.values()) if by_certificate else []
+            node.follow(0 if joined else seen)
+            node.report, node.caller, node.lost = report, caller, False
+            node.reported_at, node.report_time = self._clock(), self._wall()
+            for copy in report.copies if joined else ():
+                if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
+                    node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
+            self.homes.reported(report, caller, node.drained or report.ending, node.changed.notify)
+        notify(told)
+        if joined:
+            node.changed.notify()  # an earlier process of this id may wait
+            self._note("node", f"nodes/{report.node}", "joined", "")
+        return node
+
+    def _record_pieces(self, node: KnownNode, report: StateReport) -> None:
+        """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
+        reported, written = {copy.version: copy for copy in report.copies}, self.homes.not_adopted(report)
+        written = {version: files for version, files in written.items() if not self.replication.waits(version)}  # other `ETag`
+        for version, numbering in self._numberings.items():
+            copy, known = reported.get(version), self._tracker.table[version]
+            if copy is not None or version in written or report.node in known.index or report.node in known.awaited:
+                held = bitmap_of(numbering.count, copy) | pieces_of(numbering, written.get(version, ()))
+                self._tracker.table.report(version, report.node, held, whole=True)
+                if version in self.own and version not in node.wants and len(held):
+                    node.want(version, (), held)
+
+    def _orders(self, id: str) -> Orders:
+        with self._lock:
+            node = self._nodes.get(id)
+            if node is None:
+                return Orders(0, (), False, self._longest)
+            reported = {copy.version: copy for copy in node.report.copies}
+            wanted = self._chosen(node)
+            answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
+            readers = sorted({name for order, _ in answers for name in order.readers})
+            needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
+            reservations = self.homes.orders(id, wanted)
+            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self.own.doubts(), node.link])
+            soonest = min((self._longest, *(seconds for _, seconds in answers)))
+            return Orders(stamp, tuple(order for order, _ in answers), node.drained, soonest, reservations, node.link)
+
+    def _chosen(self, node: KnownNode) -> list[str]:
+        id = node.report.node
+        return chosen_of(node, self._numberings, lambda version: self.own.is_source(id, version), self.homes.reserved_bytes(id))
+
+    def _copy_order(self, id: str, node: KnownNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
+        held = bitmap_of(self._numberings[version].count, copy)
+        wanted = node.pieces[version]
+        report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
+        answer = self._tracker.report(report, self._clock())
+        peers = [self._source(offer, version) for offer in answer.offers]
+        readers = tuple(sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())))
+        given = version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers
+        return CopyOrder(*given, self.own.is_sole_holder(id, version)), answer.interval
+
+    def _source(self, offer: PeerOffer, version: str) -> PeerSource:
+        return PeerSource(offer, "") if offer.peer == DAEMON else source_of(self._nodes[offer.peer].report, offer, version)
+
+    def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> HostCopy:
+        with self._lock:
+            return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(node.report.node) is node)
+
+    def _view(self, node: KnownNode) -> NodeView:
+        state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
+        chosen = set(self._chosen(node)) if state is not NodeState.LOST else set()
+        held = {name: len(self._tracker.table.bitmap(name, node.report.node)) for name in self._numberings}
+        copies = copies_of(node, chosen, self._numberings, held)
+        for version, (own, files) in self.homes.uploading(node.report.node).items():
+            pieces = number_pieces(own).count, number_pieces(files).count
+            copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
+        return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))

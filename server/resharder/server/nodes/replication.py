@@ -1,0 +1,313 @@
+"""Replicas of versions on nodes, for a daemon whose `replicas` is above 2: made before READY, and made up again afterwards.
+
+A piece needs `replicas` holders: the daemon, the node into whose files ranks wrote it, and further nodes. Nodes hold replicas as
+they hold what workers need, but a replica does not make way for other versions while it is planned.
+
+`place` chooses the nodes, as a pure function of what live nodes hold and of their free memory. Pieces that nodes hold already
+count first, so little moves. Pieces that too few nodes hold are then placed on further nodes, those with the most free memory
+first. Newer versions are placed before older ones.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering
+from resharder.server.ingest.homes import ReplicasShort
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.known_node import KnownNode, model_of, pieces_of
+from resharder.server.nodes.pieces import DAEMON, PieceTable
+from resharder.server.store.manifest import VerifiedVersion
+from resharder.server.store.reader import VerifiedVersions
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ReplicaNeed:
+    """Pieces of a version that nodes have to hold.
+
+    Attributes:
+        version: Resource name.
+        numbering: Numbers of its pieces.
+        holders: Holders that each piece needs among the nodes.
+        held: Pieces of the nodes that hold any.
+        former: Nodes on which the last plan has placed pieces.
+        barred: Nodes on which no further piece may be placed.
+        readers: Nodes that have read a version of the model, and so may.
+    """
+
+    version: str
+    numbering: PieceNumbering
+    holders: Counts
+    held: Mapping[str, Bitmap]
+    former: Collection[str] = ()
+    barred: Collection[str] = ()
+    readers: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class ReplicaPlacement:
+    """Nodes that should hold pieces of a version.
+
+    Attributes:
+        pieces: Pieces of each node, held ones included.
+        short: Pieces that too few nodes hold now.
+        lacking: Holders that these pieces lack, in all.
+        unplaced: Pieces that too few nodes would hold: there is no further node for them.
+    """
+
+    pieces: Mapping[str, Bitmap] = field(default_factory=dict)
+    short: int = 0
+    lacking: int = 0
+    unplaced: int = 0
+
+
+def place(needs: Sequence[ReplicaNeed], free: Mapping[str, int]) -> dict[str, ReplicaPlacement]:
+    """Return the placement of each version.
+
+    Args:
+        needs: The versions; memory goes to earlier ones first.
+        free: Bytes that versions may take on each node.
+    """
+    left = dict(free)
+    return {need.version: _place(need, left) for need in needs}
+
+
+def _place(need: ReplicaNeed, left: dict[str, int]) -> ReplicaPlacement:
+    lacking, sizes, count = need.holders.copy(), need.numbering.sizes, need.numbering.count
+    placed = {id: np.zeros(count, np.bool_) for id in left}
+
+    def take(id: str, pieces: npt.NDArray[np.bool_]) -> None:
+        fits = pieces & (np.cumsum(np.where(pieces, sizes, 0)) <= left[id])
+        left[id] -= int(sizes[fits].sum())
+        lacking[fits] -= 1
+        placed[id] |= fits
+
+    def rank(id: str) -> tuple[bool, int, bool, int, str]:
+        return id not in need.former, -len(need.held.get(id, ())), id not in need.readers, -left[id], id
+
+    order = sorted(left, key=rank)
+    for id in order:
+        if (held := need.held.get(id)) is not None:
+            take(id, held.flags() & (lacking > 0))
+    short, missing = int((lacking > 0).sum()), int(lacking[lacking > 0].sum())
+    for id in order if short else ():
+        if id not in need.barred:
+            take(id, (lacking > 0) & ~placed[id])
+    found = {id: Bitmap(count, np.packbits(flags, bitorder="little")) for id, flags in placed.items() if flags.any()}
+    return ReplicaPlacement(found, short, missing, int((lacking > 0).sum()))
+
+
+_BARRED_SECONDS = 60.0  # for a node that could not hold a version
+_STEP_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class ReplicaShortage:
+    """A version, pieces of which have fewer than `replicas` holders.
+
+    Attributes:
+        version: Resource name.
+        short: Number of these pieces.
+        lacking: Holders that they lack, in all.
+        pieces: Pieces of the version.
+        replicas: Holders that each should have.
+        waits: Whether the version is withheld from READY until they have.
+        problem: Numbers in words, and why no node is left.
+    """
+
+    version: str
+    short: int
+    lacking: int
+    pieces: int
+    replicas: int
+    waits: bool
+    problem: str
+
+
+class Replication:
+    """Plans of replicas. Thread-safe: public methods take the register's lock where they need it.
+
+    Args:
+        nodes: All nodes by id, of the register.
+        numberings: Numbers of the pieces of all known versions, of the register.
+        readers: Identities that have read a model's versions, of the register.
+        table: The piece table.
+        homes: The register of files into which ranks write.
+        lock: The register's lock, which guards all of these.
+        replicas: Holders that each piece needs; up to 2, nothing is planned here.
+        lease_seconds: Time after the daemon's start at which nodes have reported what they hold: before, no replica of a READY
+            version is made up.
+        patience: Seconds without a further piece after which a version that waits for replicas fails.
+        verified: Versions that nodes may read before READY.
+        known: Function that adds a version to the register.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, KnownNode],
+        numberings: Mapping[str, PieceNumbering],
+        readers: Mapping[str, set[str]],
+        table: PieceTable,
+        homes: HomeRegister,
+        lock: threading.Lock,
+        replicas: int,
+        lease_seconds: float,
+        patience: float,
+        verified: VerifiedVersions,
+        known: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._nodes, self._numberings, self._readers, self._table, self._homes = nodes, numberings, readers, table, homes
+        self._lock, self.replicas, self._patience, self._verified = lock, replicas, patience, verified
+        self._known, self._clock, self._settles = known, clock, clock() + lease_seconds
+        self._closed = False
+        self._waiting: set[str] = set()
+        self._placements: dict[str, ReplicaPlacement] = {}
+        self._barred: dict[tuple[str, str, str], tuple[float, str]] = {}  # by version, node and instance: until, and why
+
+    def start(self, versions: Iterable[str]) -> None:
+        """Watch over versions that were READY before the daemon's start."""
+        for version in versions if self.replicas > 2 else ():
+            self._known(version)
+
+    def close(self) -> None:
+        """End the wait for replicas. Versions that wait fail."""
+        self._closed = True
+
+    def waits(self, version: str) -> bool:
+        """Return whether a version is withheld from READY."""
+        return version in self._waiting
+
+    def replicate(self, versions: Sequence[VerifiedVersion], stopped: Callable[[], bool]) -> None:
+        """Have nodes hold the replicas of verified versions, and wait until they do.
+
+        Args:
+            versions: The versions.
+            stopped: Returns whether one of the versions is aborted.
+
+        Raises:
+            ReplicasShort: Too few nodes hold a version and no further piece arrives, or one of its homes is gone.
+        """
+        if self.replicas <= 2:
+            return
+        names = {each.name for each in versions}
+        for each in versions:
+            self._verified.add(each)
+        with self._lock:
+            self._waiting |= names
+        for name in names:
+            self._known(name)
+        lacking, since = 0, self._clock()
+        while True:
+            if gone := next(filter(None, map(self._homes.problem, sorted(names))), ""):
+                raise ReplicasShort(gone)
+            if stopped() or self._closed:
+                raise ReplicasShort("the version is aborted" if not self._closed else "the daemon is shutting down")
+            self.renew()
+            late = [each for each in self.shortages() if each.version in names]
+            if not late:
+                return
+            if lacking != (lacking := sum(each.lacking for each in late)):
+                since = self._clock()
+            elif self._clock() - since >= self._patience:
+                raise ReplicasShort(f"{late[0].problem}: nothing has changed for {self._patience:g} s")
+            time.sleep(_STEP_SECONDS)
+
+    def version_changed(self, version: str) -> None:
+        """Withhold a version no longer: it is READY, or has ended."""
+        self._verified.remove(version)
+        with self._lock:
+            self._waiting.discard(version)
+
+    def renew(self) -> None:
+        """Plan all replicas anew, and notify the nodes whose orders change. Takes the lock."""
+        if self.replicas <= 2:
+            return
+        with self._lock:
+            told = self._update()
+        for node in told:
+            node.changed.notify()
+
+    def shortages(self) -> list[ReplicaShortage]:
+        """Return the versions with pieces of too few holders, by name. Takes the lock."""
+        with self._lock:
+            return [
+                ReplicaShortage(
+                    name,
+                    found.short,
+                    found.lacking,
+                    self._numberings[name].count,
+                    self.replicas,
+                    name in self._waiting,
+                    self._problem(name, found),
+                )
+                for name, found in sorted(self._placements.items())
+                if found.short and name in self._numberings
+            ]
+
+    def _problem(self, version: str, found: ReplicaPlacement) -> str:
+        count = self._numberings[version].count
+        text = f"{found.short} of {count} pieces have fewer than {self.replicas} holders"
+        if not found.unplaced:
+            return text
+        live = sorted(id for id, node in self._nodes.items() if not node.lost)
+        why = {id: "drained" for id in live if self._nodes[id].drained}
+        why |= {id: reason for (name, id, _), (_, reason) in self._barred.items() if name == version and id in live}
+        reasons = "".join(f"; nodes/{id}: {reason}" for id, reason in sorted(why.items())[:8])
+        return f"{text}, and no node is left for {found.unplaced} of them among {len(live)} live ones{reasons}"
+
+    # With the lock
+
+    def _update(self) -> Iterable[KnownNode]:
+        now = self._clock()
+        live = {id: node for id, node in self._nodes.items() if not node.lost and not node.drained and node.report.data_address}
+        self._bar(live, now)
+        order = sorted(self._numberings, key=lambda name: (name not in self._waiting, -int(name.rpartition("/")[2]), name))
+        needs = [self._need(name, live, now > self._settles) for name in order]
+        free = {id: node.report.capacity_bytes - self._homes.reserved_bytes(id) for id, node in live.items()}
+        self._placements = place(needs, free)
+        told = []
+        for id, node in self._nodes.items():
+            wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
+            if wanted != node.replicas:
+                for name in node.replicas.keys() - wanted.keys():
+                    if name in self._waiting and not node.wants.get(name):
+                        node.forget(name)
+                for name, pieces in wanted.items():
+                    if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
+                        node.want(name, (), pieces)
+                node.replicas = wanted
+                told.append(node)
+        return told
+
+    def _bar(self, live: Mapping[str, KnownNode], now: float) -> None:
+        """Place no further pieces of a version on a node that reports a problem with it, for some time."""
+        for id, node in live.items():
+            for copy in node.report.copies:
+                if copy.problem and copy.version in node.replicas:
+                    self._barred[copy.version, id, node.report.instance] = now + _BARRED_SECONDS, copy.problem
+        self._barred = {key: found for key, found in self._barred.items() if found[0] > now and key[0] in self._numberings}
+
+    def _need(self, version: str, live: Mapping[str, KnownNode], settled: bool) -> ReplicaNeed:
+        numbering, waits = self._numberings[version], version in self._waiting
+        holders: Counts = self.replicas - self._table.bitmap(version, DAEMON).flags().astype(np.int64)
+        homes = self._homes.written(version) if waits else {}
+        for files in homes.values():
+            holders -= pieces_of(numbering, files).flags()
+        rows = {id: self._table.bitmap(version, id) for id in live if id not in homes}
+        barred = {id for id, node in live.items() if (version, id, node.report.instance) in self._barred}
+        names = self._readers.get(model_of(version), set())
+        return ReplicaNeed(
+            version,
+            numbering,
+            holders,
+            {id: held for id, held in rows.items() if len(held)},
+            [id for id, node in live.items() if version in node.replicas],
+            live.keys() if not settled and not waits else barred | homes.keys(),
+            [id for id, node in live.items() if node.caller.rpartition("@")[0] in names],
+        )

@@ -1,0 +1,174 @@
+"""The daemon as one more fetcher of pieces: of versions that became READY while nodes alone held some of their bytes.
+
+Two threads: one requests pieces from the nodes that hold them, of the newest version first, as a node does; the other one
+verifies tensors whose pieces have arrived, and makes complete versions whole.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+from resharder.converters.storage.digest import Array
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
+from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.sources import PeerOffer
+from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.transfers import PieceSource, PieceTarget
+from resharder.server.infra.backoff import backoff
+from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.state.errors import DaemonError
+from resharder.server.store.lifecycle import VersionLifecycle
+from resharder.server.store.partial import PartialVersion
+from resharder.server.store.reader import VersionReader
+
+_STEP_SECONDS = 0.25
+_LONGEST_RETRY = 30.0
+_log = structlog.get_logger("resharder.node")
+
+
+class StoreCopy:
+    """A version that the daemon's store lacks pieces of, as pieces are fetched into it."""
+
+    def __init__(self, partial: PartialVersion) -> None:
+        self.partial, self.name, self.fingerprint = partial, partial.name, partial.fingerprint
+        self.sizes: Mapping[str, int] = partial.sizes
+        self.numbering: PieceNumbering = partial.numbering
+        self.claims = PieceClaims()
+        self.memory = None  # of no transfer engine
+
+    def wanted(self) -> Bitmap:
+        """Return all pieces."""
+        return Bitmap.full(self.numbering.count)
+
+    def missing(self) -> Bitmap:
+        """Return the pieces that the store lacks."""
+        return self.partial.held().missing()
+
+    def held(self) -> Bitmap:
+        """Return the pieces that the store holds."""
+        return self.partial.held()
+
+    def write(self, part: PieceSpan, content: Array) -> None:
+        """Write checked bytes of a piece, and sync them. Raises OSError."""
+        self.partial.write(part, content)
+
+    def add(self, piece: int) -> None:
+        """Count a piece as held, durably. Raises OSError."""
+        self.partial.add(piece)
+
+
+class CommittedChecksums:
+    """Checksums that versions were committed with, for `HttpTransfer`."""
+
+    def __init__(self, reader: VersionReader) -> None:
+        self._reader = reader
+
+    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+        """Return the checksum of a part. Raises OSError if the version is whole or gone."""
+        _, model, _, number = version.name.split("/")
+        partial = self._reader.partial(model, int(number))
+        if partial is None:
+            raise OSError(f"{version.name} no longer lacks pieces")
+        return partial.checksum(part.file, part.start)
+
+
+class StoreFetcher:
+    """Fetches what the daemon's store lacks. Call `start`, then `close`.
+
+    Args:
+        lifecycle: The store's versions, some of which lack pieces.
+        nodes: The register of nodes.
+        make_swarm: Function that returns the swarm, which calls its argument after each piece.
+        threads: Threads that digest.
+    """
+
+    def __init__(
+        self,
+        lifecycle: VersionLifecycle,
+        nodes: NodeRegistry,
+        make_swarm: Callable[[Callable[[], object]], Swarm],
+        threads: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lifecycle, self._nodes, self._threads, self._clock = lifecycle, nodes, threads, clock
+        self._changed = threading.Condition()
+        self._ended = False
+        self._copies: dict[str, StoreCopy] = {}
+        self._settled: dict[str, tuple[int, float, int]] = {}  # pieces at the last attempt, when the next is due, and failures
+        self._swarm = make_swarm(self._wake)
+        self._loops = [
+            threading.Thread(target=self._loop, args=(step,), name=name, daemon=True)
+            for name, step in (("store-pieces", self.fetch), ("store-verify", self.settle))
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for loop in self._loops:
+            loop.start()
+
+    def close(self) -> None:
+        """Stop fetching. Missing pieces are fetched by the next daemon."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        for loop in self._loops:
+            if loop.is_alive():
+                loop.join()
+        self._swarm.close()
+
+    def fetch(self) -> None:
+        """Start requests for missing pieces, as many as the limits allow."""
+        partials = {partial.name: partial for partial in self._lifecycle.partials()}
+        for name in self._copies.keys() - partials.keys():
+            del self._copies[name]
+            self._swarm.forget(name)
+        for name, partial in partials.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.partial is not partial:
+                copy = self._copies[name] = StoreCopy(partial)
+                _log.info("version_lacks_pieces", version=name, pieces=copy.numbering.count, missing=len(copy.missing()))
+            if len(copy.missing()):
+                self._swarm.fill(copy, self._offers(copy))
+        self._nodes.own.update()
+
+    def settle(self) -> None:
+        """Verify the tensors whose pieces have arrived since, and make complete versions whole."""
+        for partial in self._lifecycle.partials():
+            held = len(partial.held())
+            before, due, failures = self._settled.get(partial.name, (-1, 0.0, 0))
+            if self._ended or (held == before and not failures) or self._clock() < due:
+                continue
+            try:
+                done = self._lifecycle.settle(partial, self._threads)
+            except (OSError, DaemonError) as error:
+                if partial in self._lifecycle.partials():  # not retired meanwhile
+                    failures += 1
+                    self._settled[partial.name] = held, self._clock() + backoff(failures, 1.0, _LONGEST_RETRY), failures
+                    _log.error("version_not_completed", version=partial.name, reason=str(error))
+                continue
+            self._settled[partial.name] = held, 0.0, 0
+            if done:
+                del self._settled[partial.name]
+                self._nodes.own.update()
+
+    def _offers(self, copy: StoreCopy) -> PieceOffers:
+        """Return the nodes that hold missing pieces. All may be requested: the daemon has to hold each of them."""
+        found = self._nodes.own_sources(copy.name)
+        sources = {f"nodes/{peer.offer.peer}": PieceSource(peer.data_address, origin=False) for peer in found}
+        offers = tuple(PeerOffer(f"nodes/{peer.offer.peer}", peer.offer.held, peer.offer.load) for peer in found)
+        return PieceOffers(offers, sources, Bitmap(copy.numbering.count), ())
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _loop(self, step: Callable[[], None]) -> None:
+        while not self._ended:
+            try:
+                step()
+            except Exception as error:
+                _log.error("store_fetch_failed", exc_info=error)
+            with self._changed:
+                if not self._ended:
+                    self._changed.wait(_STEP_SECONDS)

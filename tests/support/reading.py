@@ -1,0 +1,29 @@
+"""Read versions as a worker's helper does, in a process of its own (`tests.support.remote`)."""
+
+import time
+
+from resharder.client.inference.worker.fetch import fetch
+from resharder.client.inference.worker.source import Mirror
+from resharder.client.rpc.channel import Channel
+from resharder.client.versions.remote import get_manifest
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.wire.windows import boxes_request
+
+
+class Reader:
+    """The role."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def read(self, version: str) -> dict[str, object]:
+        """Return how a version came, in how many seconds, and whether its tensors have their digests."""
+        with Channel(self._endpoint) as channel:
+            manifest = get_manifest(channel, version)
+            boxes = [(name, full_box(spec.shape)) for name, spec in manifest.specs.items()]
+            files = [file.path for file in Mirror("/dev/shm").prepare(manifest.files)]
+            began = time.perf_counter()
+            found = fetch(channel, files, boxes_request(manifest.name, boxes), "http")
+            seconds = time.perf_counter() - began
+        verified = found.digests == list(manifest.digests.values())
+        return {"verified": verified, "transport": found.transport, "reason": found.reason, "seconds": seconds}
