@@ -13,7 +13,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from resharder.client import errors as client
 from resharder.server.ingest.intake import CLOSED
-from resharder.server.rpc import errors as rpc_errors
+from resharder.server.rpc.dispatch import DOMAIN
 
 ROOT = Path(__file__).parents[2]
 AT_START = {"STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER"}
@@ -75,7 +75,7 @@ def test_every_reason_that_the_daemon_may_use_is_used() -> None:
 class Refusal(grpc.RpcError):
     def __init__(self, status: str, reason: str) -> None:
         self._status, self._details = grpc.StatusCode[status], any_pb2.Any()
-        self._details.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=rpc_errors.DOMAIN))
+        self._details.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
 
     def code(self) -> grpc.StatusCode:
         return self._status

@@ -20,6 +20,24 @@ def test_every_path_that_a_page_names_exists(page: str) -> None:
     assert [path for path in named if not any((folder / path).exists() for folder in folders[path])] == []
 
 
+def test_a_command_passes_few_modules_and_each_is_imported_by_another_or_an_entry() -> None:
+    way = (ROOT / "docs" / "one-tensor.md").read_text().partition("## The way of one command")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d\. .*?(?=^\d\. |\Z)", way, re.MULTILINE | re.DOTALL)
+    walk = list(dict.fromkeys(name for step in steps for name in NAMED.findall(step)))
+    sources = {name: (ROOT / name.partition("/")[0] / "resharder" / name).read_text() for name in walk}
+    services = {f"server/rpc/{name}.py" for name in ("dispatch", "operator_service", "server_service")}
+    entries = {"client/cli/fleets.py", "client/operator/operator.py", *services}  # entered by gRPC, or as its folder's `Operator`
+
+    def imported(name: str) -> bool:
+        module = "resharder." + name.removesuffix(".py").replace("/", ".")
+        package, _, last = module.rpartition(".")
+        found = re.compile(rf"{re.escape(module)} import|from {re.escape(package)} import [^\n]*\b{last}\b")
+        return any(found.search(source) for other, source in sources.items() if other != name)
+
+    assert 10 < len(walk) <= 14
+    assert [name for name in walk if name not in entries and not imported(name)] == []
+
+
 def test_every_folder_says_what_it_is_for() -> None:
     packages = {path.parent for path in SOURCES} - {ROOT / side / "resharder" / side for side in ("server", "converters")}
     without = [folder for folder in packages if not (folder / "__init__.py").read_text().startswith('"""')]

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from resharder.server.fleets.decisions import checked, decide, roll_back, set_drained, set_power
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTarget, FleetTargetKind, MoveState, View
+from resharder.server.fleets.commands import decide, roll_back, set_drained, set_power
+from resharder.server.fleets.updates import checked
+from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, MoveState, UpdateStrategy, View
 from resharder.server.state.server import Power
 
 from tests.support.fleet_states import fleet, moving, server, view
 
 LATEST, NUMBER, NONE = FleetTargetKind.LATEST, FleetTargetKind.NUMBER, FleetTargetKind.NONE
-CANARY, ROLLING = FleetStrategyKind.CANARY, FleetStrategyKind.ROLLING
+CANARY, ROLLING = UpdateStrategy.Kind.CANARY, UpdateStrategy.Kind.ROLLING
 
 
 def seen(*ready: int, **changes: object) -> View:

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resharder.server.fleets.attachments import Attachment
-from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, View
@@ -35,19 +34,18 @@ class Desk:
             note=lambda *what, **details: self.notes.append((*what, details)),
             tick_seconds=0,
         )
-        self.changes, self.roster = self.fleets.changes, self.fleets.roster
-        settled(self.fleets.sessions.claim, "a", MODEL, "", wait_seconds=0, boot=True)
+        settled(self.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
 
     @property
     def server(self) -> Server:
-        return self.roster.by_id["a"]
+        return self.fleets.by_id["a"]
 
     def serve(self) -> Attachment:
         """Let the server boot and serve version 1."""
-        attachment = self.fleets.sessions.attach("a", Attached("control", 2, "10.0.0.1:8000"))
+        attachment = self.fleets.attach("a", Attached("control", 2, "10.0.0.1:8000"))
         for rank in range(2):
             report = Worker(rank, WorkerState.BOOTED, 1, process=f"p{rank}", fingerprint="fingerprint 1")
-            self.fleets.sessions.report_worker("a", report)
+            self.fleets.report_worker("a", report)
         attachment.report(Reported("control", self.server.opened_by, OrderKind.RESUME))
         assert self.server.serving == 1
         self.notes.clear()
@@ -56,7 +54,7 @@ class Desk:
     def lose(self) -> None:
         """Let the server's lease end."""
         self.now += SETTINGS.boot + 1
-        self.fleets.ticker.tick()
+        self.fleets.tick()
         assert self.server.lost_at is not None
         self.notes.clear()
 
@@ -75,48 +73,48 @@ def to_none(fleet: Fleet, view: View) -> Fleet:
 
 def test_a_change_is_stored_in_effect_on_servers_and_signalled(desk: Desk) -> None:
     desk.serve()
-    before = desk.roster.changed.count
-    view = desk.changes.change(MODEL, to_none)
+    before = desk.fleets.changed.count
+    view = desk.fleets.change(MODEL, to_none)
     assert view.fleet.target.kind == desk.stored()[MODEL].target.kind == FleetTargetKind.NONE
-    assert desk.roster.changed.count > before
+    assert desk.fleets.changed.count > before
     desk.versions.publish()
-    assert desk.changes.change(MODEL, lambda fleet, view: fleet).servers == ("a",)
+    assert desk.fleets.change(MODEL, lambda fleet, view: fleet).servers == ("a",)
     assert desk.server.ready.keys() == {1, 2}, "a change looks at the store's versions"
 
 
 def test_a_change_without_an_effect_is_signalled_too(desk: Desk) -> None:
-    before = desk.roster.changed.count
-    desk.changes.change(MODEL, lambda fleet, view: fleet)
-    assert desk.roster.changed.count == before + 1
+    before = desk.fleets.changed.count
+    desk.fleets.change(MODEL, lambda fleet, view: fleet)
+    assert desk.fleets.changed.count == before + 1
 
 
 def test_a_new_fleet_needs_a_model_unless_it_is_a_models_own(desk: Desk) -> None:
-    assert desk.changes.change("new", to_none, MODEL).fleet.model == MODEL
+    assert desk.fleets.change("new", to_none, MODEL).fleet.model == MODEL
     other = Desk(desk.folder / "other")
-    other.roster.remove(server="a", fleet=MODEL)
-    assert other.changes.change(MODEL, to_none).fleet.model == MODEL
+    other.fleets.by_id, other.fleets.by_name = {}, {}
+    assert other.fleets.change(MODEL, to_none).fleet.model == MODEL
     with pytest.raises(ResourceNotFound, match=r"fleet 'x' is unknown, there are \['new', 'policy'\]; a new one needs a model"):
-        desk.changes.change("x", to_none)
+        desk.fleets.change("x", to_none)
     with pytest.raises(ResourceNotFound, match=r"model 'm' is unknown; there are \['policy'\]"):
-        desk.changes.change("x", to_none, "m")
+        desk.fleets.change("x", to_none, "m")
     with pytest.raises(InvalidArgument, match="expected a fleet of at most 64 letters"):
-        desk.changes.change("no/name", to_none, MODEL)
+        desk.fleets.change("no/name", to_none, MODEL)
 
 
 def test_a_profiled_install_is_repeated_by_a_server_at_rest_alone(desk: Desk) -> None:
     with pytest.raises(ResourceNotFound, match="server 'b' is unknown"):
-        desk.changes.reinstall("b")
+        desk.fleets.reinstall("b")
     with pytest.raises(FailedPrecondition, match=r"expected server a to serve its target and do nothing else: .*workers"):
-        desk.changes.reinstall("a")
+        desk.fleets.reinstall("a")
     assert not any(note[0] == "operator" for note in desk.notes)
     desk.serve()
-    install, workers = desk.changes.reinstall("a")
+    install, workers = desk.fleets.reinstall("a")
     assert desk.server.install is not None
     assert (desk.server.install.id, desk.server.install.state, workers) == (install, InstallState.STAGING, 2)
     assert desk.server.install.profiled
     assert desk.notes[-1] == ("operator", "servers/a", "profile", {"version": 1, "install": install})
     with pytest.raises(FailedPrecondition, match="expected server a to serve its target") as refused:
-        desk.changes.reinstall("a")
+        desk.fleets.reinstall("a")
     assert refused.value.reason == "NOT_SERVING"
     assert desk.server.install.id == install
 
@@ -124,50 +122,50 @@ def test_a_profiled_install_is_repeated_by_a_server_at_rest_alone(desk: Desk) ->
 def test_a_lost_server_repeats_no_install_and_the_reason_is_how_long_it_has_been_silent(desk: Desk) -> None:
     desk.lose()
     with pytest.raises(FailedPrecondition, match="do nothing else: no control side attached for 31 s"):
-        desk.changes.reinstall("a")
+        desk.fleets.reinstall("a")
 
 
 def test_no_install_is_repeated_while_the_fleet_moves(desk: Desk) -> None:
     desk.serve()
     desk.versions.publish()
-    desk.fleets.ticker.tick()
-    assert desk.roster.by_name[MODEL].moving is not None
+    desk.fleets.tick()
+    assert desk.fleets.by_name[MODEL].moving is not None
     before = desk.server.install
     with pytest.raises(FailedPrecondition, match="do nothing else: fleet policy moves"):
-        desk.changes.reinstall("a")
+        desk.fleets.reinstall("a")
     assert desk.server.install is before
 
 
 def test_a_fleet_without_servers_is_deleted_with_its_file_and_pins(desk: Desk) -> None:
     with pytest.raises(ResourceNotFound, match=r"fleet 'x' has no settings to delete; fleets with settings: \['policy'\]"):
-        desk.changes.delete("x")
+        desk.fleets.delete("x")
     with pytest.raises(FailedPrecondition, match="expected fleet policy to have no servers, it has a: stop them"):
-        desk.changes.delete(MODEL)
-    desk.changes.change("new", lambda fleet, view: fleet, MODEL)
-    desk.changes.change("new", to_none)
+        desk.fleets.delete(MODEL)
+    desk.fleets.change("new", lambda fleet, view: fleet, MODEL)
+    desk.fleets.change("new", to_none)
     assert "fleets/new" in desk.versions.holders[1]
     desk.notes.clear()
-    before = desk.roster.changed.count
-    desk.changes.delete("new")
-    assert "new" not in desk.roster.by_name
+    before = desk.fleets.changed.count
+    desk.fleets.delete("new")
+    assert "new" not in desk.fleets.by_name
     assert "new" not in desk.stored()
     assert "fleets/new" not in desk.versions.holders[1]
-    assert (desk.notes, desk.roster.changed.count) == ([("operator", "fleets/new", "delete", {})], before + 1)
+    assert (desk.notes, desk.fleets.changed.count) == ([("operator", "fleets/new", "delete", {})], before + 1)
 
 
 def test_a_lost_server_alone_is_forgotten_with_its_pins_and_its_membership(desk: Desk) -> None:
     with pytest.raises(ResourceNotFound, match="server 'b' is unknown"):
-        desk.changes.forget("b")
+        desk.fleets.forget("b")
     with pytest.raises(FailedPrecondition, match=r"expected server a to be LOST, it is not: ."):
-        desk.changes.forget("a")
+        desk.fleets.forget("a")
     desk.lose()
-    before = desk.roster.changed.count
-    desk.changes.forget("a")
-    assert desk.roster.by_id == {}
+    before = desk.fleets.changed.count
+    desk.fleets.forget("a")
+    assert desk.fleets.by_id == {}
     assert desk.stored()[MODEL].members == frozenset()
     assert not any("servers/a" in holders for holders in desk.versions.holders.values())
     assert desk.notes == [("operator", "servers/a", "forget", {})]
-    assert desk.roster.changed.count > before
+    assert desk.fleets.changed.count > before
 
 
 def test_a_server_waits_for_its_turn_no_longer_than_until_the_lost_server_before_it_is_forgotten(desk: Desk) -> None:
@@ -180,11 +178,11 @@ def test_a_server_waits_for_its_turn_no_longer_than_until_the_lost_server_before
 
     for id in ("b", "c"):  # as many as may pause for one sender
         applying = joined(InstallState.APPLYING, WorkerState.STAGED)
-        desk.roster.put_server(replace(desk.server, id=id, lost_at=desk.now, controls=(), opened=0, **applying))
-    desk.roster.put_server(replace(desk.server, **joined(InstallState.STAGING, WorkerState.STAGED)))
-    desk.changes.change(MODEL, lambda fleet, view: fleet)
+        desk.fleets._put(replace(desk.server, id=id, lost_at=desk.now, controls=(), opened=0, **applying))
+    desk.fleets._put(replace(desk.server, **joined(InstallState.STAGING, WorkerState.STAGED)))
+    desk.fleets.change(MODEL, lambda fleet, view: fleet)
     assert not desk.server.goal.apply
-    desk.changes.forget("c")
+    desk.fleets.forget("c")
     assert desk.server.goal.apply
 
 
@@ -194,4 +192,4 @@ def test_a_server_that_is_not_lost_yet_is_refused_with_the_time_that_is_left(des
     desk.now += 4
     why = r"expected server a to be LOST, it is not: serving version 1; no control side is attached; its lease ends in 6 s$"
     with pytest.raises(FailedPrecondition, match=why):
-        desk.changes.forget("a")
+        desk.fleets.forget("a")

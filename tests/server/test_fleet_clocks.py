@@ -41,21 +41,21 @@ class Host:
         request = operator_pb2.UpdateFleetRequest(
             fleet=resources_pb2.Fleet(name=MODEL, model=MODEL, target=target), update_mask=FieldMask(paths=["target"])
         )
-        Operations(self.fleets.changes).update(request)
-        self.fleets.ticker.tick()
+        Operations(self.fleets).update(request)
+        self.fleets.tick()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.wall += seconds
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @property
     def settled(self) -> int:
-        return self.fleets.roster.fleet(MODEL).fleet.settled
+        return self.fleets.fleet(MODEL).fleet.settled
 
     @property
     def reason(self) -> str:
-        return self.fleets.roster.fleet(MODEL).reason
+        return self.fleets.fleet(MODEL).reason
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_wall_clock_that_goes_back_holds_no_fleet_up(host: Host, ahead: float,
     if restarts:
         host.start()
     host.versions.publish()
-    host.fleets.ticker.tick()
+    host.fleets.tick()
     assert host.settled == 2, host.reason
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
-from resharder.server.state.fleet import FleetStrategyKind
+from resharder.server.state.fleet import UpdateStrategy
 from resharder.server.state.server import OrderKind, WorkerState
 
 from tests.support.simulated_fleet import AheadSimulation, FleetSimulation
@@ -23,7 +23,7 @@ test_fleets_that_serve_ahead_under_everything = pytest.mark.timeout(1200)(AheadS
 def test_a_server_of_a_rolling_fleet_that_returns_with_a_retired_version_gets_the_newest() -> None:
     """Found by simulation: it counted as out of service for its own turn. It was lost while it staged."""
     fleets = FleetSimulation()
-    fleets.set_up(FleetStrategyKind.ROLLING, 0, 1, approval=False, ahead=False)
+    fleets.set_up(UpdateStrategy.Kind.ROLLING, 0, 1, approval=False, ahead=False)
     for name in ("b", "c"):
         fleets.kill_server(name)
     for _ in range(10):

@@ -1,7 +1,8 @@
 """Pins of fleets and servers: a version is pinned once for each holder, and released once nobody of it needs it."""
 
 import pytest
-from resharder.server.fleets.pins import FleetPins
+from resharder.server.direct.offered_versions import OfferedVersions
+from resharder.server.fleets.versions import FleetVersions
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord
 
@@ -30,32 +31,32 @@ def store() -> Store:
 
 
 def test_versions_are_pinned_in_addition_to_earlier_ones_and_once(store: Store) -> None:
-    pins = FleetPins(store)
+    pins = FleetVersions(store, store, OfferedVersions())
     assert pins.pin("servers/a", "policy", [1]) == frozenset()
     assert pins.pin("servers/a", "policy", [1, 2]) == frozenset()
     assert pins.pin("servers/b", "policy", [2]) == frozenset()
     assert store.pinned == [("policy", 1, "servers/a"), ("policy", 2, "servers/a"), ("policy", 2, "servers/b")]
-    assert (pins.of("servers/a", "policy"), pins.of("servers/b", "policy")) == ({1, 2}, {2})
-    assert pins.of("servers/a", "other") == pins.of("servers/c", "policy") == frozenset()
+    assert (pins.pinned("servers/a", "policy"), pins.pinned("servers/b", "policy")) == ({1, 2}, {2})
+    assert pins.pinned("servers/a", "other") == pins.pinned("servers/c", "policy") == frozenset()
 
 
 def test_versions_that_are_gone_are_returned_and_do_not_keep_others_from_being_pinned(store: Store) -> None:
-    pins = FleetPins(store)
+    pins = FleetVersions(store, store, OfferedVersions())
     assert pins.pin("servers/a", "policy", [3, 1, 4]) == {3, 4}
-    assert pins.of("servers/a", "policy") == {1}
+    assert pins.pinned("servers/a", "policy") == {1}
     assert pins.pin("servers/a", "policy", [3]) == {3}
     assert store.calls == 4
 
 
 def test_a_release_leaves_what_is_kept_and_what_others_pin(store: Store) -> None:
-    pins = FleetPins(store)
+    pins = FleetVersions(store, store, OfferedVersions())
     for holder in ("servers/a", "fleets/b"):
         pins.pin(holder, "policy", [1, 2])
     pins.release("servers/a", "policy", keep=frozenset({2, 7}))
-    assert (pins.of("servers/a", "policy"), pins.of("fleets/b", "policy")) == ({2}, {1, 2})
+    assert (pins.pinned("servers/a", "policy"), pins.pinned("fleets/b", "policy")) == ({2}, {1, 2})
     assert store.pinned == [("policy", 2, "servers/a"), ("policy", 1, "fleets/b"), ("policy", 2, "fleets/b")]
     pins.release("servers/a", "policy")
     pins.release("servers/a", "policy")
-    assert pins.of("servers/a", "policy") == frozenset()
+    assert pins.pinned("servers/a", "policy") == frozenset()
     pins.pin("servers/a", "policy", [2])
     assert store.pinned == [("policy", 1, "fleets/b"), ("policy", 2, "fleets/b"), ("policy", 2, "servers/a")]

@@ -5,21 +5,12 @@ from typing import Any
 
 import pytest
 from resharder.server.fleets.goals import boots, goals
-from resharder.server.state.fleet import (
-    NOBODY,
-    Fleet,
-    FleetStrategyKind,
-    FleetTarget,
-    FleetTargetKind,
-    MoveState,
-    PauseMode,
-    View,
-)
+from resharder.server.state.fleet import NOBODY, Fleet, FleetTarget, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
 from resharder.server.state.server import Goal, InstallState, Power, Server, Worker, WorkerState
 
 from tests.support.fleet_states import NOW, failed, fleet, install, moving, out_of_service, server, view
 
-ALL, ROLLING, CANARY, ATOMIC = FleetStrategyKind
+ALL, ROLLING, CANARY, ATOMIC = UpdateStrategy.Kind
 STAGING, APPLYING, TRYING, HOLDING, MOVING, BACK, STOPPED, DONE, FAILED = MoveState
 WAITS = "it waits for its turn"
 

@@ -17,7 +17,7 @@ from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.storage.files import MappedFiles, read_layout
 from resharder.converters.wire.chunk_frame import frame, unframe
 from resharder.server.config import Config
-from resharder.server.fleets.roster import Roster
+from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.boxes import cut_slot, pack
 from resharder.server.ingest.intake import Intake
 from resharder.server.main import Daemon as DaemonInProcess
@@ -355,19 +355,19 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
     monkeypatch.setattr("resharder.server.ingest.intake._LOOK", 60.0)
     config = Config(listen="127.0.0.1:0", store=tmp_path / "store", shared_memory=False, lease_seconds=300)
     asked: list[tuple[int, int]] = []
-    serving = Roster.serving
-    monkeypatch.setattr(Roster, "serving", lambda *arguments: asked.append(serving(*arguments)) or asked[-1])
+    serving = Fleets.serving
+    monkeypatch.setattr(Fleets, "serving", lambda *arguments: asked.append(serving(*arguments)) or asked[-1])
     daemon = DaemonInProcess(config)
     record = ready_version(daemon.store)
-    settled(daemon.fleets.sessions.claim, "s", "policy", "", wait_seconds=0, boot=True)
-    control = daemon.fleets.sessions.attach("s", Attached("control", 1, "10.0.0.1:8000"))
+    settled(daemon.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
+    control = daemon.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(settled, daemon.intake.wait_version, "policy", record.number, 60, True)
         wait_until(lambda: bool(asked), "it looks")
         time.sleep(1.2)
         assert not waiting.done()
         assert asked == [(0, 1)], "nothing has changed, and it looked again"
-        daemon.fleets.sessions.report_worker(
+        daemon.fleets.report_worker(
             "s", Worker(0, WorkerState.BOOTED, record.number, process="p", fingerprint=record.fingerprint)
         )
         resume = next(order for order in iter(control.orders.get, None) if order.kind == OrderKind.RESUME)

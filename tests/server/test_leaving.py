@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from resharder.server.fleets.attachments import Attachment
-from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.fleets import Attachment, Fleets, Note
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.fleets.ports import Note
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
-from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind
+from resharder.server.state.fleet import Fleet, UpdateStrategy
 from resharder.server.state.server import Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
 from resharder.v1 import resources_pb2
@@ -28,7 +26,7 @@ class Site:
         self.versions.publish()
         files = FleetFiles(folder)
         if strict:
-            files.save(Fleet(MODEL, MODEL, strategy=FleetStrategy(FleetStrategyKind.ATOMIC)), 0.0)
+            files.save(Fleet(MODEL, MODEL, strategy=UpdateStrategy(UpdateStrategy.Kind.ATOMIC)), 0.0)
 
         def note(kind: str, subject: str, what: str, reason: str = "", **details: object) -> None:
             self.noted.append((subject, what))
@@ -47,28 +45,28 @@ class Site:
             self.claim()
 
     def claim(self, id: str = "s") -> None:
-        settled(self.fleets.sessions.claim, id, MODEL, "", wait_seconds=0, boot=False)
+        settled(self.fleets.claim, id, MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, id: str = "s", address: str = "") -> Attachment:
-        return self.fleets.sessions.attach(id, Attached(nonce, 1, address))
+        return self.fleets.attach(id, Attached(nonce, 1, address))
 
     def states(self) -> dict[str, str]:
-        views = self.fleets.roster.servers()
+        views = self.fleets.servers()
         return {view.server.id: resources_pb2.Server.State.Name(view.state) for view in views}  # type: ignore[arg-type]
 
     def report_worker(self, process: str) -> None:
         held = Worker(0, WorkerState.BOOTED, 1, process=process, fingerprint=self.versions.ready[1])
-        self.fleets.sessions.report_worker("s", held)
+        self.fleets.report_worker("s", held)
 
     def tick(self, now: float) -> list[str]:
         self.now = now
-        self.fleets.ticker.tick()
-        return [view.server.id for view in self.fleets.roster.servers()]
+        self.fleets.tick()
+        return [view.server.id for view in self.fleets.servers()]
 
     def awaited(self) -> tuple[tuple[str, ...], tuple[int, int]]:
         """The servers that the fleet awaits, and who is asked for when a version is waited for."""
-        (fleet,) = self.fleets.roster.fleets()
-        return fleet.returning, self.fleets.roster.serving(MODEL, 1)
+        (fleet,) = self.fleets.fleets()
+        return fleet.returning, self.fleets.serving(MODEL, 1)
 
 
 @pytest.fixture(params=[False, True], ids=["lenient", "strict"])
@@ -85,7 +83,7 @@ def test_a_server_is_forgotten_when_its_last_api_server_has_left(tmp_path: Path)
     assert site.tick(0.0) == []
     assert site.noted[-1] == ("servers/s", "left")
     assert "lost" not in {what for _, what in site.noted}
-    assert site.fleets.roster.by_name[MODEL].members == frozenset()
+    assert site.fleets.by_name[MODEL].members == frozenset()
     orders = [second.orders.get() for _ in range(second.orders.qsize())]
     assert orders[-1] is None, "its stream ends"
 
@@ -96,7 +94,7 @@ def test_in_a_fleet_whose_versions_must_not_mix_it_is_forgotten_when_its_lease_e
     attachment.report(Reported("a", leaving=True))
     attachment.close()
     assert site.tick(LEASE - 1) == ["s"]
-    assert "its API servers have ended" in site.fleets.roster.servers()[0].reason
+    assert "its API servers have ended" in site.fleets.servers()[0].reason
     assert site.tick(LEASE + 1) == []
     assert "lost" not in {what for _, what in site.noted}
 
@@ -123,7 +121,7 @@ def test_workers_that_end_later_do_not_take_the_place_of_those_of_the_next_boot(
     site.claim()
     site.report_worker("two")
     site.report_worker("one")
-    (view,) = site.fleets.roster.servers()
+    (view,) = site.fleets.servers()
     assert view.server.workers[0].process == "two"
 
 
@@ -162,10 +160,10 @@ def test_a_server_whose_engine_dies_is_lost_at_once_with_the_reason(tmp_path: Pa
     assert site.states() == {"s": "LOST"}
     assert ("servers/s", "lost") in site.noted
     site.now = 3.0
-    assert site.fleets.roster.servers()[0].reason == "its engine core ended with code -9, 3 s ago"
+    assert site.fleets.servers()[0].reason == "its engine core ended with code -9, 3 s ago"
     orders = [attachment.orders.get() for _ in range(attachment.orders.qsize())]
     assert orders[-1] is None, "its stream ends"
-    assert site.fleets.roster.by_name[MODEL].members == {"s"}, "the fleet counts it"
+    assert site.fleets.by_name[MODEL].members == {"s"}, "the fleet counts it"
 
 
 def test_in_a_fleet_whose_versions_must_not_mix_it_is_lost_when_its_lease_ends(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_in_a_fleet_whose_versions_must_not_mix_it_is_lost_when_its_lease_ends(t
     site.tick(0.0)
     site.attach("a").report(Reported("a", failure="its engine died"))
     site.tick(1.0)
-    assert "its engine died; it is LOST in 9 s" in site.fleets.roster.servers()[0].reason
+    assert "its engine died; it is LOST in 9 s" in site.fleets.servers()[0].reason
     site.tick(LEASE + 1)
     assert site.states() == {"s": "LOST"}
 
@@ -234,9 +232,9 @@ def test_a_server_that_does_not_come_back_after_a_restart_of_the_daemon_is_lost(
     assert site.tick(LEASE) == []
     assert site.tick(LEASE + 3) == ["s"]
     assert site.states() == {"s": "LOST"}
-    assert "it has not come back since the daemon's restart" in site.fleets.roster.servers()[0].reason
+    assert "it has not come back since the daemon's restart" in site.fleets.servers()[0].reason
     site.claim()
     assert site.states() == {"s": "BOOTING"}
     site.attach("a")
     with pytest.raises(FailedPrecondition):
-        site.fleets.changes.forget("s")
+        site.fleets.forget("s")

@@ -34,9 +34,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     made = Daemon(Config(listen="127.0.0.1:0", web_listen="", store=tmp_path / "store", shared_memory=False, lease_seconds=600))
     record = ready_version(made.store)
     made.intake.create_publisher("policy", "job", 1, FILES)
-    settled(made.fleets.sessions.claim, "s", "policy", "", wait_seconds=0, boot=True)
-    made.fleets.sessions.attach("s", Attached("control", 1, "10.0.0.1:8000"))
-    made.fleets.sessions.report_worker("s", Worker(0, WorkerState.BOOTED, 1, process="p", fingerprint=record.fingerprint))
+    settled(made.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
+    made.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
+    made.fleets.report_worker("s", Worker(0, WorkerState.BOOTED, 1, process="p", fingerprint=record.fingerprint))
     yield made
     made.server.start()
     made.stop()
@@ -53,16 +53,16 @@ LOOKS: dict[str, Callable[[Daemon], object]] = {
     "who uses it": lambda d: d.store.lifecycle.holders("policy", 1),
     "whose the model is": lambda d: d.store.epochs.claim("policy"),
     "models are listed": lambda d: d.store.catalogue.models(),
-    "servers are listed": lambda d: [view.server.id for view in d.fleets.roster.servers()],
-    "fleets are listed": lambda d: [(view.fleet.name, view.wanted_version, view.servers) for view in d.fleets.roster.fleets()],
-    "servers are counted": lambda d: d.fleets.roster.serving("policy", 1),
-    "an order is written down": lambda d: d.fleets.roster.policy("s"),
+    "servers are listed": lambda d: [view.server.id for view in d.fleets.servers()],
+    "fleets are listed": lambda d: [(view.fleet.name, view.wanted_version, view.servers) for view in d.fleets.fleets()],
+    "servers are counted": lambda d: d.fleets.serving("policy", 1),
+    "an order is written down": lambda d: d.fleets.policy("s"),
     "a call's lane is found": lambda d: (
-        d.fleets.roster.model_of("s"),
-        d.fleets.roster.fleet_of("s"),
-        d.fleets.roster.following(),
+        d.fleets.model_of("s"),
+        d.fleets.fleet_of("s"),
+        d.fleets.following(),
     ),
-    "its workers are asked for": lambda d: d.fleets.roster.processes("s"),
+    "its workers are asked for": lambda d: d.fleets.processes("s"),
 }
 
 
@@ -71,7 +71,7 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
     before = look(daemon)
     assert before
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        for lock in (daemon.fleets.roster.lock, daemon.intake.lock, daemon.store.catalogue.changed):
+        for lock in (daemon.fleets.lock, daemon.intake.lock, daemon.store.catalogue.changed):
             held.enter_context(lock)
         looking = threads.submit(look, daemon)
         looking.exception(PATIENCE)

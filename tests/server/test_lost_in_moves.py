@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, Move, MoveState
+from resharder.server.state.fleet import Fleet, Move, MoveState, UpdateStrategy
 from resharder.server.state.server import InstallState, OrderKind, Power, Server
 from resharder.server.state.server_events import Reported
 from resharder.v1 import operator_pb2, resources_pb2
@@ -18,7 +18,7 @@ from resharder.v1 import operator_pb2, resources_pb2
 from tests.support.simulated_fleet import FleetSimulation
 from tests.support.simulated_fleet_servers import FLEET, NAMES, SETTINGS
 
-ALL, ROLLING, CANARY, ATOMIC = FleetStrategyKind
+ALL, ROLLING, CANARY, ATOMIC = UpdateStrategy.Kind
 DEATHS = {
     # As the daemon sees them: what the API server reports last, and whether the connection is closed.
     "worker": ("its engine died", True),
@@ -45,14 +45,14 @@ class Site:
         return self.fleet.move
 
     def known(self, name: str) -> Server:
-        return self.fleets.fleets.roster.server(name)
+        return self.fleets.fleets.server(name)
 
     def states(self) -> dict[str, str]:
-        views = self.fleets.fleets.roster.servers()
+        views = self.fleets.fleets.servers()
         return {view.server.id: resources_pb2.Server.State.Name(view.state) for view in views}  # type: ignore[arg-type]
 
     def serving(self) -> dict[str, int]:
-        return {view.server.id: view.server.serving for view in self.fleets.fleets.roster.servers()}
+        return {view.server.id: view.server.serving for view in self.fleets.fleets.servers()}
 
     def go_on(self, rounds: int = 16) -> None:
         """Time passes, and all servers that live do what they are told."""
@@ -116,7 +116,7 @@ class Site:
 
 @pytest.fixture
 def make() -> Callable[..., Site]:
-    def made(kind: FleetStrategyKind, max_failures: int = 0) -> Site:
+    def made(kind: UpdateStrategy.Kind, max_failures: int = 0) -> Site:
         fleets = FleetSimulation()
         fleets.set_up(kind, 0, 1, approval=False, ahead=False)
         if max_failures:
@@ -143,9 +143,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", DEATHS)
-@pytest.mark.parametrize("kind", FleetStrategyKind, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", UpdateStrategy.Kind, ids=lambda kind: kind.name)
 def test_a_move_that_loses_a_server_names_it_and_is_not_done(
-    make: Callable[..., Site], kind: FleetStrategyKind, what: str, moment: str
+    make: Callable[..., Site], kind: UpdateStrategy.Kind, what: str, moment: str
 ) -> None:
     site = make(kind)
     site.fleets.publish()
@@ -300,7 +300,7 @@ def test_a_move_that_stopped_without_a_server_goes_back_when_told_to(make: Calla
 @pytest.mark.parametrize("act", ["forget", "approve"])
 def test_an_operator_ends_a_move_without_the_server_that_is_missing(make: Callable[..., Site], act: str) -> None:
     site = stopped_short(make)
-    site.fleets.fleets.changes.forget("a") if act == "forget" else site.fleets.decide(go_on=True)
+    site.fleets.fleets.forget("a") if act == "forget" else site.fleets.decide(go_on=True)
     site.go_on(2)
     assert site.move.state == MoveState.DONE
     assert site.serving() == {"b": 2, "c": 2} | ({} if act == "forget" else {"a": 0})

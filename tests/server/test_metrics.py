@@ -14,12 +14,13 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.direct import Direct
 from resharder.server.direct.plans import Member
+from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import EVENTS, Observed
 from resharder.server.state.errors import FailedPrecondition
-from resharder.server.state.fleet import Fleet, FleetStrategy, Move, MoveState
+from resharder.server.state.fleet import Fleet, Move, MoveState
+from resharder.server.state.fleet import UpdateStrategy as FleetUpdateStrategy
 from resharder.server.state.server import Goal, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
@@ -296,7 +297,7 @@ def test_events_begin_at_zero_so_that_the_first_one_is_an_increase() -> None:
 
 def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
     story = Story()
-    move = Move(1, MoveState.MOVING, 1, 2, FleetStrategy(), started=100.0)
+    move = Move(1, MoveState.MOVING, 1, 2, FleetUpdateStrategy(), started=100.0)
     going = Fleet("policy", "policy", move=move)
     story.observed.fleet_stepped(None, going)
     done = replace(going, move=replace(move, state=MoveState.DONE, seconds=7.5))
@@ -338,7 +339,7 @@ def serving(version: int, *, in_service: bool = True, confirmed: int = 0) -> Ser
 
 def lag(wanted: int, *servers: ServerView, moved: float = 0.0) -> tuple[int, float]:
     records = [record(1, RETIRED), record(2), record(3, ABORTED), record(4), record(5)]
-    move = Move(1, MoveState.MOVING, 0, wanted, FleetStrategy(), started=moved)
+    move = Move(1, MoveState.MOVING, 0, wanted, FleetUpdateStrategy(), started=moved)
     return snapshot.lag(FleetView(Fleet("policy", "policy", move=move), wanted, (), ""), servers, records)
 
 

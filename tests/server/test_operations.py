@@ -9,7 +9,8 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
-from resharder.server.state.fleet import FleetStrategyKind, FleetTarget, FleetTargetKind
+from resharder.server.state.fleet import FleetTarget, FleetTargetKind
+from resharder.server.state.fleet import UpdateStrategy as FleetUpdateStrategy
 from resharder.server.state.server import Power
 from resharder.server.state.server_events import Attached
 from resharder.v1 import operator_pb2, resources_pb2
@@ -35,7 +36,7 @@ class Desk:
         self.versions.restart()
         files = FleetFiles(self.folder)
         self.fleets = Fleets(self.versions, self.versions, files=files, clock=lambda: NOW, tick_seconds=0)  # type: ignore[arg-type]
-        self.operations = Operations(self.fleets.changes, {"probe"})
+        self.operations = Operations(self.fleets, {"probe"})
 
     def update(self, **fields: object) -> None:
         message = Fleet(name=MODEL, **fields)  # type: ignore[arg-type]
@@ -48,7 +49,7 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     desk = Desk(tmp_path)
-    settled(desk.fleets.sessions.claim, "a", MODEL, "", wait_seconds=0, boot=True)
+    settled(desk.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
     return desk
 
 
@@ -128,7 +129,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(case: str, desk: Des
     with pytest.raises(error) as refused:
         act(desk)
     assert refused.value.reason == reason
-    assert desk.kept() == before == desk.fleets.roster.fleet(MODEL).fleet
+    assert desk.kept() == before == desk.fleets.fleet(MODEL).fleet
 
 
 def test_a_refused_strategy_says_what_was_expected_and_what_came(desk: Desk) -> None:
@@ -150,9 +151,9 @@ def test_what_was_asked_for_outlives_the_daemon(desk: Desk) -> None:
     desk.operations.set_power(operator_pb2.SetPowerRequest(fleet=MODEL, server="servers/a", power="ASLEEP_2"))
     desk.operations.set_drained(operator_pb2.SetDrainedRequest(fleet=MODEL, server="a", drained=True))
     desk.start()
-    fleet = desk.fleets.roster.fleet(MODEL).fleet
+    fleet = desk.fleets.fleet(MODEL).fleet
     assert (fleet.target, fleet.strategy.kind, fleet.strategy.check, fleet.max_skew) == (
-        FleetTarget(FleetTargetKind.NUMBER, 2), FleetStrategyKind.CANARY, "probe", 4,
+        FleetTarget(FleetTargetKind.NUMBER, 2), FleetUpdateStrategy.Kind.CANARY, "probe", 4,
     )  # fmt: skip
     assert (fleet.power_of("a"), fleet.power_of("b"), fleet.drained) == (Power.ASLEEP_2, Power.AWAKE, {"a"})
     assert desk.versions.holders[2] >= {f"fleets/{MODEL}"}, "what it wants is held again"
@@ -165,22 +166,22 @@ def test_a_rollback_asked_for_twice_is_one_and_its_versions_come_back_on_an_oper
         assert (view.wanted_version, dict(view.fleet.refused)) == (2, {3: "bad answers"})
         desk.start()
     desk.update(target=VersionTarget(kind="LATEST"))
-    assert desk.fleets.roster.fleet(MODEL).wanted_version == 2
+    assert desk.fleets.fleet(MODEL).wanted_version == 2
     desk.versions.publish()
-    desk.fleets.ticker.tick()
-    assert desk.fleets.roster.fleet(MODEL).wanted_version == 4, "newer ones are taken"
+    desk.fleets.tick()
+    assert desk.fleets.fleet(MODEL).wanted_version == 4, "newer ones are taken"
     desk.update(target=VersionTarget(kind="NUMBER", version=3))
-    view = desk.fleets.roster.fleet(MODEL)
+    view = desk.fleets.fleet(MODEL)
     assert (view.wanted_version, dict(view.fleet.refused)) == (3, {}), "named, it is wanted again"
 
 
 def test_servers_that_pass_kv_caches_on_are_of_atomic_fleets_alone(desk: Desk) -> None:
     first = Attached("control", 1, passes_kv=True)
     with pytest.raises(FailedPrecondition, match="to update atomically") as refused:
-        desk.fleets.sessions.attach("a", first)
+        desk.fleets.attach("a", first)
     assert refused.value.reason == "KV_FLEET"
     desk.update(strategy=UpdateStrategy(kind="ATOMIC"))
-    desk.fleets.sessions.attach("a", first)
+    desk.fleets.attach("a", first)
     with pytest.raises(FailedPrecondition, match="servers a pass") as refused:
         desk.update(strategy=UpdateStrategy(kind="ROLLING"))
     assert refused.value.reason == "KV_FLEET"
@@ -189,7 +190,7 @@ def test_servers_that_pass_kv_caches_on_are_of_atomic_fleets_alone(desk: Desk) -
 def test_a_model_s_default_fleet_is_there_and_another_needs_its_model(desk: Desk) -> None:
     message = Fleet(name="night", model=f"models/{MODEL}", max_skew=1)
     desk.operations.update(operator_pb2.UpdateFleetRequest(fleet=message, update_mask=FieldMask(paths=["max_skew"])))
-    assert [view.fleet.name for view in desk.fleets.roster.fleets()] == ["night", MODEL]
+    assert [view.fleet.name for view in desk.fleets.fleets()] == ["night", MODEL]
     message.name = "none"
     message.model = "unknown"
     with pytest.raises(ResourceNotFound) as refused:
@@ -201,5 +202,5 @@ def test_a_fleet_file_that_cannot_be_read_stops_no_other(desk: Desk) -> None:
     desk.update(max_skew=3)
     (desk.folder / "broken.json").write_text('{"name": 7')
     desk.start()
-    assert desk.fleets.roster.fleet(MODEL).fleet.max_skew == 3
+    assert desk.fleets.fleet(MODEL).fleet.max_skew == 3
     assert (desk.folder / "broken.json").exists()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.fleets.pause_admission import held_back
-from resharder.server.state.fleet import FleetStrategyKind, View
+from resharder.server.fleets.goals import held_back
+from resharder.server.state.fleet import UpdateStrategy, View
 from resharder.server.state.server import Control, Install, InstallState, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
@@ -22,7 +22,7 @@ from tests.support.simulated_fleet_servers import FLEET, NAMES
 class Site(FleetSimulation):
     """Three servers on version 1, which are to take version 2 from trainers' memory."""
 
-    def begin_move(self, kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE) -> None:
+    def begin_move(self, kind: UpdateStrategy.Kind = UpdateStrategy.Kind.ALL_AT_ONCE) -> None:
         self.set_up(kind, 0, 3, approval=False, ahead=False)
         self.settle()
         self.joins = True
@@ -46,11 +46,11 @@ class Site(FleetSimulation):
         self.obey(self.plants[name], self.order(name, OrderKind.APPLY), fails=False)
 
     def applying(self) -> set[str]:
-        servers = (view.server for view in self.fleets.roster.servers())
+        servers = (view.server for view in self.fleets.servers())
         return {server.id for server in servers if server.install and server.install.state == InstallState.APPLYING}
 
     def reason(self, name: str) -> str:
-        return {view.server.id: view.reason for view in self.fleets.roster.servers()}[name]
+        return {view.server.id: view.reason for view in self.fleets.servers()}[name]
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_nobody_waits_for_one_that_is_staged_and_cut_off(site: Site) -> None:
 
 
 def test_atomic_fleets_pause_all_together(site: Site) -> None:
-    site.begin_move(FleetStrategyKind.ATOMIC)
+    site.begin_move(UpdateStrategy.Kind.ATOMIC)
     site.stage("a", "b")
     assert not site.applying()
     site.stage("c")

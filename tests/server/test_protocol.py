@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from resharder.client import Operator
 from resharder.client.errors import Refused
 from resharder.client.rpc import channel
-from resharder.server.rpc.protocol import refusal
+from resharder.server.rpc.dispatch import refusal
 from resharder.v1 import direct_pb2, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2, server_pb2_grpc
 from resharder.v1.revision import OLDEST, REVISION, named, user_agent
 

@@ -6,7 +6,7 @@ from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.goals import goals
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.updates import advance
-from resharder.server.state.fleet import FleetStrategyKind, MoveState
+from resharder.server.state.fleet import MoveState, UpdateStrategy
 from resharder.server.state.server import Goal, InstallState, OrderKind, Server, WorkerState
 from resharder.server.state.server_events import Attached, Claimed, Detached, Order, Reported, Ticked, VersionsChanged, Wanted
 from resharder.v1 import resources_pb2
@@ -79,7 +79,7 @@ def test_a_control_side_that_did_not_end_gets_its_orders_again() -> None:
 
 
 def test_a_rolling_move_waits_for_a_server_that_restarts_before_the_next_one() -> None:
-    move = moving(MoveState.MOVING, FleetStrategyKind.ROLLING, at_a_time=1, counted=frozenset("abc"))
+    move = moving(MoveState.MOVING, UpdateStrategy.Kind.ROLLING, at_a_time=1, counted=frozenset("abc"))
     away = server("a", opened=0, resumed=False, controls=(), ending=True, restarts=True)
     seen = view([away, server("b"), server("c")])
     assert [goals(move, seen)[id].version for id in ("b", "c")] == [1, 1]

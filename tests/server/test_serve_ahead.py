@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.rpc.convert import fleet_to_proto
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
+from resharder.server.state.fleet import FleetTargetKind, UpdateStrategy
 from resharder.server.state.server import OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
@@ -24,7 +24,7 @@ class Site(AheadSimulation):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_up(FleetStrategyKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(UpdateStrategy.Kind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
         self.settle()
 
     def shows(self) -> list[int]:
@@ -33,7 +33,7 @@ class Site(AheadSimulation):
     def offer(self) -> int:
         """A version that is UPLOADING, served by all."""
         number = self.versions.begin()
-        self.fleets.ticker.tick()
+        self.fleets.tick()
         self.settle()
         assert self.shows() == [number] * 3, self.reasons()
         return number
@@ -51,7 +51,7 @@ class Site(AheadSimulation):
                 self.obey(plant, order, fails=False)
 
     def installs(self) -> list[int]:
-        return [view.server.installs for view in self.fleets.roster.servers()]
+        return [view.server.installs for view in self.fleets.servers()]
 
     def set(self, **fields: object) -> None:
         """An operator's update of the fleet."""
@@ -67,7 +67,7 @@ class Site(AheadSimulation):
                 return plain(plant, state, version, install, error)
             fingerprint = plant.held_as if plant.holds else ""
             worker = Worker(0, state, version, install, error, plant.nonce, fingerprint)
-            return self.fleets.sessions.report_worker(name, worker)
+            return self.fleets.report_worker(name, worker)
 
         self.report = report  # type: ignore[method-assign]
         self.tell(self.plants[name])
@@ -86,18 +86,18 @@ def unset(site: Site) -> Site:
 
 
 def shown(site: Site) -> tuple[bool, int, str]:
-    message = fleet_to_proto(site.fleets.roster.fleet(FLEET))
+    message = fleet_to_proto(site.fleets.fleet(FLEET))
     return message.serve_ahead, message.serve_ahead_setting, message.serve_ahead_reason
 
 
-def strategy(kind: FleetStrategyKind) -> dict[str, object]:
+def strategy(kind: UpdateStrategy.Kind) -> dict[str, object]:
     return {"strategy": resources_pb2.UpdateStrategy(kind=int(kind))}  # type: ignore[arg-type]
 
 
 WITH_OTHERS: list[tuple[dict[str, object], str]] = [
-    (strategy(FleetStrategyKind.ROLLING), "default of a fleet that moves ROLLING"),
-    (strategy(FleetStrategyKind.CANARY), "default of a fleet that moves CANARY"),
-    (strategy(FleetStrategyKind.ATOMIC), "default of a fleet that moves ATOMIC"),
+    (strategy(UpdateStrategy.Kind.ROLLING), "default of a fleet that moves ROLLING"),
+    (strategy(UpdateStrategy.Kind.CANARY), "default of a fleet that moves CANARY"),
+    (strategy(UpdateStrategy.Kind.ATOMIC), "default of a fleet that moves ATOMIC"),
     ({"max_skew": 2}, "default of a fleet with a skew bound of 2"),
 ]
 """Settings under which servers do not move each for itself."""
@@ -140,7 +140,7 @@ def test_an_operators_choice_survives_other_settings_and_restarts(site: Site) ->
     site.set(serve_ahead=False)
     for setting, _ in WITH_OTHERS:
         site.set(**setting)
-    site.set(**strategy(FleetStrategyKind.ALL_AT_ONCE), max_skew=0)
+    site.set(**strategy(UpdateStrategy.Kind.ALL_AT_ONCE), max_skew=0)
     site.restart_daemon()
     assert shown(site) == (False, resources_pb2.SERVE_AHEAD_OFF, "set by an operator")
     site.set(serve_ahead_setting=resources_pb2.SERVE_AHEAD_ON)
@@ -166,15 +166,15 @@ def test_another_setting_is_refused(unset: Site, setting: int) -> None:
 @pytest.mark.parametrize(("setting", "joins"), [(None, False), (True, True)])
 def test_a_server_that_cannot_map_the_store_serves_ahead_by_choice_alone(site: Site, setting: bool | None, joins: bool) -> None:
     site.serve_ahead(setting)
-    worker = site.fleets.roster.server("a").workers[0]
+    worker = site.fleets.server("a").workers[0]
     plain = site.report
     site.report = lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
-    site.fleets.sessions.report_worker("a", replace(worker, transport="grpc"))
+    site.fleets.report_worker("a", replace(worker, transport="grpc"))
     site.versions.begin()
-    site.fleets.ticker.tick()
-    started = site.fleets.roster.server("a").install is not None
+    site.fleets.tick()
+    started = site.fleets.server("a").install is not None
     assert started == joins
-    reason = site.fleets.roster.servers()[0].reason
+    reason = site.fleets.servers()[0].reason
     assert ("worker 0 would fetch a version to fall back on" in reason) != joins
 
 
@@ -190,27 +190,27 @@ def test_a_server_that_has_to_wait_takes_the_newest_ready_version_meanwhile(unse
     for _ in range(4):
         unset.settle()
     assert unset.shows() == [number, number + 1, number + 1], unset.reasons()
-    assert f"version {number + 1} to be READY: worker 0 cannot take all of it" in unset.fleets.roster.servers()[0].reason
+    assert f"version {number + 1} to be READY: worker 0 cannot take all of it" in unset.fleets.servers()[0].reason
 
 
 def test_what_was_served_ahead_is_not_installed_again_when_the_store_has_the_same(site: Site) -> None:
     number = site.offer()
-    assert all(view.server.unproven and "ahead of READY" in view.reason for view in site.fleets.roster.servers())
-    assert "ahead of READY" in site.fleets.roster.fleet(FLEET).reason
+    assert all(view.server.unproven and "ahead of READY" in view.reason for view in site.fleets.servers())
+    assert "ahead of READY" in site.fleets.fleet(FLEET).reason
     before = site.installs()
     site.versions.complete(number)
     site.settle()
     site.settle()
     assert (site.shows(), site.installs()) == ([number] * 3, before)
-    assert not any(view.server.unproven for view in site.fleets.roster.servers())
+    assert not any(view.server.unproven for view in site.fleets.servers())
 
 
 def test_where_the_store_has_other_weights_they_are_installed(site: Site) -> None:
     number = site.offer()
     site.versions.complete(number, changed=True)
-    site.fleets.ticker.tick()
+    site.fleets.tick()
     site.compare("a")
-    view = site.fleets.roster.servers()[0]
+    view = site.fleets.servers()[0]
     assert "the store's copy differs: other weights" in view.reason
     assert site.shows() == [number] * 3  # served on while the others are staged
     for _ in range(3):
@@ -222,9 +222,9 @@ def test_where_the_store_has_other_weights_they_are_installed(site: Site) -> Non
 def test_an_aborted_version_gives_way_to_the_newest_ready_one(site: Site) -> None:
     number = site.offer()
     site.versions.abort(number)
-    site.fleets.ticker.tick()
+    site.fleets.tick()
     assert site.shows() == [number] * 3  # until the other one is staged
-    assert "it will not become READY" in site.fleets.roster.servers()[0].reason
+    assert "it will not become READY" in site.fleets.servers()[0].reason
     site.settle()
     assert site.shows() == [1] * 3
     assert site.fleet.move
@@ -233,7 +233,7 @@ def test_an_aborted_version_gives_way_to_the_newest_ready_one(site: Site) -> Non
 
 def test_a_version_aborted_while_it_is_applied_is_never_opened(site: Site) -> None:
     number = site.versions.begin()
-    site.fleets.ticker.tick()
+    site.fleets.tick()
     plant, order = site.until("a", OrderKind.APPLY)
     site.versions.abort(number)
     site.obey(plant, order, fails=False)
@@ -262,12 +262,12 @@ def test_an_aborted_version_is_left_even_where_no_other_is_wanted(site: Site) ->
 
 def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_store(site: Site) -> None:
     number = site.versions.begin()
-    site.fleets.ticker.tick()
+    site.fleets.tick()
     site.obey(*site.until("a", OrderKind.APPLY), fails=True)
     for _ in range(10):
         site.settle()
     assert site.shows() == [1, number, number]
-    assert f"waits for version {number} to be READY: " in site.fleets.roster.servers()[0].reason
+    assert f"waits for version {number} to be READY: " in site.fleets.servers()[0].reason
     site.versions.complete(number)
     site.settle()
     site.settle()
@@ -275,15 +275,15 @@ def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_st
 
 
 def test_a_server_that_cannot_take_all_of_it_directly_waits(site: Site) -> None:
-    worker = site.fleets.roster.server("a").workers[0]
+    worker = site.fleets.server("a").workers[0]
     again = Worker(0, worker.state, 1, worker.install, process=worker.process, fingerprint=worker.fingerprint)
     plain, site.report = site.report, lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
-    site.fleets.sessions.report_worker("a", again)
+    site.fleets.report_worker("a", again)
     number = site.versions.begin()
-    site.fleets.ticker.tick()
+    site.fleets.tick()
     site.settle()
     assert site.shows() == [1, number, number]
-    assert "worker 0 cannot take all of it over the direct path" in site.fleets.roster.servers()[0].reason
+    assert "worker 0 cannot take all of it over the direct path" in site.fleets.servers()[0].reason
 
 
 def test_servers_boot_from_the_ready_version_and_take_the_other_then(site: Site) -> None:
@@ -347,8 +347,8 @@ def test_a_sleeping_server_is_awaited_from_the_order_to_wake_on_unless_it_fails(
     site.set_power(Power.ASLEEP_2, one=False)
     site.settle()
     site.versions.publish()
-    site.fleets.ticker.tick()
-    awaiting = site.fleets.steering.awaiting
+    site.fleets.tick()
+    awaiting = site.fleets.awaiting
     assert awaiting(MODEL, 2) == set(), "nobody has ordered them awake"
     site.set_power(Power.WEIGHTS_AWAKE, one=False)
     assert awaiting(MODEL, 2) == set(NAMES), "the order is on its way"

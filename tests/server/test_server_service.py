@@ -20,8 +20,7 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.fleets.fleets import Fleets
-from resharder.server.fleets.profiles import Profiles
-from resharder.server.fleets.verifications import Verifications
+from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.rpc.server_service import ServerService
 from resharder.server.state.server import Settings
 from resharder.server.store.store import Store
@@ -74,12 +73,12 @@ class Site:
     def state(self) -> resources_pb2.Server.State:
         from resharder.server.rpc.convert import server_to_proto
 
-        return server_to_proto(self.fleets.roster.servers()[0]).state
+        return server_to_proto(self.fleets.servers()[0]).state
 
     def until(self, true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not true():
-            assert time.monotonic() < deadline, [view.reason for view in self.fleets.roster.servers()]
+            assert time.monotonic() < deadline, [view.reason for view in self.fleets.servers()]
             time.sleep(0.02)
 
 
@@ -132,8 +131,8 @@ def site() -> Iterator[Site]:
         store.epochs.reserve("policy", epoch, lay_out(SPECS), {"config.json": b"{}"})
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store.catalogue, store.lifecycle, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
-        service = ServerService(fleets, store, Profiles(fleets), Verifications(fleets.roster), 2)
-        with serving({service: server_pb2_grpc.add_ServerServiceServicer_to_server}, fleets.roster) as address:
+        service = ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2)
+        with serving({service: server_pb2_grpc.add_ServerServiceServicer_to_server}, fleets) as address:
             with grpc.insecure_channel(address) as channel:
                 yield Site(store, fleets, server_pb2_grpc.ServerServiceStub(channel), channel, epoch, ahead)
             fleets.close()
@@ -186,7 +185,7 @@ def test_the_gate_opens_when_every_worker_has_proved_the_boot_version(site: Site
     control = Control(site)
     control.next(server_pb2.Order.LEAD)
     site.report(0, resources_pb2.Worker.BOOTED, version)
-    assert "waits for workers 1 of 2" in site.fleets.roster.servers()[0].reason
+    assert "waits for workers 1 of 2" in site.fleets.servers()[0].reason
     site.report(1, resources_pb2.Worker.BOOTED, version)
     assert control.next(server_pb2.Order.RESUME).version == version
 
@@ -205,10 +204,10 @@ def test_a_new_version_is_staged_applied_and_served(site: Site) -> None:
     assert "servers/s" in site.store.lifecycle.holders("policy", second)
     control.done(order)
     site.report(0, resources_pb2.Worker.APPLIED, second, stage.install)
-    assert site.fleets.roster.serving("policy", second) == (0, 1)
+    assert site.fleets.serving("policy", second) == (0, 1)
     site.report(1, resources_pb2.Worker.APPLIED, second, stage.install)
     control.done(control.next(server_pb2.Order.RESUME))
-    site.until(lambda: site.fleets.roster.serving("policy", second) == (1, 1))
+    site.until(lambda: site.fleets.serving("policy", second) == (1, 1))
     assert site.store.lifecycle.holders("policy", first) == []
     message = site.report(0, resources_pb2.Worker.APPLIED, second, stage.install)
     assert (message.version, message.install.state) == (second, resources_pb2.Install.COMMITTED)
@@ -227,7 +226,7 @@ def test_a_worker_that_fails_to_apply_brings_the_previous_version_back_before_an
     site.report(1, resources_pb2.Worker.FAILED, second, stage.install, error="a digest differs")
     back = control.next(server_pb2.Order.STAGE)  # and no RESUME before it
     assert (back.version, site.state()) == (first, resources_pb2.Server.FAILED)
-    assert "a digest differs" in site.fleets.roster.servers()[0].reason
+    assert "a digest differs" in site.fleets.servers()[0].reason
     for rank in range(2):
         site.report(rank, resources_pb2.Worker.STAGED, first, back.install)
     control.done(control.next(server_pb2.Order.APPLY))
@@ -252,7 +251,7 @@ def test_a_silent_server_is_lost_lets_its_version_go_and_comes_back(site: Site) 
     site.ahead.append(LEASE)
     site.until(lambda: site.state() == resources_pb2.Server.LOST)
     site.until(lambda: "servers/s" not in site.store.lifecycle.holders("policy", version))
-    assert site.fleets.roster.serving("policy", version) == (0, 0)
+    assert site.fleets.serving("policy", version) == (0, 0)
     control = Control(site, "later")
     control.next(server_pb2.Order.LEAD)
     assert control.next(server_pb2.Order.RESUME).version == version
@@ -281,10 +280,7 @@ def test_workers_that_hold_a_version_of_a_lost_store_get_this_stores_of_the_same
     site.report(1, resources_pb2.Worker.APPLIED, version, "an-earlier-life-3", fingerprint="f00d" * 16)
     stage = control.next(server_pb2.Order.STAGE)  # and no RESUME before it
     assert stage.version == version
-    assert (
-        f"worker 1: it holds a version {version} of fingerprint f00df00df00d, the store has"
-        in site.fleets.roster.servers()[0].reason
-    )
+    assert f"worker 1: it holds a version {version} of fingerprint f00df00df00d, the store has" in site.fleets.servers()[0].reason
     assert site.report(0, resources_pb2.Worker.STAGED, version, stage.install).workers[1].state == resources_pb2.Worker.EMPTY
     site.report(1, resources_pb2.Worker.STAGED, version, stage.install)
     control.done(control.next(server_pb2.Order.APPLY))
@@ -422,7 +418,7 @@ def test_a_claim_that_waits_ends_with_its_caller(site: Site) -> None:
     waiting = site.stub.ClaimServer.future(
         server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=3600)
     )
-    waits = site.fleets.roster.changed.listeners
+    waits = site.fleets.changed.listeners
     site.until(lambda: waits() == 1)
     waiting.cancel()
     site.until(lambda: waits() == 0)

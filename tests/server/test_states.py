@@ -8,17 +8,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.state import timing
 from resharder.server.state.errors import listed, unknown_server
-from resharder.server.state.fleet import (
-    Fleet,
-    FleetStrategy,
-    FleetStrategyKind,
-    FleetTarget,
-    FleetTargetKind,
-    Move,
-    MoveState,
-    PauseMode,
-    View,
-)
+from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, Move, MoveState, PauseMode, UpdateStrategy, View
 from resharder.server.state.server import (
     Ahead,
     Change,
@@ -41,7 +31,7 @@ from resharder.v1 import resources_pb2
 
 from tests.support.fleet_states import NOW, fleet, install, moving, out_of_service, server, view
 
-ALL, ROLLING, CANARY, ATOMIC = FleetStrategyKind
+ALL, ROLLING, CANARY, ATOMIC = UpdateStrategy.Kind
 SETTINGS = Settings(lease=10, boot=100, grace=5)
 
 
@@ -164,11 +154,11 @@ def test_servers_have_the_documented_times_and_attempts() -> None:
             {
                 "pause_mode": PauseMode.KEEP,
                 "target": FleetTarget(FleetTargetKind.LATEST, 0, 0.0),
-                "strategy": FleetStrategy(ALL, 0, 0, 0, 0.0, False, ""),
+                "strategy": UpdateStrategy(ALL, 0, 0, 0, 0.0, False, ""),
                 "power": Power.AWAKE,
             },
         ),
-        (FleetStrategy, {"kind": ALL}),
+        (UpdateStrategy, {"kind": ALL}),
         (FleetTarget, {"kind": FleetTargetKind.LATEST}),
         (Goal, {"apply": True, "open": True, "power": Power.AWAKE, "retry": (0, 0)}),
         (Install, {}),

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from resharder.server.fleets.attachments import Attachment
-from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.fleets import MAX_TERM, Attachment, Fleets
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.fleets.sessions import MAX_TERM
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server import OrderKind, Settings
 from resharder.server.state.server_events import Attached, Order, Reported
@@ -35,10 +33,10 @@ class Site:
             files=FleetFiles(self.folder),
             tick_seconds=0,
         )
-        settled(self.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+        settled(self.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, term: int = 0) -> Attachment:
-        return self.fleets.sessions.attach("s", Attached(nonce, 1, term=term))
+        return self.fleets.attach("s", Attached(nonce, 1, term=term))
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def test_a_silent_leader_is_followed_by_a_higher_term(site: Site) -> None:
     sent(second)
     for site.now in (6.0, 11.0):
         second.report(Reported("b"))
-        site.fleets.ticker.tick()
+        site.fleets.tick()
     assert led(second) > before
 
 
@@ -112,9 +110,9 @@ def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site) -> None:
     before = led(first)
     first.close()
     for site.now in (11.0, 40.0):
-        site.fleets.ticker.tick()
-    assert not site.fleets.roster.servers()
-    settled(site.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+        site.fleets.tick()
+    assert not site.fleets.servers()
+    settled(site.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
     assert led(site.attach("a")) > before
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, Move, MoveState, View
+from resharder.server.state.fleet import Fleet, Move, MoveState, UpdateStrategy, View
 from resharder.server.state.server import Control, Failure, Install, InstallState, Server, Settings, Worker, WorkerState
 
 SETTINGS = Settings(attempts=2)
@@ -39,19 +39,19 @@ def view(servers: Iterable[Server], ready: Iterable[int] = (1, 2), **changes: An
     return replace(View({each.id: each for each in servers}, set(ready), NOW, SETTINGS), **changes)
 
 
-def strategy(kind: FleetStrategyKind, **changes: Any) -> FleetStrategy:
-    return replace(FleetStrategy(kind), **changes)
+def strategy(kind: UpdateStrategy.Kind, **changes: Any) -> UpdateStrategy:
+    return replace(UpdateStrategy(kind), **changes)
 
 
-def fleet(kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE, **changes: Any) -> Fleet:
+def fleet(kind: UpdateStrategy.Kind = UpdateStrategy.Kind.ALL_AT_ONCE, **changes: Any) -> Fleet:
     """A fleet that has settled on version 1. `at_a_time` and others of a strategy are among the changes."""
     of_strategy = {
-        name: changes.pop(name) for name in list(changes) if name in FleetStrategy.__dataclass_fields__ and name != "kind"
+        name: changes.pop(name) for name in list(changes) if name in UpdateStrategy.__dataclass_fields__ and name != "kind"
     }
     return replace(Fleet("fleet", "policy", settled=1, strategy=strategy(kind, **of_strategy)), **changes)
 
 
-def moving(state: MoveState, kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE, **changes: Any) -> Fleet:
+def moving(state: MoveState, kind: UpdateStrategy.Kind = UpdateStrategy.Kind.ALL_AT_ONCE, **changes: Any) -> Fleet:
     """A fleet that moves from version 1 to 2. Changes are those of the fleet, of its strategy, or of its move, in this order."""
     of_move = {name: changes.pop(name) for name in list(changes) if name in Move.__dataclass_fields__ and name not in MINE}
     known = fleet(kind, **changes)

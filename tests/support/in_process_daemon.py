@@ -20,7 +20,7 @@ from unittest.mock import patch
 import grpc
 from resharder.server.config import Config
 from resharder.server.direct import direct
-from resharder.server.fleets import profiles
+from resharder.server.fleets import worker_requests
 from resharder.server.infra import event_log
 from resharder.server.infra.change_signal import Pause
 from resharder.server.ingest import intake
@@ -184,7 +184,7 @@ def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
         await wait(dispatcher, Pause(pause.signal, pause.seen, min(pause.seconds, 0.005)))
 
     with ExitStack() as held:
-        for module in (event_log, profiles, intake):
+        for module in (event_log, worker_requests, intake):
             held.enter_context(patch.object(module, "_LOOK", 0.005))
         for name in ("_LOOK", "_PAUSE", "_LONGEST_PAUSE"):
             held.enter_context(patch.object(direct, name, 0.005))

@@ -11,7 +11,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from resharder.server.fleets.commands import SERVE_AHEAD
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind, MoveState
+from resharder.server.state.fleet import FleetTargetKind, MoveState, UpdateStrategy
 from resharder.server.state.server import Power
 from resharder.server.state.server_events import Reported
 from resharder.v1 import operator_pb2, resources_pb2
@@ -24,21 +24,21 @@ class FleetSimulation(SimulatedServers):
     """Time, versions, operators and the daemon's restarts; what always holds."""
 
     @initialize(
-        kind=st.sampled_from(FleetStrategyKind),
+        kind=st.sampled_from(UpdateStrategy.Kind),
         max_skew=st.sampled_from([0, 0, 1, 2]),
         at_a_time=st.integers(1, 2),
         approval=st.booleans(),
         ahead=st.sampled_from([None, True, False]),
     )
-    def begin(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
+    def begin(self, kind: UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
         self.set_up(kind, max_skew, at_a_time, approval, ahead)
 
-    def set_up(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
+    def set_up(self, kind: UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
         self.versions.publish()
         strategy = resources_pb2.UpdateStrategy(kind=int(kind))  # type: ignore[arg-type]
-        if kind in (FleetStrategyKind.ROLLING, FleetStrategyKind.CANARY):
+        if kind in (UpdateStrategy.Kind.ROLLING, UpdateStrategy.Kind.CANARY):
             strategy.at_a_time = at_a_time
-        if kind == FleetStrategyKind.CANARY:
+        if kind == UpdateStrategy.Kind.CANARY:
             strategy.hold_seconds, strategy.approval = 5, approval
         self.kind, self.max_skew, self.at_a_time = kind, max_skew, at_a_time
         fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, strategy=strategy, max_skew=max_skew)
@@ -55,9 +55,9 @@ class FleetSimulation(SimulatedServers):
         for plant in self.plants.values():
             if not plant.cut and plant.attachment is not None and seconds <= SETTINGS.lease:
                 plant.attachment.report(Reported(f"control-{plant.nonce}", power=plant.power))
-                if self.fleets.roster.server(plant.id).controls:
+                if self.fleets.server(plant.id).controls:
                     plant.lease_until = self.now + SETTINGS.lease
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @rule(joins=st.booleans())
     def join(self, joins: bool) -> None:
@@ -66,25 +66,25 @@ class FleetSimulation(SimulatedServers):
     @rule()
     def publish(self) -> None:
         self.versions.publish()
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @precondition(lambda self: len(self.versions.staging) < 2)
     @rule()
     def begin_version(self) -> None:
         self.versions.begin()
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @precondition(lambda self: self.versions.staging)
     @rule(changed=st.booleans())
     def complete_version(self, changed: bool) -> None:
         self.versions.complete(min(self.versions.staging), changed)
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @precondition(lambda self: self.versions.staging)
     @rule(data=st.data())
     def abort_version(self, data: st.DataObject) -> None:
         self.versions.abort(data.draw(st.sampled_from(sorted(self.versions.staging))))
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @rule(ahead=st.sampled_from([None, True, False]))
     def serve_ahead(self, ahead: bool | None) -> None:
@@ -106,7 +106,7 @@ class FleetSimulation(SimulatedServers):
     @rule(seconds=st.sampled_from([-3e8, -3e7, -86400, -30, 30, 86400, 3e7]))
     def set_wall_clock(self, seconds: float) -> None:
         self.wall += seconds
-        self.fleets.ticker.tick()
+        self.fleets.tick()
 
     @rule(data=st.data(), kind=st.sampled_from(FleetTargetKind), every=st.sampled_from([0, 0, 20]))
     def want(self, data: st.DataObject, kind: FleetTargetKind, every: float) -> None:
@@ -147,7 +147,7 @@ class FleetSimulation(SimulatedServers):
 
     @rule(name=st.sampled_from(NAMES))
     def profile(self, name: str) -> None:
-        self.ask(lambda: self.fleets.changes.reinstall(name))
+        self.ask(lambda: self.fleets.reinstall(name))
 
     @precondition(lambda self: self.plants)
     @rule(rounds=st.integers(1, 4))
@@ -170,7 +170,7 @@ class FleetSimulation(SimulatedServers):
     @invariant()
     def check_gates(self) -> None:
         shown = {id: version for id, plant in self.plants.items() if (version := plant.shows(self.now))}
-        confirmed = {view.server.id: view.server.serving for view in self.fleets.roster.servers()}
+        confirmed = {view.server.id: view.server.serving for view in self.fleets.servers()}
         for id, version in shown.items():
             assert self.plants[id].holds == version, "nothing is served from torn or dropped weights"
             sent = version in self.versions.staging | self.versions.aborted
@@ -179,7 +179,7 @@ class FleetSimulation(SimulatedServers):
             if not sent and confirmed.get(id) == version and not self.plants[id].cut:
                 assert version in self.versions.ready, "nothing in use is dropped"
         versions = set(shown.values())
-        if self.plants and self.kind == FleetStrategyKind.ATOMIC:
+        if self.plants and self.kind == UpdateStrategy.Kind.ATOMIC:
             assert len(versions) <= 1, f"an atomic fleet serves one version: {shown}, {self.reasons()}"
         elif self.plants and self.max_skew:
             assert not versions or max(versions) - min(versions) <= self.max_skew, (
@@ -198,7 +198,7 @@ class FleetSimulation(SimulatedServers):
             self.connect(name)
         for i, number in enumerate(sorted(self.versions.staging)):
             self.versions.complete(number, changed=i == 0)
-            self.fleets.ticker.tick()
+            self.fleets.tick()
         for _ in range(60):
             self.settle()
             move = self.fleet.moving
@@ -221,7 +221,7 @@ class AheadSimulation(FleetSimulation):
 
     @initialize()
     def begin(self) -> None:  # type: ignore[override]
-        self.set_up(FleetStrategyKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(UpdateStrategy.Kind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
 
     @precondition(lambda self: len(self.versions.staging) < 2)
     @rule(rounds=st.integers(0, 2))

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from resharder.server.fleets.attachments import Attachment
 from resharder.server.fleets.commands import Operations
-from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTargetKind, MoveState, PauseMode
+from resharder.server.state.fleet import Fleet, FleetTargetKind, MoveState, PauseMode, UpdateStrategy
 from resharder.server.state.server import InstallState, OrderKind, Power, Settings, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Order, Reported
 
@@ -92,7 +91,7 @@ class SimulatedServers(RuleBasedStateMachine):
             files=self.files,  # type: ignore[arg-type]
             tick_seconds=0,
         )
-        self.operations = Operations(self.fleets.changes)
+        self.operations = Operations(self.fleets)
         for plant in self.plants.values():
             plant.attachment = None
 
@@ -107,7 +106,7 @@ class SimulatedServers(RuleBasedStateMachine):
         if name in self.plants:
             return
         try:
-            server = settled(self.fleets.sessions.claim, name, MODEL, FLEET, wait_seconds=0, boot=True)
+            server = settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=True)
         except DaemonError:
             return
         self.nonces += 1
@@ -135,11 +134,11 @@ class SimulatedServers(RuleBasedStateMachine):
         plant.cut = False
         if plant.attachment is not None:
             plant.attachment.close()
-        settled(self.fleets.sessions.claim, name, MODEL, FLEET, wait_seconds=0, boot=False)
+        settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=False)
         self.tell(plant)
         plant.lease_until = self.now + SETTINGS.lease
         attached = Attached(f"control-{plant.nonce}", 1, power=plant.power, serving=plant.shows(self.now))
-        plant.attachment = self.fleets.sessions.attach(name, attached)
+        plant.attachment = self.fleets.attach(name, attached)
         plant.attachment.orders = CheckedOrders(plant.attachment.orders, self.check_order)
 
     def tell(self, plant: ServerModel) -> None:
@@ -155,7 +154,7 @@ class SimulatedServers(RuleBasedStateMachine):
         fingerprint = plant.held_as if plant.holds else ""
         worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True)
         worker = replace(worker, joined=self.joins and bool(install))
-        self.fleets.sessions.report_worker(plant.id, worker)
+        self.fleets.report_worker(plant.id, worker)
 
     @rule(name=st.sampled_from(NAMES))
     def compare(self, name: str) -> None:
@@ -187,7 +186,7 @@ class SimulatedServers(RuleBasedStateMachine):
             assert order.term > plant.led, "each LEAD begins a higher term"
             plant.led = order.term
         if order.kind == OrderKind.RENEWED:
-            plant.strict = self.fleets.roster.policy(name)[1]
+            plant.strict = self.fleets.policy(name)[1]
         elif order.kind != OrderKind.LEAD:
             self.obey(plant, order, fails)
 
@@ -264,9 +263,9 @@ class SimulatedServers(RuleBasedStateMachine):
 
     def check_line(self) -> None:
         """When one more has been told to pause."""
-        move, known = self.fleet.moving, [view.server for view in self.fleets.roster.servers()]
+        move, known = self.fleet.moving, [view.server for view in self.fleets.servers()]
         together = self.fleet.pause_mode == PauseMode.WAIT or (
-            move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
+            move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC
         )
         if together or not self.joins:
             return
@@ -277,7 +276,7 @@ class SimulatedServers(RuleBasedStateMachine):
     def check_service(self, plant: ServerModel) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
         move = self.fleet.moving
-        rolling = self.kind == FleetStrategyKind.ROLLING and (move is None or move.strategy.kind == FleetStrategyKind.ROLLING)
+        rolling = self.kind == UpdateStrategy.Kind.ROLLING and (move is None or move.strategy.kind == UpdateStrategy.Kind.ROLLING)
         if not rolling or plant.shows(self.now) == 0:
             return
         away = [
@@ -291,6 +290,4 @@ class SimulatedServers(RuleBasedStateMachine):
 
     def reasons(self) -> dict[str, str]:
         """Explanations of all servers and fleets."""
-        return {view.server.id: view.reason for view in self.fleets.roster.servers()} | {
-            FLEET: self.fleets.roster.fleet(FLEET).reason
-        }
+        return {view.server.id: view.reason for view in self.fleets.servers()} | {FLEET: self.fleets.fleet(FLEET).reason}

@@ -149,7 +149,7 @@ def test_a_worker_that_fails_to_apply_leaves_the_server_paused_and_shut_until_an
     side = serving()
     side.engine.answers["resharder_apply"] = TORN
     failed = side.do(apply(2))
-    assert failed == Outcome(Kind.APPLY, "i1", False, "worker 1: digest of lm_head.weight differs")
+    assert failed == Outcome(Kind.APPLY, "i1", False, "worker 1: digest of lm_head.weight differs", workers_failed=True)
     assert (side.gate.position, side.engine.paused) == (Position.SHUT, True)
     assert side.do(apply(2)) == failed
 
@@ -179,6 +179,7 @@ def test_a_prefix_cache_that_vllm_does_not_reset_fails_the_install() -> None:
     assert outcome is not None
     assert not outcome.ok
     assert "prefix cache" in outcome.error
+    assert not outcome.workers_failed, "no worker reports it"
     assert side.gate.position is Position.SHUT
 
 

@@ -13,6 +13,7 @@ from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from resharder.client.inference.worker import agent as agent_module
 from resharder.client.inference.worker.claim import claim
+from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.receiver import EarlyVersion
 from resharder.client.inference.worker.reporter import PROCESS
@@ -102,6 +103,18 @@ def test_an_install_that_never_began_leaves_what_the_worker_holds(daemon: Daemon
     daemon.start()
     worker = heard(daemon, lambda _: True, "the worker found the daemon")
     assert (worker.state, worker.fingerprint) == (Worker.BOOTED, manifest.fingerprint)
+
+
+def test_a_worker_that_refuses_to_stage_reports_it_each_time_that_it_is_asked(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, manifest = booted(daemon)
+    monkeypatch.setattr(type(agent.host), "refusal", lambda self: "its modules are unknown")
+    for _ in range(2):
+        with pytest.raises(InstallError, match="its modules are unknown"):
+            agent.stage({}, "an-install", manifest.name)
+    worker = heard(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    assert (worker.install, worker.error) == ("an-install", "InstallError: its modules are unknown")
 
 
 def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(daemon: Daemon) -> None:

@@ -89,8 +89,8 @@ SUITES = (
     Suite(
         "decisions",
         (),
-        tuple(f"{SERVER}/fleets/{name}.py" for name in ("decisions", "goals", "pause_admission", "pins")),
-        tuple(f"tests/server/test_{name}.py" for name in ("decisions", "goals", "pause_admission", "fleet_pins")),
+        tuple(f"{SERVER}/fleets/{name}.py" for name in ("goals", "versions")),
+        tuple(f"tests/server/test_{name}.py" for name in ("goals", "pause_admission", "fleet_pins")),
         (),
         "",
     ),
@@ -98,15 +98,18 @@ SUITES = (
         "fleets",
         (),
         (
-            *(f"{SERVER}/fleets/{name}.py" for name in ("changes", "canary_checks")),
+            *(f"{SERVER}/fleets/{name}.py" for name in ("fleets", "commands", "canary_checks")),
             f"{SERVER}/fleets/reconciler/step.py",
             f"{SERVER}/state/*.py",
         ),
         tuple(
             f"tests/server/test_{name}.py"
-            for name in ("fleet_changes", "fleet_reconciler", "terms", "lingering", "states", "decisions", "goals")
+            for name in ("fleet_changes", "fleet_reconciler", "terms", "leaving", "lingering", "states", "decisions", "goals")
         ),
-        tuple(f"tests/server/test_{name}.py" for name in ("operations", "explain", "checks", "serve_ahead", "server_service")),
+        tuple(
+            f"tests/server/test_{name}.py"
+            for name in ("operations", "fleet_clocks", "explain", "checks", "serve_ahead", "lost_in_moves", "server_service")
+        ),
         "",
     ),
 )

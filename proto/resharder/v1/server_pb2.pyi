@@ -43,7 +43,7 @@ class Claim(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., boot_version: _Optional[int] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., attached: bool = ...) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv", "term", "leaving", "failure", "restarting")
+    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv", "term", "leaving", "failure", "restarting", "workers_failed")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class ControlReport(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     RESTARTING_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FAILED_FIELD_NUMBER: _ClassVar[int]
     server: str
     control: str
     world_size: int
@@ -80,7 +81,8 @@ class ControlReport(_message.Message):
     leaving: bool
     failure: str
     restarting: bool
-    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ..., term: _Optional[int] = ..., leaving: bool = ..., failure: _Optional[str] = ..., restarting: bool = ...) -> None: ...
+    workers_failed: bool
+    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ..., term: _Optional[int] = ..., leaving: bool = ..., failure: _Optional[str] = ..., restarting: bool = ..., workers_failed: bool = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease", "term", "boots_another")

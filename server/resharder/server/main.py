@@ -29,11 +29,9 @@ from resharder.server.direct.direct import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
 from resharder.server.fleets.commands import Operations
-from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.fleets import FleetObserver, Fleets
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.fleets.ports import FleetObserver
-from resharder.server.fleets.profiles import Profiles
-from resharder.server.fleets.verifications import Verifications
+from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
 from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
@@ -47,6 +45,7 @@ from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.own_fetcher import certificate_of, fetcher, node_tls
+from resharder.server.rpc.convert import Views
 from resharder.server.rpc.direct_service import DirectService
 from resharder.server.rpc.dispatch import Dispatcher
 from resharder.server.rpc.node_service import NodeService
@@ -54,7 +53,6 @@ from resharder.server.rpc.operator_service import OperatorService
 from resharder.server.rpc.publisher_service import PublisherService
 from resharder.server.rpc.server import RpcServer
 from resharder.server.rpc.server_service import ServerService
-from resharder.server.rpc.views import Views
 from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
@@ -109,7 +107,7 @@ class Daemon:
             files=FleetFiles(config.store / "fleets"),
             pause_mode=PauseMode[config.pause_mode.upper()],
             note=self.events.add,
-            start_check=self.checks.start_for,
+            checks=self.checks,
         )
         tls = node_tls(config.security)
         self.nodes = NodeRegistry(
@@ -135,22 +133,22 @@ class Daemon:
             replicas=config.replicas,
             replicate=self.nodes.replication.replicate,
             nodes=self.nodes.homes,
-            audience=self.fleets.roster.serving,
+            audience=self.fleets.serving,
         )
-        self.fleets.steering.observe(_ServingSignal(self.intake))
+        self.fleets.observe(_ServingSignal(self.intake))
         self.tracing = Tracing()
         if self.tracing.on:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.observe(traced)
-            self.fleets.steering.observe(traced)
+            self.fleets.observe(traced)
         self.fetcher = fetcher(self.store, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
-        self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets.roster)
+        self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
         self.shown = self._shown()
         self.direct = Direct(
-            self.fleets.steering.awaiting,
-            self.fleets.roster.processes,
+            self.fleets.awaiting,
+            self.fleets.processes,
             offered=offered,
             observe=self.shown.observed.transferred,
             staging_bytes=config.direct_staging_bytes,
@@ -175,7 +173,7 @@ class Daemon:
 
     def _server(self) -> RpcServer:
         config = self.config
-        observed, model_of = self.shown.observed, self.fleets.roster.model_of
+        observed, model_of = self.shown.observed, self.fleets.model_of
         dispatcher = Dispatcher(self.access, model_of, observed.refused, waits=config.threads, transfers=config.transfers)
         options = [
             ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port
@@ -202,9 +200,9 @@ class Daemon:
             store_limit_bytes=self.store.capacity.limit_bytes,
         )
         daemon.start_time.GetCurrentTime()
-        operations = Operations(self.fleets.changes, self.config.checks, self.events.add)
+        operations = Operations(self.fleets, self.config.checks)
         profiles = Profiles(self.fleets)
-        verifications = Verifications(self.fleets.roster)
+        verifications = Verifications(self.fleets)
         return {
             PublisherService(self.intake, views, self.direct.withhold): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
             ServerService(

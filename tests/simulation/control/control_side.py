@@ -14,7 +14,7 @@ from random import Random
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import Fleet, FleetStrategyKind, MoveState
+from resharder.server.state.fleet import Fleet, MoveState, UpdateStrategy
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -28,7 +28,12 @@ BOOT_BOUND, PEACE_BOUND, ANSWER_BOUND = 60.0, 90.0, 30.0
 """Simulated seconds within which servers boot, arrive at their target after the last fault, and answer requests."""
 _STOPS = (0.05, 0.5, LEASE / 2, 1.2 * LEASE, 2.5 * LEASE)
 _MODES = (resources_pb2.KEEP, resources_pb2.KEEP, resources_pb2.WAIT, resources_pb2.ABORT)
-_KINDS = (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ROLLING, FleetStrategyKind.ATOMIC)
+_KINDS = (
+    UpdateStrategy.Kind.ALL_AT_ONCE,
+    UpdateStrategy.Kind.ALL_AT_ONCE,
+    UpdateStrategy.Kind.ROLLING,
+    UpdateStrategy.Kind.ATOMIC,
+)
 _FAULTS = {
     "stop_leader": 5,
     "stop_other": 3,
@@ -146,8 +151,8 @@ class World:
         self.schedule.stop_seconds = _STOPS
         self.daemon = Daemon(self.schedule, random.choice((0.002, 0.02, 0.1)), random.choice((1, 3)))
         self.kind = random.choice(_KINDS)
-        self.max_skew = random.choice((0, 0, 1)) if self.kind == FleetStrategyKind.ROLLING else 0
-        self.strict = self.kind == FleetStrategyKind.ATOMIC or self.max_skew > 0
+        self.max_skew = random.choice((0, 0, 1)) if self.kind == UpdateStrategy.Kind.ROLLING else 0
+        self.strict = self.kind == UpdateStrategy.Kind.ATOMIC or self.max_skew > 0
         self.failures: list[str] = []
         self.requests: list[Request] = []
         ids = "ab"[: random.choice((1, 1, 2))]
@@ -340,7 +345,7 @@ class World:
 
     def _set_up(self) -> None:
         strategy = resources_pb2.UpdateStrategy(kind=int(self.kind))  # type: ignore[arg-type]
-        if self.kind == FleetStrategyKind.ROLLING:
+        if self.kind == UpdateStrategy.Kind.ROLLING:
             strategy.at_a_time = 1
         self._publish()
         self.schedule.run_until(self.schedule.now + 0.1)
@@ -410,8 +415,8 @@ class World:
             self.schedule.fail(f"{what}: not at the target after {bound:g} s: {self._state()}")
 
     def _state(self) -> str:
-        views = {view.server.id: view.reason for view in self.daemon.fleets.roster.servers()}
-        reason = self.daemon.fleets.roster.fleet(FLEET).reason
+        views = {view.server.id: view.reason for view in self.daemon.fleets.servers()}
+        reason = self.daemon.fleets.fleet(FLEET).reason
         about = {
             api.process.name: (api.gate._position.value, api.gate.version, api.gate._reason)
             for server in self.servers
@@ -423,7 +428,7 @@ class World:
 
     def _dead_but_live(self) -> list[str]:
         """Return the dead servers that the daemon takes for live."""
-        known = self.daemon.fleets.roster.by_id
+        known = self.daemon.fleets.by_id
         return [s.id for s in self.servers if not s.alive and s.id in known and known[s.id].lost_at is None]
 
     def _check_end(self, last: list[Request]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 from resharder.client.rpc.channel import Channel
 from resharder.server.fleets.commands import Operations
-from resharder.server.fleets.fleets import Fleets
-from resharder.server.fleets.ports import FleetObserver
+from resharder.server.fleets.fleets import FleetObserver, Fleets
 from resharder.server.infra.change_signal import Pause
 from resharder.server.rpc.server_service import Attendance
 from resharder.server.state.errors import DaemonError
@@ -96,8 +95,8 @@ class Daemon:
             files=self.files,  # type: ignore[arg-type]
             tick_seconds=0,
         )
-        self.fleets.steering.observe(Losses(self.lost))
-        self.operations = Operations(self.fleets.changes)
+        self.fleets.observe(Losses(self.lost))
+        self.operations = Operations(self.fleets)
         self._tick(self.process)
 
     def kill(self, silent: bool) -> None:
@@ -158,7 +157,7 @@ class Daemon:
 
     def claim(self, server: str, *, boot: bool) -> server_pb2.Claim:
         """Execute `ClaimServer`."""
-        found = settled(self.fleets.sessions.claim, server, MODEL, FLEET, wait_seconds=0, boot=boot, renews=True)
+        found = settled(self.fleets.claim, server, MODEL, FLEET, wait_seconds=0, boot=boot, renews=True)
         return server_pb2.Claim(
             server=f"servers/{found.id}",
             model=f"models/{found.model}",
@@ -170,7 +169,7 @@ class Daemon:
 
     def check_boot_version(self, server: str, version: int) -> None:
         """Check that a version is READY from which a server boots that has not lost its lease."""
-        found = self.fleets.roster.by_id.get(server)
+        found = self.fleets.by_id.get(server)
         boots = found is not None and found.booting and found.boot_version == version and server not in self.lost
         if self.process.alive and boots and version not in self.versions.ready:
             self.schedule.fail(f"version {version} has retired, from which server {server} boots")
@@ -182,7 +181,7 @@ class Daemon:
 
     def tick(self) -> None:
         """Let the fleets see the store and the time."""
-        self.fleets.ticker.tick()
+        self.fleets.tick()
         self.drain()
 
     def _tick(self, process: Process) -> None:

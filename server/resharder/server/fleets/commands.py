@@ -1,16 +1,15 @@
 """Operators' requests about fleets: validation, and the change that each one makes."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
-from resharder.server.fleets import decisions
-from resharder.server.fleets.changes import FleetChanges
-from resharder.server.fleets.ports import Note, no_note
-from resharder.server.fleets.roster import FleetView
+from resharder.server.fleets.explain import FleetView
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.updates import lost_servers, still_refused, turn_back
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, listed
-from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, PauseMode, View
+from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -24,25 +23,24 @@ _Act = Callable[[Fleet, View], Fleet]
 
 
 class Operations:
-    """Requests of operators, validated and recorded before they change a fleet.
+    """Requests of operators, validated, and recorded before they take effect.
 
     Args:
-        changes: Changes of fleets.
+        fleets: Fleets that they change.
         checks: Names of the commands that canaries can wait for.
-        note: Recorder of each granted request, called before the request takes effect.
     """
 
-    def __init__(self, changes: FleetChanges, checks: Collection[str] = (), note: Note = no_note) -> None:
-        self._changes, self._checks, self._note = changes, checks, note
+    def __init__(self, fleets: Fleets, checks: Collection[str] = ()) -> None:
+        self._fleets, self._checks = fleets, checks
 
     def _change(self, fleet: str, what: str, request: Message, act: _Act, model: str = "") -> FleetView:
         def noted(fleet: Fleet, view: View) -> Fleet:
             after = act(fleet, view)
-            asked = MessageToJson(request, indent=None, preserving_proto_field_name=True)
-            self._note("operator", f"fleets/{fleet.name}", what, getattr(request, "reason", "")[:1000], request=asked[:1000])
+            asked, reason = MessageToJson(request, indent=None, preserving_proto_field_name=True), getattr(request, "reason", "")
+            self._fleets.note("operator", f"fleets/{fleet.name}", what, reason[:1000], request=asked[:1000])
             return after
 
-        return self._changes.change(fleet.removeprefix("fleets/"), noted, model)
+        return self._fleets.change(fleet.removeprefix("fleets/"), noted, model)
 
     def update(self, request: operator_pb2.UpdateFleetRequest) -> FleetView:
         """Set the fields of a fleet that the mask names.
@@ -114,7 +112,7 @@ class Operations:
             if to >= at:
                 raise InvalidArgument("VERSION", f"expected a version before {at}, the fleet's target, got {to}")
             reason = request.reason[:1000] or f"rolled back to version {to}"
-            return decisions.roll_back(fleet, to, view, reason, request.request_id)
+            return roll_back(fleet, to, view, reason, request.request_id)
 
         return self._change(request.fleet, "rollback", request, act)
 
@@ -129,7 +127,7 @@ class Operations:
             if request.move not in (0, now):
                 raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name} is at move {now}, not {request.move}")
             try:
-                return decisions.decide(fleet, request.go_on, request.reason[:1000], view)
+                return decide(fleet, request.go_on, request.reason[:1000], view)
             except ValueError as error:
                 raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name}: {error}") from error
 
@@ -144,7 +142,7 @@ class Operations:
             names = [power.name for power in Power if power]
             raise InvalidArgument("POWER", f"expected a power of {names}, got {request.power}")
         power, servers = Power(request.power), _servers(request.server)
-        act = _of(servers, lambda fleet, _: decisions.set_power(fleet, power, servers))
+        act = _of(servers, lambda fleet, _: set_power(fleet, power, servers))
         return self._change(request.fleet, "sleep" if power.asleep else "wake", request, act)
 
     def set_drained(self, request: operator_pb2.SetDrainedRequest) -> FleetView:
@@ -152,9 +150,52 @@ class Operations:
         servers = _servers(request.server)
 
         def act(fleet: Fleet, view: View) -> Fleet:
-            return decisions.set_drained(fleet, request.drained, servers or fleet.members)
+            return set_drained(fleet, request.drained, servers or fleet.members)
 
         return self._change(request.fleet, "drain" if request.drained else "resume", request, _of(servers, act))
+
+
+def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
+    """Set the power state of the named servers; without names, of all present and future servers."""
+    named = tuple(servers)
+    if not named:
+        return replace(fleet, power=power, powers={})
+    return replace(fleet, powers={**fleet.powers, **dict.fromkeys(named, power)})
+
+
+def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
+    """Drain the named servers, or resume them. Names may be those of servers that have not returned after a restart."""
+    names = frozenset(servers)
+    return replace(fleet, drained=fleet.drained | names if drained else fleet.drained - names)
+
+
+def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
+    """Return to version `to`, and refuse the versions after it. A target that is not LATEST becomes `to`."""
+    later = {version: reason for version in view.usable if version > to}
+    kept = {version: why for version, why in still_refused(fleet, view.ready).items() if version != to}
+    target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
+    return replace(fleet, target=target, refused=later | kept, rolled_back=request)
+
+
+def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
+    """Apply an operator's decision about the current move. Raises ValueError if there is nothing to decide."""
+    move = fleet.moving
+    if move is None:
+        raise ValueError("expected a move that goes on, there is none")
+    if not go_on:
+        if move.state == MoveState.BACK:
+            return fleet
+        if move.back_to not in view.ready:
+            raise ValueError("there is no version to go back to")
+        return turn_back(fleet, move, view, reason or "an operator sent it back")
+    match move.state:
+        case MoveState.STOPPED:
+            counted = frozenset(move.counted - lost_servers(fleet, move, view).keys())  # it goes on without those
+            move = replace(move, state=MoveState.MOVING, counted=counted, short=False, failed={}, tries=move.tries + 1)
+            return replace(fleet, move=replace(move, reason=reason))
+        case MoveState.TRYING | MoveState.HOLDING:
+            return replace(fleet, move=replace(move, approved=True, reason=reason))
+    raise ValueError(f"a move that is {move.state.name} goes on by itself")
 
 
 def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
@@ -173,14 +214,14 @@ def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
     return target
 
 
-def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> FleetStrategy:
+def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> UpdateStrategy:
     """Convert and validate an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
-    if int(message.kind) not in set(FleetStrategyKind):
+    if int(message.kind) not in set(UpdateStrategy.Kind):
         raise InvalidArgument(
-            "STRATEGY", f"expected a strategy of {listed(kind.name for kind in FleetStrategyKind)}, got {message.kind}"
+            "STRATEGY", f"expected a strategy of {listed(kind.name for kind in UpdateStrategy.Kind)}, got {message.kind}"
         )
-    strategy = FleetStrategy(
-        FleetStrategyKind(message.kind),
+    strategy = UpdateStrategy(
+        UpdateStrategy.Kind(message.kind),
         message.at_a_time,
         message.max_failures,
         message.canaries,
@@ -191,13 +232,13 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
     for name in ("at_a_time", "max_failures", "canaries", "hold_seconds"):
         if not 0 <= getattr(strategy, name) < 1e9:
             raise InvalidArgument("STRATEGY", f"expected {name} of 0 to 1e9, got {getattr(strategy, name)}")
-    if strategy.kind != FleetStrategyKind.CANARY and (
+    if strategy.kind != UpdateStrategy.Kind.CANARY and (
         strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
     ):
         raise InvalidArgument(
             "STRATEGY", f"expected canaries, a hold, approval and a check with CANARY alone, got them with {strategy.kind.name}"
         )
-    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC) and (
+    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC) and (
         strategy.at_a_time or strategy.max_failures
     ):
         raise InvalidArgument(
@@ -251,9 +292,9 @@ def _check_ahead(fleet: Fleet) -> None:
         )
 
 
-def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
+def _check_kv(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     passing = sorted(id for id, server in view.servers.items() if server.passes_kv)
-    if passing and strategy.kind != FleetStrategyKind.ATOMIC:
+    if passing and strategy.kind != UpdateStrategy.Kind.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
             f"servers {listed(passing)} pass KV caches on: expected fleet {fleet.name} to move atomically, "
@@ -261,7 +302,7 @@ def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
         )
 
 
-def _check_canaries(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
+def _check_canaries(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     """Raise InvalidArgument (STRATEGY) for more canaries than a fleet has servers; one without servers may get any number."""
     count = len(fleet.members | view.servers.keys())
     if count and strategy.canaries > count:

@@ -1,6 +1,6 @@
-"""Explanations of the states of servers and fleets, one sentence for each."""
+"""Servers and fleets for display: their states, and why each is in its state, in one sentence."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from resharder.converters.units import size_text
 from resharder.server.fleets.reconciler.gate import went_half_way
@@ -16,6 +16,30 @@ _GOING = {
     Power.ASLEEP_1: "is going to sleep at level 1",
     Power.ASLEEP_2: "is going to sleep at level 2",
 }
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """A server for display. Times are in seconds since 1970."""
+
+    server: Server
+    state: int
+    reason: str
+    lease_expires: float
+    to_wall: float
+    """Seconds to add to the reconciler's times."""
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """A fleet for display. `moving_for` is in seconds, since the current move began."""
+
+    fleet: Fleet
+    wanted_version: int
+    servers: tuple[str, ...]
+    reason: str
+    moving_for: float = 0.0
+    returning: tuple[str, ...] = ()
 
 
 def state_of(server: Server) -> int:

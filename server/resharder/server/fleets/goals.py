@@ -1,8 +1,14 @@
-"""Goals: the intended state of each server of a fleet."""
+"""Goals: the intended state of each server of a fleet, as pure functions.
 
+On the direct path, staged servers stay in service until their turn is near (`held_back`). A rank sends to one server at a time,
+so a server that paused together with all others would wait for every transfer before its own. For each server that ranks can
+send to at the same time, at most two pause: one receives the version, the other is ready when that transfer ends. Servers that
+finish requests before they pause (PauseMode.WAIT) pause together, since that may take minutes.
+"""
+
+from collections.abc import Set
 from dataclasses import replace
 
-from resharder.server.fleets.pause_admission import held_back
 from resharder.server.fleets.reconciler.installs import why_not_ahead
 from resharder.server.fleets.updates import (
     is_attached,
@@ -12,23 +18,18 @@ from resharder.server.fleets.updates import (
     uncertain_servers,
     wanted,
 )
-from resharder.server.state.fleet import (
-    NOBODY,
-    Fleet,
-    FleetStrategyKind,
-    FleetTargetKind,
-    MoveState,
-    PauseMode,
-    View,
-)
-from resharder.server.state.server import Goal, Server
+from resharder.server.state.fleet import NOBODY, Fleet, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
+from resharder.server.state.server import Goal, InstallState, Server
+
+_PAUSED = 2  # paused servers for each that ranks can send to at the same time
+_PATIENCE = 20.0  # seconds of a pause after which a server no longer counts as paused
 
 
 def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     """Return the goal of every server of the view."""
     found, move = {}, fleet.moving
     turns = _turns(fleet, view)
-    together = move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
+    together = move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC
     late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
@@ -85,9 +86,9 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
             return move.back_to, True, f"the fleet goes back: {move.reason}"
         case MoveState.STOPPED:
             return (move.to if id in move.servers or move.short else stays), True, f"the move stopped: {move.reason}"
-    if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
+    if id in move.failed and move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE:
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
-    if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
+    if move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
         # An install in progress ends first: if versions arrive faster than installs, no server would ever arrive.
         keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
         if keeps and fleet.target.kind == FleetTargetKind.LATEST:
@@ -112,7 +113,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     """
     move = fleet.moving
     strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
-    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC):
+    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC):
         return set(view.servers)
     if view.settling:
         return set()
@@ -141,9 +142,9 @@ def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     move = fleet.moving
     if move is not None and move.state == MoveState.APPLYING:
         return NOBODY
-    if move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC and move.state == MoveState.BACK:
+    if move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC and move.state == MoveState.BACK:
         return move.back_to, move.back_to
-    if fleet.strategy.kind == FleetStrategyKind.ATOMIC:
+    if fleet.strategy.kind == UpdateStrategy.Kind.ATOMIC:
         version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
         return version, version
     if not fleet.max_skew:
@@ -152,3 +153,34 @@ def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     others = [version for version, ids in view.shown.items() if ids - {id}]
     low, high = min(goals) - fleet.max_skew, max(goals) + fleet.max_skew
     return max([low, *(other - fleet.max_skew for other in others)]), min([high, *(other + fleet.max_skew for other in others)])
+
+
+def held_back(view: View) -> Set[str]:
+    """Return the servers that must not pause yet. Without capacity, this includes servers that still stage."""
+    joined = {id for id, server in view.servers.items() if server.joined}
+    if not joined:
+        return frozenset()
+    staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
+    staged = {id for id, server in staging.items() if server.staged}
+    waiting = [id for id in staged & joined if _can_go(staging[id])]
+    room = _PAUSED * view.at_once - sum(_takes(view.servers[id], view.now) for id in joined)
+    if len(waiting) < room:
+        return frozenset()
+    waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))
+    return staging.keys() - (staged - joined) - set(waiting[: max(0, room)])
+
+
+def _is(server: Server, state: InstallState) -> bool:
+    return server.install is not None and server.install.state == state
+
+
+def _began(server: Server) -> float:
+    return server.install.step_started if server.install is not None else 0.0
+
+
+def _can_go(server: Server) -> bool:
+    return server.lost_at is None and bool(server.controls) and not server.busy_elsewhere(server.controls[0])
+
+
+def _takes(server: Server, now: float) -> bool:
+    return _is(server, InstallState.APPLYING) and now < _began(server) + _PATIENCE

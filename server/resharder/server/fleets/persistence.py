@@ -28,7 +28,7 @@ _log = structlog.get_logger("resharder.fleet")
 
 
 class FleetFiles:
-    """Files of all fleets in a folder. Not thread-safe; callers hold the roster's lock. The constructor raises MediumRefused."""
+    """Files of all fleets in a folder. Not thread-safe; callers hold the fleets' lock. The constructor raises MediumRefused."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = make_folder(folder)

@@ -27,15 +27,7 @@ Durations are measured by the monotonic clock (`View.now`). The wall clock may j
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from resharder.server.state.fleet import (
-    Fleet,
-    FleetStrategy,
-    FleetStrategyKind,
-    FleetTargetKind,
-    Move,
-    MoveState,
-    View,
-)
+from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, UpdateStrategy, View
 from resharder.server.state.server import InstallState, Power, Server
 
 
@@ -76,7 +68,7 @@ def advance(fleet: Fleet, view: View) -> Fleet:
     """Return the fleet after one step of its move, or the fleet itself. Call until nothing changes."""
     if (move := fleet.moving) is not None and _taken_back(fleet, move, view):
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=fleet.refused[move.to]))
-    if view.settling and (fleet.strict or fleet.strategy.kind != FleetStrategyKind.ALL_AT_ONCE):
+    if view.settling and (fleet.strict or fleet.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE):
         return fleet
     target, move = wanted(fleet, view), fleet.moving
     if move is None:
@@ -114,16 +106,16 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     strategy, reason = fleet.strategy, f"version {at} was not completed" if left else ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
     if fleet.mixes(to, view.shown):
-        wide = strategy.kind != FleetStrategyKind.ATOMIC
+        wide = strategy.kind != UpdateStrategy.Kind.ATOMIC
         strategy, reason = (
-            FleetStrategy(FleetStrategyKind.ATOMIC),
+            UpdateStrategy(UpdateStrategy.Kind.ATOMIC),
             f"the jump is wider than the skew bound of {fleet.max_skew}" if wide else "",
         )
     elif not back_to:
-        strategy = FleetStrategy(FleetStrategyKind.ALL_AT_ONCE)
-    elif strategy.kind == FleetStrategyKind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
-        strategy = replace(strategy, kind=FleetStrategyKind.ROLLING)  # back to a tried version
-    states = {FleetStrategyKind.CANARY: MoveState.TRYING, FleetStrategyKind.ATOMIC: MoveState.STAGING}
+        strategy = UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE)
+    elif strategy.kind == UpdateStrategy.Kind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
+        strategy = replace(strategy, kind=UpdateStrategy.Kind.ROLLING)  # back to a tried version
+    states = {UpdateStrategy.Kind.CANARY: MoveState.TRYING, UpdateStrategy.Kind.ATOMIC: MoveState.STAGING}
     number = fleet.move.id + 1 if fleet.move else 1
     move = Move(number, states.get(strategy.kind, MoveState.MOVING), back_to, to, strategy, view.wall, reason, began=view.now)
     return replace(fleet, move=replace(move, counted=_counted(fleet, move, view)))
@@ -137,7 +129,7 @@ def _counted(fleet: Fleet, move: Move, view: View) -> frozenset[str]:
     awaited = {id for id in fleet.members - view.servers.keys() if _takes_part(fleet, id)} if view.settling else set()
     before = fleet.moving
     follows = before is not None and before.state == MoveState.MOVING and before.to < move.to
-    alike = before is not None and {before.strategy.kind, move.strategy.kind} == {FleetStrategyKind.ALL_AT_ONCE}
+    alike = before is not None and {before.strategy.kind, move.strategy.kind} == {UpdateStrategy.Kind.ALL_AT_ONCE}
     follows_on = before.counted if before is not None and follows and alike else frozenset[str]()
     return frozenset(present_servers(fleet, view).keys() | awaited | follows_on)
 
@@ -165,7 +157,7 @@ def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
         return True
     if move.state == MoveState.STOPPED:
         return True
-    return move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and not fleet.mixes(target, view.shown)
+    return move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and not fleet.mixes(target, view.shown)
 
 
 def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
@@ -248,13 +240,23 @@ def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
     return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))
 
 
+def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
+    """Record the result of a canary's check. Ignored if the move no longer waits for it."""
+    found = fleet.moving
+    if found is None or found.id != move or not found.checking:
+        return fleet
+    if passed:
+        return replace(fleet, move=replace(found, checked=True))
+    return turn_back(fleet, found, view, f"check {found.strategy.check}: {message}")
+
+
 def _noted(fleet: Fleet, move: Move, view: View) -> Move:
     """Return the move with the servers that arrived or failed since.
 
     Servers that move all at once have failed after all their attempts. Others stop the move, and have after the first one.
     """
     there = {id for id, server in view.servers.items() if server.serving == move.to}
-    attempts = view.settings.attempts if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE else 1
+    attempts = view.settings.attempts if move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE else 1
     failed = {id: error for id, error in move.failed.items() if id not in there} | lost_servers(fleet, move, view)
     for id in view.servers.keys() - there - failed.keys():
         if error := _hopeless(view.servers[id], move.to, move, attempts):
@@ -263,7 +265,7 @@ def _noted(fleet: Fleet, move: Move, view: View) -> Move:
 
 
 def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
-    rolling = move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE
+    rolling = move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE
     noted = _noted(fleet, move, view)
     if rolling and noted != move:
         return replace(fleet, move=noted)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from resharder.server.fleets.roster import FleetView, Roster, ServerView
+from resharder.server.fleets.explain import FleetView, ServerView
+from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.nodes.registry import NodeRegistry
@@ -66,7 +67,7 @@ class Snapshot:
         return sum(view.server.serving == number for view in views)
 
 
-def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[], float] = time.time) -> Snapshot:
+def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[], float] = time.time) -> Snapshot:
     """Take a snapshot. Each part is read on its own, without a common lock; models that vanish meanwhile are left out."""
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
@@ -77,7 +78,7 @@ def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[],
             continue
     staging = [record for records in versions.values() for record in records if record.state == UPLOADING]
     servers: dict[str, list[ServerView]] = {}
-    for server in roster.servers():
+    for server in fleets.servers():
         servers.setdefault(server.server.fleet, []).append(server)
     return Snapshot(
         wall(),
@@ -86,7 +87,7 @@ def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[],
         versions,
         {record.name: _slots(intake.progress(record)) for record in staging},
         [(publisher, intake.live_ranks(publisher)) for publisher in intake.publishers()],
-        roster.fleets(),
+        fleets.fleets(),
         servers,
         nodes.views(),
         nodes.own.missing(),

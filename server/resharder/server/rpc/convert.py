@@ -1,20 +1,79 @@
-"""Conversion of versions, servers, fleets and workers to messages and back."""
+"""Conversion of versions, publishers, servers, fleets, workers and nodes to messages and back."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
 from resharder.server.fleets.commands import SERVE_AHEAD
-from resharder.server.fleets.explain import explain_serve_ahead
-from resharder.server.fleets.roster import FleetView, ServerView
+from resharder.server.fleets.explain import FleetView, ServerView, explain_serve_ahead
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.ingest.intake import Intake
+from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.nodes.reports import NodeState, NodeView
+from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.state.errors import InvalidArgument, listed
-from resharder.server.state.fleet import FleetStrategy, Move
+from resharder.server.state.fleet import Move, UpdateStrategy
 from resharder.server.state.server import Install, OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
 from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
-from resharder.server.state.version import READY, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
+
+_MAX_WAIT = 3600.0
+_NODE_ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+_NODE_STATES = {
+    NodeState.LIVE: resources_pb2.Node.LIVE,
+    NodeState.DRAINED: resources_pb2.Node.DRAINED,
+    NodeState.LOST: resources_pb2.Node.LOST,
+}
+
+
+class Views:
+    """Publishers and versions as messages."""
+
+    def __init__(self, intake: Intake, fleets: Fleets, tracing: Tracing, data_address: str = "") -> None:
+        self.intake, self.store, self.fleets, self._tracing = intake, intake.store, fleets, tracing
+        self._data_address = data_address
+
+    def publisher(self, publisher: PublisherRecord) -> resources_pb2.Publisher:
+        """Convert a publisher, with its live ranks and its model's newest number."""
+        live = self.intake.live_ranks(publisher)
+        return resources_pb2.Publisher(
+            name=publisher.name,
+            model=publisher.model,
+            job=publisher.job,
+            epoch=publisher.epoch,
+            world_size=publisher.world_size,
+            state=resources_pb2.Publisher.State.Value(publisher.shown_state(live)),
+            reason=f"{publisher.error.reason}: {publisher.error}" if publisher.error else "",
+            registered_slots=len(publisher.registered),
+            store=store_access(self.store.folder),
+            lease_seconds=self.intake.lease_seconds,
+            live_ranks=live,
+            newest_version=self.store.catalogue.newest_number(publisher.model),
+            data_address=self._data_address,
+        )
+
+    def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
+        """Convert a version; with `slots`, the progress of each slot while it is UPLOADING."""
+        message = version_to_proto(self.store, record, self.fleets.serving(record.model, record.number))
+        message.trace = self._tracing.traceparent(record)
+        if record.state == UPLOADING and self.store.folder.shared:
+            message.folder = str(self.store.folder.path(record))
+        if slots and record.state == UPLOADING:
+            for rank, sealed, size, received in self.intake.progress(record):
+                state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
+                message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
+            upload = self.intake.upload(record.model, record.number)
+            for home in upload.homes.homes if upload is not None else ():
+                message.homes.add(node=f"nodes/{home.node}", folder=home.folder, gathers=home.gathers)
+        return message
 
 
 def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int] = (0, 0)) -> resources_pb2.Version:
@@ -204,6 +263,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         message.leaving,
         message.restarting,
         message.failure[:1000],
+        message.workers_failed,
     )
 
 
@@ -281,16 +341,8 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
     return message
 
 
-def _strategy_to_proto(strategy: FleetStrategy) -> resources_pb2.UpdateStrategy:
-    return resources_pb2.UpdateStrategy(
-        kind=resources_pb2.UpdateStrategy.Kind.Value(strategy.kind.name),
-        at_a_time=strategy.at_a_time,
-        max_failures=strategy.max_failures,
-        canaries=strategy.canaries,
-        hold_seconds=strategy.hold_seconds,
-        approval=strategy.approval,
-        check=strategy.check,
-    )
+def _strategy_to_proto(strategy: UpdateStrategy) -> resources_pb2.UpdateStrategy:
+    return resources_pb2.UpdateStrategy(**asdict(strategy))
 
 
 def _move_to_proto(move: Move) -> resources_pb2.Move:
@@ -306,3 +358,70 @@ def _move_to_proto(move: Move) -> resources_pb2.Move:
         start_time=timestamp(move.started),
         end_time=timestamp(move.ended) if move.ended else None,
     )
+
+
+def node_id(name: str) -> str:
+    """Return the id in `nodes/{id}`. Raises InvalidArgument (NODE)."""
+    if (found := _NODE_ID.fullmatch(name)) is None:
+        raise InvalidArgument("NODE", f"expected nodes/ID with an id of letters, digits, '.', '_' and '-', got {name[:200]!r}")
+    return found["id"]
+
+
+def node_to_proto(view: NodeView) -> resources_pb2.Node:
+    """Convert a node for operators."""
+    report = view.report
+    return resources_pb2.Node(
+        name=f"nodes/{report.node}",
+        state=_NODE_STATES[view.state],
+        data_address=report.data_address,
+        capacity_bytes=report.capacity_bytes,
+        used_bytes=report.used_bytes,
+        transfers=report.transfers,
+        received_origin_bytes=report.received_origin_bytes,
+        received_peer_bytes=report.received_peer_bytes,
+        received_engine_bytes=report.received_engine_bytes,
+        sent_bytes=report.sent_bytes,
+        report_time=timestamp(view.report_time),
+        copies=[
+            resources_pb2.NodeCopy(
+                version=copy.version,
+                held_pieces=copy.held_pieces,
+                wanted_pieces=copy.wanted_pieces,
+                pieces=copy.pieces,
+                wanted=copy.wanted,
+                problem=copy.problem,
+                servers=copy.servers,
+                uploading=copy.uploading,
+            )
+            for copy in view.copies
+        ],
+        links=[link.to_proto() for link in report.links],
+    )
+
+
+def seconds(wanted: float) -> float:
+    """Return a request's bound on a wait, in seconds. Raises InvalidArgument (WAIT_SECONDS) unless it is 0 to 3600."""
+    if not 0 <= wanted <= _MAX_WAIT:
+        raise InvalidArgument("WAIT_SECONDS", f"expected wait_seconds of 0 to {_MAX_WAIT:.0f}, got {wanted}")
+    return wanted
+
+
+def page_of(items: Sequence[tuple[str, Any]], size: int, token: str) -> tuple[list[Any], str]:
+    """Return the items after the one named `token`, and the token of the next page; empty on the last page.
+
+    Args:
+        items: Pairs of a unique name and an item, in order.
+        size: Items of a page; 0: 100, at most 1000.
+        token: Name of the last item of the previous page; empty for the first page.
+
+    Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN).
+    """
+    if size < 0:
+        raise InvalidArgument("PAGE_SIZE", f"expected a page size of 0 or more, got {size}")
+    size = min(size or 100, 1000)
+    names = [name for name, _ in items]
+    if token and token not in names:
+        raise InvalidArgument("PAGE_TOKEN", f"page token {token[:200]!r} is not in this list: start again")
+    first = names.index(token) + 1 if token else 0
+    chosen = items[first : first + size]
+    return [item for _, item in chosen], chosen[-1][0] if first + size < len(items) else ""

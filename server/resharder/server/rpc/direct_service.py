@@ -10,8 +10,8 @@ from resharder.server.direct.plans import Member
 from resharder.server.direct.state import Act, Link, Task
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.intake import Intake
+from resharder.server.rpc.convert import seconds
 from resharder.server.rpc.dispatch import Call
-from resharder.server.rpc.views import seconds
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import parse_name
 from resharder.v1 import direct_pb2

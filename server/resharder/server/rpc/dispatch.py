@@ -7,14 +7,14 @@ and takes a place (`admission.py`). Services are synchronous and run on a bounde
     server stream          def X(request, call) -> Generator[Message | Pause]
     client stream          def X(call) -> Session
 
-A call that waits (a `Pause`), or whose peer is slow, occupies no thread. Exceptions of a service become a status (`errors.py`).
+A call that waits (a `Pause`), or whose peer is slow, occupies no thread. Exceptions of a service become a status (`abort`).
 """
 
 import asyncio
 import contextvars
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -22,21 +22,29 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
+import grpc.aio
+import structlog
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from resharder.converters.errors import ConversionError
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Pause
+from resharder.server.infra.medium import is_refusal, medium_error
 from resharder.server.rpc.admission import FairPool, Places, model_of_chunk, model_of_request
-from resharder.server.rpc.errors import abort
-from resharder.server.rpc.guard import CallerIdentity, Guard
 from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method
-from resharder.server.rpc.protocol import check_revision
-from resharder.server.state.errors import DaemonError, InvalidArgument
+from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument
+from resharder.v1.revision import OLDEST, REVISION, named
 
 T = TypeVar("T")
+C = TypeVar("C", bound="CallerIdentity")
+DOMAIN = "resharder"
 THREADS, RENEWAL_THREADS = 60, 4
 _INLINE_BYTES = 16 << 10  # parsed on the event loop; larger messages on the pool
 _CHECK_AGAIN_SECONDS = 1.0  # a stream ends when its caller loses its role
 _RENEWALS = "renewals"  # lane in a pool of their own
+_MESSAGE_CHARACTERS = 2000  # some HTTP/2 peers bound headers to 8 KiB, and the message is in two of them
+_log = structlog.get_logger("resharder.rpc")
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,46 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the session's resources. Called once, however the call ends."""
+
+
+class CallerIdentity(Protocol):
+    """Caller of a call, as limits and the log need it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the caller; its address without security."""
+
+    @property
+    def secured(self) -> bool:
+        """Whether the identity is verified by a certificate or token."""
+
+
+class Guard(Protocol[C]):
+    """Checks of callers, in `security/access.py`, which is above this folder. Every method may raise a DaemonError."""
+
+    def caller(self, context: grpc.ServicerContext) -> C:
+        """Identify the caller."""
+
+    def admit(self, method: Method, context: grpc.ServicerContext) -> C:
+        """Identify the caller, count the call, and check that one of its roles permits the method."""
+
+    def check_size(self, method: Method, size: int) -> None:
+        """Check the size of a request in bytes."""
+
+    def judge(self, caller: C, method: Method, request: Any) -> Any:
+        """Check that the caller may make this request, and return the resource that it concerns."""
+
+    def decide(self, caller: C, method: Method, resource: Any) -> None:
+        """Check that the caller may make a call about a resource that `judge` has returned."""
+
+    def open(self, caller: C) -> AbstractContextManager[None]:
+        """Count a long call while the context lasts."""
+
+    def redact(self, caller: C, answer: Any) -> None:
+        """Remove from an answer, in place, what the caller may not read."""
+
+    def note(self, path: str, peer: str, error: DaemonError) -> None:
+        """Log a refused call."""
 
 
 @dataclass(frozen=True)
@@ -370,3 +418,59 @@ class _Drive:
             run(None)
         else:
             self._last.add_done_callback(run)
+
+
+def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
+    """Return why calls with this metadata are refused; empty for supported revisions and for other clients."""
+    agent = next((value for key, value in metadata if key == "user-agent"), "")
+    client = named(agent if isinstance(agent, str) else "")
+    if client is None or OLDEST <= client[1] <= REVISION:
+        return ""
+    release, revision = client
+    takes = f"{OLDEST} to {REVISION}" if OLDEST < REVISION else str(REVISION)
+    mend = "upgrade the daemon first" if revision > REVISION else "upgrade the client"
+    return f"expected revision {takes} of the protocol, the client's is {revision} (release {release}): {mend}"
+
+
+def check_revision(metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """Raise FailedPrecondition (PROTOCOL) for a client of an unsupported revision."""
+    if why := refusal(tuple(metadata)):
+        raise FailedPrecondition("PROTOCOL", why)
+
+
+async def abort(context: Any, error: Exception, refused: Callable[[str], None]) -> None:
+    """End the call with the status of `error`, after calling `refused(reason)`. Always raises.
+
+    The status has an ErrorInfo with the reason. An exception that is no refusal is logged, and becomes INTERNAL without its text.
+    """
+    reason: str
+    if isinstance(error, OSError) and is_refusal(error):
+        error = medium_error(error)
+    if isinstance(error, DaemonError):
+        code, reason, message = error.code, error.reason, str(error)
+    elif isinstance(error, ConversionError):
+        code, reason, message = grpc.StatusCode.INVALID_ARGUMENT, error.reason, str(error)
+    else:
+        _log.error("call_failed", exc_info=error)
+        code, reason, message = grpc.StatusCode.INTERNAL, "INTERNAL", "the daemon failed; its log has the reason"
+    refused(reason)
+    message = message if len(message) <= _MESSAGE_CHARACTERS else message[:_MESSAGE_CHARACTERS] + " …"
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
+    try:
+        await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+    except grpc.aio.AbortError as ended:
+        asyncio.get_running_loop().call_soon(_drop_traceback, ended)
+        raise
+
+
+def _drop_traceback(error: BaseException) -> None:
+    """Free the frames of a call that has ended, and what they refer to, without a collection of garbage.
+
+    gRPC keeps the exception of `abort` in the call's state, to which these frames refer; so does the future of a step, with the
+    exception that the step has raised.
+    """
+    error.__traceback__ = None
+    if error.__context__ is not None:
+        _drop_traceback(error.__context__)

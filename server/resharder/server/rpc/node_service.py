@@ -19,26 +19,22 @@ from resharder.server.nodes.reports import (
     CopyOrder,
     CopyReport,
     LinkOrder,
-    NodeState,
-    NodeView,
     ReportedSet,
     ReservationOrder,
     ReservationReport,
     SetState,
     StateReport,
 )
-from resharder.server.rpc.convert import timestamp
+from resharder.server.rpc.convert import node_id, seconds
 from resharder.server.rpc.dispatch import Call
-from resharder.server.rpc.views import seconds
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound
 from resharder.server.state.version import parse_name
-from resharder.v1 import node_pb2, resources_pb2
+from resharder.v1 import node_pb2
 
 _MOST_PIECES = 256
 _MOST_COPIES = 1024
 _MOST_WAIT = 10.0  # seconds
 _CERTIFICATE = re.compile(r"sha256:[0-9a-f]{64}")
-_ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 class NodeService:
@@ -134,52 +130,6 @@ class NodeService:
         given = node_id(request.node), request.instance, CALLER.get(), request.order
         self._nodes.links.put(*given, request.measurement)
         return node_pb2.PutLinkMeasurementResponse()
-
-
-def node_id(name: str) -> str:
-    """Return the id in `nodes/{id}`. Raises InvalidArgument (NODE)."""
-    if (found := _ID.fullmatch(name)) is None:
-        raise InvalidArgument("NODE", f"expected nodes/ID with an id of letters, digits, '.', '_' and '-', got {name[:200]!r}")
-    return found["id"]
-
-
-def node_to_proto(view: NodeView) -> resources_pb2.Node:
-    """Convert a node for operators."""
-    report = view.report
-    return resources_pb2.Node(
-        name=f"nodes/{report.node}",
-        state=_STATES[view.state],
-        data_address=report.data_address,
-        capacity_bytes=report.capacity_bytes,
-        used_bytes=report.used_bytes,
-        transfers=report.transfers,
-        received_origin_bytes=report.received_origin_bytes,
-        received_peer_bytes=report.received_peer_bytes,
-        received_engine_bytes=report.received_engine_bytes,
-        sent_bytes=report.sent_bytes,
-        report_time=timestamp(view.report_time),
-        copies=[
-            resources_pb2.NodeCopy(
-                version=copy.version,
-                held_pieces=copy.held_pieces,
-                wanted_pieces=copy.wanted_pieces,
-                pieces=copy.pieces,
-                wanted=copy.wanted,
-                problem=copy.problem,
-                servers=copy.servers,
-                uploading=copy.uploading,
-            )
-            for copy in view.copies
-        ],
-        links=[link.to_proto() for link in report.links],
-    )
-
-
-_STATES = {
-    NodeState.LIVE: resources_pb2.Node.LIVE,
-    NodeState.DRAINED: resources_pb2.Node.DRAINED,
-    NodeState.LOST: resources_pb2.Node.LOST,
-}
 
 
 def _report(request: node_pb2.SyncNodeRequest) -> StateReport:

@@ -9,16 +9,23 @@ from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive, needed
 from resharder.server.archive.checkpoints import Archived
 from resharder.server.fleets.commands import Operations
-from resharder.server.fleets.profiles import Profiles
-from resharder.server.fleets.verifications import Verifications
+from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
+from resharder.server.nodes.replication import ReplicaShortage
+from resharder.server.rpc.convert import (
+    Views,
+    fleet_to_proto,
+    node_id,
+    node_to_proto,
+    page_of,
+    seconds,
+    server_to_proto,
+    store_access,
+    timestamp,
+)
 from resharder.server.rpc.dispatch import Call
-from resharder.server.rpc.fleet_calls import FleetCalls
-from resharder.server.rpc.node_calls import NodeCalls
-from resharder.server.rpc.views import Views, page_of, seconds
 from resharder.server.state.version import VersionRecord, parse_name
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
@@ -27,7 +34,7 @@ from resharder.v1 import operator_pb2
 _PART_BYTES = 1 << 20
 
 
-class OperatorService(FleetCalls, NodeCalls):
+class OperatorService:
     """Methods of `OperatorService`. Errors are those of the parts that each method calls."""
 
     def __init__(
@@ -42,9 +49,7 @@ class OperatorService(FleetCalls, NodeCalls):
         daemon: operator_pb2.Daemon,
     ) -> None:
         self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
-        FleetCalls.__init__(self, views.fleets, operations)
-        NodeCalls.__init__(self, nodes, events, views.store.catalogue)
-        self._events, self._archive, self._daemon = events, archive, daemon
+        self._operations, self._nodes, self._events, self._archive, self._daemon = operations, nodes, events, archive, daemon
         self._profiles, self._verifications = profiles, verifications
 
     def GetDaemon(self, request: operator_pb2.GetDaemonRequest, call: Call) -> Message:
@@ -73,16 +78,66 @@ class OperatorService(FleetCalls, NodeCalls):
 
     def ListServers(self, request: operator_pb2.ListServersRequest, call: Call) -> Message:
         """List the servers of one fleet or of all by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
-        views = [(view.server.id, view) for view in self._fleets.roster.servers(request.fleet)]
+        views = [(view.server.id, view) for view in self._fleets.servers(request.fleet)]
         page, token = page_of(views, request.page_size, request.page_token)
         return operator_pb2.ListServersResponse(servers=[server_to_proto(view) for view in page], next_page_token=token)
 
     def ListFleets(self, request: operator_pb2.ListFleetsRequest, call: Call) -> Message:
         """List fleets by name, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
-        page, token = page_of(
-            [(view.fleet.name, view) for view in self._fleets.roster.fleets()], request.page_size, request.page_token
-        )
+        page, token = page_of([(view.fleet.name, view) for view in self._fleets.fleets()], request.page_size, request.page_token)
         return operator_pb2.ListFleetsResponse(fleets=[fleet_to_proto(view) for view in page], next_page_token=token)
+
+    def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, call: Call) -> Message:
+        """Set the fields of a fleet that the mask names; a new fleet is created."""
+        return fleet_to_proto(self._operations.update(request))
+
+    def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, call: Call) -> Message:
+        """Return a fleet to an earlier version. Idempotent for a repeated request id."""
+        return fleet_to_proto(self._operations.roll_back(request))
+
+    def DecideMove(self, request: operator_pb2.DecideMoveRequest, call: Call) -> Message:
+        """Approve or reverse the current move of a fleet."""
+        return fleet_to_proto(self._operations.decide(request))
+
+    def SetPower(self, request: operator_pb2.SetPowerRequest, call: Call) -> Message:
+        """Put servers to sleep or wake them. Returns before the engines have changed."""
+        return fleet_to_proto(self._operations.set_power(request))
+
+    def SetDrained(self, request: operator_pb2.SetDrainedRequest, call: Call) -> Message:
+        """Drain servers or resume them. Returns before requests in flight have ended."""
+        return fleet_to_proto(self._operations.set_drained(request))
+
+    def DeleteFleet(self, request: operator_pb2.DeleteFleetRequest, call: Call) -> Message:
+        """Delete a fleet without servers."""
+        self._fleets.delete(request.fleet.removeprefix("fleets/"))
+        return operator_pb2.DeleteFleetResponse()
+
+    def ForgetServer(self, request: operator_pb2.ForgetServerRequest, call: Call) -> Message:
+        """Forget a LOST server."""
+        self._fleets.forget(request.server.removeprefix("servers/"))
+        return operator_pb2.ForgetServerResponse()
+
+    def ListNodes(self, request: operator_pb2.ListNodesRequest, call: Call) -> Message:
+        """List nodes by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
+        views = [(view.report.node, view) for view in self._nodes.views()]
+        page, token = page_of(views, request.page_size, request.page_token)
+        shortages = () if request.page_token else self._nodes.replication.shortages()
+        return operator_pb2.ListNodesResponse(
+            nodes=map(node_to_proto, page), next_page_token=token, shortages=map(_shortage, shortages)
+        )
+
+    def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:
+        """Drain a node, or resume it. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
+        view = self._nodes.set_drained(node_id(request.node), request.drained)
+        self._events.add("operator", request.node, "drain" if request.drained else "resume")
+        return node_to_proto(view)
+
+    def MeasureLinks(self, request: operator_pb2.MeasureLinksRequest, call: Call) -> Iterator[Message | Pause]:
+        """Let nodes measure links, and stream the results. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
+        newest = filter(None, map(self._store.catalogue.newest, self._store.catalogue.models()))
+        versions = [record.name for record in sorted(newest, key=lambda record: -record.ready_time)]
+        sources = [node_id(name) for name in request.sources]
+        yield from self._nodes.links.measure(sources, request.targets, versions, seconds(request.wait_seconds))
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
         """Stream the files of a READY version, which is pinned until the call ends."""
@@ -161,3 +216,14 @@ def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
                 data = file.read(_PART_BYTES)
                 checksum = xxhash.xxh3_64_intdigest(data)
                 yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)
+
+
+def _shortage(found: ReplicaShortage) -> operator_pb2.ReplicaShortage:
+    return operator_pb2.ReplicaShortage(
+        version=found.version,
+        short_pieces=found.short,
+        pieces=found.pieces,
+        replicas=found.replicas,
+        waits=found.waits,
+        problem=found.problem,
+    )

@@ -13,8 +13,8 @@ from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.maxima import RankBlocks, read_shared
 from resharder.server.ingest.publisher import home_boxes
 from resharder.server.observability.tracing.ids import traceparent_of
+from resharder.server.rpc.convert import Views, seconds
 from resharder.server.rpc.dispatch import Call
-from resharder.server.rpc.views import Views, seconds
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.timing import timings_from_proto
 from resharder.server.state.version import parse_name

@@ -1,17 +1,19 @@
 """ServerService: calls of vLLM servers."""
 
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
+import numpy as np
 from resharder.converters.failpoints import failpoint
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.storage.files import Array
 from resharder.converters.wire.chunk_frame import frame
-from resharder.server.fleets.attachments import Attachment
-from resharder.server.fleets.fleets import Fleets
-from resharder.server.fleets.goals import boots
-from resharder.server.fleets.profiles import Profiles
-from resharder.server.fleets.verifications import Verifications
+from resharder.server.fleets.fleets import Attachment, Fleets
+from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
-from resharder.server.rpc.box_digests import BoxDigester
 from resharder.server.rpc.convert import (
     attached_from_proto,
     manifest_to_proto,
@@ -26,11 +28,15 @@ from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server_events import Order
 from resharder.server.state.version import parse_name
-from resharder.server.store.box_reads import check_boxes, packed_chunks
+from resharder.server.store.box_reads import CheckedBoxes, check_boxes, packed_chunks
+from resharder.server.store.digests import digest_boxes
+from resharder.server.store.reader import VersionReader
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 
 _ORDERS_SECONDS = 60.0  # longest pause; a new order ends it
+_CACHED_DIGESTS = 1 << 21  # 8 bytes each
+_CACHED_REQUESTS = 256
 
 
 class ServerService:
@@ -47,12 +53,12 @@ class ServerService:
     ) -> None:
         self._data_address = data_address
         self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
-        self._digester = BoxDigester(store.reader, digest_threads)
+        self._digester = _BoxDigester(store.reader, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
         """Register a server's process; with `boot`, wait for a version to load."""
         failpoint("server.claim")
-        server = yield from self._fleets.sessions.claim(
+        server = yield from self._fleets.claim(
             request.server.removeprefix("servers/"),
             request.model.removeprefix("models/"),
             request.fleet,
@@ -66,7 +72,7 @@ class ServerService:
             fleet=server.fleet,
             boot_version=server.boot_version,
             store=store_access(self._store.folder),
-            lease_seconds=self._fleets.roster.settings.lease,
+            lease_seconds=self._fleets.settings.lease,
             attached=server.attached,
         )
 
@@ -77,7 +83,7 @@ class ServerService:
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, call: Call) -> resources_pb2.Server:
         """Record a worker's report. The answer may carry a request to verify its memory."""
         failpoint("server.worker-report")
-        view = self._fleets.sessions.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
+        view = self._fleets.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
         answer = server_to_proto(view)
         answer.verify_request = self._verifications.requested(view.server.id)
         return answer
@@ -92,7 +98,7 @@ class ServerService:
         model, number = parse_name(request.version, "versions")
         verified = self._store.reader.verified.get(model, number) if request.replica else None
         manifest = verified.manifest if verified is not None else self._store.reader.manifest(model, number)
-        version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
+        version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
         return manifest_to_proto(version, manifest, self._data_address, self._store.reader.config(model, number))
 
     def GetNextFiles(self, request: server_pb2.GetNextFilesRequest, call: Call) -> server_pb2.NextFiles:
@@ -123,13 +129,8 @@ class ServerService:
 
         Without a READY version, they are those of the newest publisher; without a model's name, those of the only one.
         """
-        roster = self._fleets.roster
-        name = request.model.removeprefix("models/") or roster.only_model()
-        with roster.lock:
-            fleet = roster.by_name.get(request.fleet or name)
-            followed = fleet is not None and fleet.model == name
-            number = boots(fleet, roster.see(fleet)) if fleet is not None and followed else 0
-        files = self._store.reader.model_files(name, number)
+        name = request.model.removeprefix("models/") or self._fleets.only_model()
+        files = self._store.reader.model_files(name, self._fleets.boot_version(name, request.fleet))
         return resources_pb2.Model(
             name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
         )
@@ -146,7 +147,7 @@ class Attendance:
         """Attach the control side with its first report, then process each further one."""
         if self._attachment is None:
             failpoint("server.attach")
-            self._attachment = self._fleets.sessions.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
+            self._attachment = self._fleets.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
             if report.done:
                 self._attachment.report(report_from_proto(report))
             return
@@ -182,7 +183,7 @@ class Attendance:
             self._attachment.close()
 
     def _order_to_proto(self, server: str, order: Order) -> server_pb2.Order:
-        pause_mode, strict = self._fleets.roster.policy(server)
+        pause_mode, strict = self._fleets.policy(server)
         return server_pb2.Order(
             kind=order.kind.name,
             install=order.install,
@@ -190,10 +191,61 @@ class Attendance:
             pause_mode=resources_pb2.PauseMode.Value(pause_mode.name),
             strict_lease=strict,
             power=power_to_proto(order.power),
-            lease_seconds=self._fleets.roster.settings.lease,
+            lease_seconds=self._fleets.settings.lease,
             reason=order.reason,
             profile=order.profile,
             ahead_of=order.ahead_of,
             term=order.term,
             boots_another=order.boots_another,
         )
+
+
+class _BoxDigester:
+    """Digests of boxes in the store. Thread-safe.
+
+    The last 256 answers are cached, because workers of a fleet request the same boxes. Concurrent requests divide the threads.
+    """
+
+    def __init__(self, reader: VersionReader, threads: int) -> None:
+        self._reader, self._threads = reader, threads
+        self._lock, self._asking = threading.Lock(), 0
+        self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
+
+    def digests(self, boxes: CheckedBoxes) -> list[int]:
+        """Return the digests, in the order of the boxes. Raises as `VersionReader.open` does."""
+        record = boxes.manifest.record
+        # by fingerprint, because numbers restart with a new store
+        key = (record.fingerprint, hashlib.sha256(repr([(b.spec.name, b.box) for b in boxes.boxes]).encode()).digest())
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is None:
+            with self._share() as threads:
+                known = np.array(self._compute(boxes, threads), dtype=np.uint64)
+            self._keep(key, known)
+        return [int(value) for value in known]
+
+    @contextmanager
+    def _share(self) -> Iterator[int]:
+        with self._lock:
+            self._asking += 1
+            threads = max(1, self._threads // self._asking)
+        try:
+            yield threads
+        finally:
+            with self._lock:
+                self._asking -= 1
+
+    def _compute(self, boxes: CheckedBoxes, threads: int) -> list[int]:
+        record, whole = boxes.manifest.record, boxes.manifest.digests
+        parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
+        with self._reader.open(record.model, record.number, {each.spec.name for each in parts}) as files:
+            found = iter(digest_boxes(files, parts, threads))
+        return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
+
+    def _keep(self, key: tuple[str, bytes], values: Array) -> None:
+        with self._lock:
+            self._known[key] = values
+            while len(self._known) > _CACHED_REQUESTS or sum(v.size for v in self._known.values()) > _CACHED_DIGESTS:
+                self._known.popitem(last=False)

@@ -19,15 +19,6 @@ class FleetTargetKind(IntEnum):
     NONE = resources_pb2.VersionTarget.NONE
 
 
-class FleetStrategyKind(IntEnum):
-    """Kind of an update strategy, as in `UpdateStrategy` of the protocol."""
-
-    ALL_AT_ONCE = resources_pb2.UpdateStrategy.ALL_AT_ONCE
-    ROLLING = resources_pb2.UpdateStrategy.ROLLING
-    CANARY = resources_pb2.UpdateStrategy.CANARY
-    ATOMIC = resources_pb2.UpdateStrategy.ATOMIC
-
-
 class MoveState(IntEnum):
     """Phase of a move. STAGING and APPLYING are phases of ATOMIC, TRYING and HOLDING of CANARY; DONE and FAILED are final."""
 
@@ -60,10 +51,18 @@ class FleetTarget:
 
 
 @dataclass(frozen=True)
-class FleetStrategy:
+class UpdateStrategy:
     """Update strategy. An `at_a_time` of 0 means all servers; other counts of 0 mean 1."""
 
-    kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE
+    class Kind(IntEnum):
+        """Kind of an update strategy."""
+
+        ALL_AT_ONCE = resources_pb2.UpdateStrategy.ALL_AT_ONCE
+        ROLLING = resources_pb2.UpdateStrategy.ROLLING
+        CANARY = resources_pb2.UpdateStrategy.CANARY
+        ATOMIC = resources_pb2.UpdateStrategy.ATOMIC
+
+    kind: Kind = Kind.ALL_AT_ONCE
     at_a_time: int = 0
     max_failures: int = 0
     canaries: int = 0
@@ -80,7 +79,7 @@ class Move:
     state: MoveState
     back_to: int  # 0: none
     to: int
-    strategy: FleetStrategy
+    strategy: UpdateStrategy
     started: float
     reason: str = ""
     servers: tuple[str, ...] = ()  # canaries first, then all that have moved
@@ -123,7 +122,7 @@ class Fleet:
     model: str
     pause_mode: PauseMode = PauseMode.KEEP
     target: FleetTarget = FleetTarget()
-    strategy: FleetStrategy = FleetStrategy()
+    strategy: UpdateStrategy = UpdateStrategy()
     max_skew: int = 0
     serve_ahead: bool | None = None  # None: by rule; True only for ALL_AT_ONCE without a skew bound
     settled: int = 0  # version of the last move that ended
@@ -143,12 +142,12 @@ class Fleet:
     @property
     def strict(self) -> bool:
         """Whether versions must not mix beyond a bound, so that gates close when leases expire."""
-        return self.max_skew > 0 or self.strategy.kind == FleetStrategyKind.ATOMIC
+        return self.max_skew > 0 or self.strategy.kind == UpdateStrategy.Kind.ATOMIC
 
     @property
     def independent(self) -> bool:
         """Whether servers move all at once, each by itself, which is required to serve ahead."""
-        return self.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and not self.max_skew
+        return self.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and not self.max_skew
 
     @property
     def serves_ahead(self) -> bool:
@@ -157,7 +156,7 @@ class Fleet:
 
     def mixes(self, version: int, shown: Iterable[int]) -> bool:
         """Return whether serving this version beside others breaks the skew bound."""
-        bound = 0 if self.strategy.kind == FleetStrategyKind.ATOMIC else self.max_skew
+        bound = 0 if self.strategy.kind == UpdateStrategy.Kind.ATOMIC else self.max_skew
         return self.strict and any(abs(version - other) > bound for other in shown)
 
     def rest_left(self, now: float) -> float:
@@ -174,7 +173,7 @@ class Fleet:
         if move is None:
             versions = {self.settled}
         else:
-            returns = move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE or move.state == MoveState.BACK
+            returns = move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE or move.state == MoveState.BACK
             versions = {move.to, move.back_to if returns else 0}
         return frozenset(versions | ({self.target.version} if self.target.kind == FleetTargetKind.NUMBER else set())) - {0}
 

@@ -159,6 +159,16 @@ class Change:
 
 
 @dataclass(frozen=True)
+class OrderFailure:
+    """Failure of STAGE or APPLY that a control side has reported at a monotonic time."""
+
+    kind: OrderKind
+    error: str
+    workers_failed: bool  # in workers, which report it themselves
+    at: float
+
+
+@dataclass(frozen=True)
 class Install:
     """One install on a server. `started`, `step_started` and `ended` are in seconds, by the monotonic clock."""
 
@@ -170,6 +180,7 @@ class Install:
     error: str = ""
     ended: float = 0.0
     control_done: bool = False
+    order_failed: OrderFailure | None = None
     pause_seconds: float = 0.0
     timings: tuple[Timing, ...] = ()  # the leader's
     profiled: bool = False  # workers profile it

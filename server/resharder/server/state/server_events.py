@@ -46,6 +46,7 @@ class Reported:
     leaving: bool = False  # the control side ends after this report, by an order
     restarting: bool = False  # STAGE failed for the server's config, and its processes end to start again
     failure: str = ""  # the control side ends after this report, for this reason and without an order
+    workers_failed: bool = False  # STAGE or APPLY failed in workers, which report it themselves
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Shown:
         registry, self.observed = metrics.make(RELEASE)
         metrics.show(registry, self._look)
         intake.observe(self.observed)
-        fleets.steering.observe(self.observed)
+        fleets.observe(self.observed)
         events.listeners.append(self.observed.happened)
         self._listener: Listener | None = None
         self.listen = ""
@@ -63,7 +63,7 @@ class Shown:
             self._listener.close()
 
     def _look(self) -> snapshot.Snapshot:
-        return snapshot.take(self._intake, self._fleets.roster, self._nodes)
+        return snapshot.take(self._intake, self._fleets, self._nodes)
 
     def _status(self) -> dict[str, Any]:
         return status(self._look(), self._events.last(_EVENTS), release=RELEASE, started=self._since, unready=self._unready())

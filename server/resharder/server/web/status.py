@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from resharder.server.fleets.roster import FleetView, ServerView
+from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
 from resharder.server.nodes.reports import NodeState, NodeView
 from resharder.server.observability.snapshot import Snapshot
-from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move, MoveState
+from resharder.server.state.fleet import FleetTarget, FleetTargetKind, Move, MoveState, UpdateStrategy
 from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
 from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
@@ -161,13 +161,13 @@ def _set_target(target: FleetTarget) -> str:
     return "the latest" + (f", at most every {target.every_seconds:g} s" if target.every_seconds else "")
 
 
-def _strategy(strategy: FleetStrategy) -> str:
+def _strategy(strategy: UpdateStrategy) -> str:
     at_a_time = f"{strategy.at_a_time} at a time" if strategy.at_a_time else "the rest at once"
     return {
-        FleetStrategyKind.ALL_AT_ONCE: "all at once",
-        FleetStrategyKind.ROLLING: f"rolling, {at_a_time}" if strategy.at_a_time else "rolling",
-        FleetStrategyKind.CANARY: f"canary of {max(1, strategy.canaries)}, then {at_a_time}",
-        FleetStrategyKind.ATOMIC: "atomically",
+        UpdateStrategy.Kind.ALL_AT_ONCE: "all at once",
+        UpdateStrategy.Kind.ROLLING: f"rolling, {at_a_time}" if strategy.at_a_time else "rolling",
+        UpdateStrategy.Kind.CANARY: f"canary of {max(1, strategy.canaries)}, then {at_a_time}",
+        UpdateStrategy.Kind.ATOMIC: "atomically",
     }[strategy.kind]
 
 

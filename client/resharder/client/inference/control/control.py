@@ -27,11 +27,16 @@ from resharder.client.inference.version_page import Journal
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
 
+_INSTALLS = ("resharder_stage", "resharder_apply")
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
 
 
 class WorkersFailed(Exception):
     """A call to the workers failed. The message has the error of each worker."""
+
+
+class InstallFailed(WorkersFailed):
+    """Workers failed to stage or apply an install. Each reports it to the daemon itself."""
 
 
 class OrderExecutor:
@@ -114,7 +119,10 @@ class OrderExecutor:
             return None
         except WorkersFailed as error:
             logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
-            outcome = self._record(Outcome(order.kind, order.install, False, str(error), self._paused()))
+            by_workers = isinstance(error, InstallFailed)
+            outcome = self._record(
+                Outcome(order.kind, order.install, False, str(error), self._paused(), workers_failed=by_workers)
+            )
         except Exception as error:
             logger.exception("%s of version %d (%s) failed", order.kind.name, order.version, order.install)
             problem = f"{type(error).__name__}: {error}"
@@ -401,11 +409,11 @@ async def _call_workers(engine: Engine, method: str, *args: Any) -> Sequence[Any
     With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
 
     Raises:
-        WorkersFailed: A worker answered with an error.
+        WorkersFailed: A worker answered with an error. InstallFailed, if it was to stage or apply an install.
     """
     answers = await engine.collective_rpc(method, args=args)
     if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
-        raise WorkersFailed("; ".join(problems))
+        raise (InstallFailed if method in _INSTALLS else WorkersFailed)("; ".join(problems))
     return answers
 
 

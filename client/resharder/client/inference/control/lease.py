@@ -286,4 +286,5 @@ def _outcome_to_proto(outcome: Outcome) -> server_pb2.ControlReport:
         pause_seconds=outcome.pause_seconds,
         timings=outcome.timings,
         restarting=outcome.restarting,
+        workers_failed=outcome.workers_failed,
     )

@@ -93,6 +93,8 @@ class Outcome:
     timings: tuple[resources_pb2.Timing, ...] = field(default=(), compare=False)
     restarting: bool = False
     """Whether STAGE failed for the server's config, and its processes end to start again."""
+    workers_failed: bool = False
+    """Whether STAGE or APPLY failed in workers, which report it to the daemon themselves."""
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,8 @@ class Agent:
             version: Full name of the version.
             fallback: Full name of the READY version to fall back on, if `version` is not READY.
 
+        A failure is reported to the daemon, at once or from the thread.
+
         Raises:
             InstallError: The worker cannot install versions.
             ResharderError: The daemon is away.
@@ -170,6 +172,15 @@ class Agent:
         staged = self.staging.begin(install_id, version, fallback)
         if staged is None:
             return {}
+        try:
+            manifest = self._prepare_staging(models, fallback or version)
+        except Exception as error:
+            self._stage_failed(staged, error)
+            raise
+        threading.Thread(target=self._stage, args=(models, staged, manifest), name="resharder-stage", daemon=True).start()
+        return {}
+
+    def _prepare_staging(self, models: Models, version: str) -> VersionManifest | None:
         if problem := self.host.refusal():
             raise InstallError(problem)
         if self.staging.sources is None:
@@ -177,12 +188,11 @@ class Agent:
 
         def get() -> VersionManifest:
             self.require_weights("record the model's loader")
-            return get_manifest(self.channel, fallback or version)
+            return get_manifest(self.channel, version)
 
         manifest = self.parts.record_running(models, get)
         self.update_open_memory()
-        threading.Thread(target=self._stage, args=(models, staged, manifest), name="resharder-stage", daemon=True).start()
-        return {}
+        return manifest
 
     def unstage(self, install_id: str) -> dict[str, Any]:
         """Drop the install if it is staged or being staged."""
@@ -200,11 +210,7 @@ class Agent:
             with timed(staged.timings, "stage"), collects, short_switch_interval():
                 source = self.staging.stage(models, staged, self._memory, manifest)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
-            with self.staging.lock:
-                if self.staging.current is staged:
-                    self.staging.current = None
-            error_text = f"{type(error).__name__}: {error}"
-            self._report(resources_pb2.Worker.FAILED, install=staged.install, error=error_text, staged=staged)
+            self._stage_failed(staged, error)
             return
         failpoint("worker.stage.staged")
         staged.seconds = time.perf_counter() - started
@@ -215,6 +221,13 @@ class Agent:
             staged.source = source
             number = staged.early.number if staged.early else source.manifest.number
             self._report(resources_pb2.Worker.STAGED, install=staged.install, version=number, staged=staged)
+
+    def _stage_failed(self, staged: StagedInstall, error: Exception) -> None:
+        with self.staging.lock:
+            if self.staging.current is staged:
+                self.staging.current = None
+        text = f"{type(error).__name__}: {error}"
+        self._report(resources_pb2.Worker.FAILED, install=staged.install, error=text, staged=staged)
 
     def apply(self, models: Models, install_id: str) -> dict[str, Any]:
         """Install a staged version and verify it. The engine must be paused.

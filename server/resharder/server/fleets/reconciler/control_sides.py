@@ -3,9 +3,17 @@
 from dataclasses import replace
 
 from resharder.server.fleets.reconciler.gate import close, close_gate, closed_because, hold_order, resume_order, went_half_way
-from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure, stage_order
-from resharder.server.fleets.reconciler.power import power_changed, power_order
-from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings, processes
+from resharder.server.fleets.reconciler.installs import (
+    all_ranks,
+    end_install,
+    fail,
+    note_failure,
+    power_changed,
+    power_order,
+    stage_order,
+    why_failed,
+)
+from resharder.server.state.server import Control, InstallState, OrderFailure, OrderKind, Power, Server, Settings, processes
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 
 
@@ -192,7 +200,10 @@ def _order_done(server: Server, event: Reported, now: float, settings: Settings,
     if event.restarting and event.done == OrderKind.STAGE:
         return _restarting(end_install(server, install, event.error, now), orders)
     if not event.ok and event.done in (OrderKind.STAGE, OrderKind.APPLY):
-        return fail(server, install, f"the control side could not {event.done.name.lower()} it: {event.error}", now, settings)
+        install = replace(install, order_failed=OrderFailure(event.done, event.error, event.workers_failed, now))
+        server = replace(server, install=install)
+        error = why_failed(server, install, now)
+        return fail(server, install, error, now, settings) if error else server
     if event.done == OrderKind.APPLY and install.state == InstallState.APPLYING:
         return replace(server, install=replace(install, control_done=True))
     return server

@@ -1,11 +1,25 @@
-"""Installs: which version is next, begin, progress, end."""
+"""Installs and changes of power: what is next, begin, progress, end. A server does one of them at a time."""
 
 from dataclasses import replace
 
 from resharder.server.fleets.reconciler.gate import closing, hold_order
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.server import Failure, Install, InstallState, OrderKind, Server, Settings, WorkerState
-from resharder.server.state.server_events import Order
+from resharder.server.state.server import (
+    Change,
+    Control,
+    Failure,
+    Install,
+    InstallState,
+    OrderKind,
+    Power,
+    Server,
+    Settings,
+    Worker,
+    WorkerState,
+)
+from resharder.server.state.server_events import Order, Reported
+
+_REPORT_SECONDS = 5.0  # for the report of a worker that has failed, after the outcome of the order
 
 
 def all_ranks(server: Server) -> frozenset[int]:
@@ -38,12 +52,9 @@ def advance_install(server: Server, now: float, settings: Settings, orders: list
     install = server.install
     if install is None or not install.active:
         return server
-    about = {rank: worker for rank, worker in server.workers.items() if worker.install == install.id}
-    for rank, worker in about.items():
-        if worker.state == WorkerState.FAILED:
-            return fail(server, install, f"worker {rank}: {worker.error or 'no reason given'}", now, settings)
-        if worker.state == WorkerState.APPLIED and worker.version != install.version:
-            return fail(server, install, f"worker {rank} applied version {worker.version} instead", now, settings)
+    if error := why_failed(server, install, now):
+        return fail(server, install, error, now, settings)
+    about = _about(server, install)
     if install.state == InstallState.STAGING and len(about) == server.world_size:
         return _apply(server, install, now, orders) if server.goal.apply else server
     applied = len(about) == server.world_size and all(w.state == WorkerState.APPLIED for w in about.values())
@@ -58,13 +69,35 @@ def advance_install(server: Server, now: float, settings: Settings, orders: list
     return server
 
 
+def _about(server: Server, install: Install) -> dict[int, Worker]:
+    """Return the workers whose last report is about an install, by rank."""
+    return {rank: worker for rank, worker in server.workers.items() if worker.install == install.id}
+
+
+def why_failed(server: Server, install: Install, now: float) -> str:
+    """Return why an active install has failed, as operators read it; empty if it has not.
+
+    A worker's report says what has failed in it. The outcome of the order ends the install as well, but of workers only if none
+    reports a failure in time.
+    """
+    for rank, worker in _about(server, install).items():
+        if worker.state == WorkerState.FAILED:
+            return f"worker {rank}: {worker.error or 'no reason given'}"
+        if worker.state == WorkerState.APPLIED and worker.version != install.version:
+            return f"worker {rank} applied version {worker.version} instead"
+    failed = install.order_failed
+    if failed is None or (failed.workers_failed and now <= failed.at + _REPORT_SECONDS):
+        return ""
+    return failed.error if failed.workers_failed else f"the control side could not {failed.kind.name.lower()} it: {failed.error}"
+
+
 def _apply(server: Server, install: Install, now: float, orders: list[Order]) -> Server:
     leader, *others = server.controls
     orders += [hold_order(install, control) for control in others]
     orders.append(Order(leader.nonce, OrderKind.APPLY, install.id, install.version, profile=install.profiled))
     return replace(
         server,
-        install=replace(install, state=InstallState.APPLYING, step_started=now),
+        install=replace(install, state=InstallState.APPLYING, step_started=now, order_failed=None),
         workers={rank: replace(worker, ordered=True) for rank, worker in server.workers.items()},
         torn=all_ranks(server),
         **closing(server),
@@ -164,3 +197,54 @@ def drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
         return server
     orders.append(Order(server.controls[0].nonce, OrderKind.UNSTAGE, install.id, install.version))
     return end_install(server, install, f"version {install.version} is no longer the target", now)
+
+
+def change_power(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """Order the next change of power, one at a time, with the gate closed and no install in progress."""
+    if server.change is not None:
+        if now <= server.change.began + settings.install_step:
+            return server
+        late = Reported("", server.change.id, ok=False, error=f"no answer in {settings.install_step:g} s")
+        server = power_changed(server, server.change, late, now, settings)
+    power = _next_power(server, now, settings)
+    if power is None or server.opened or (server.install is not None and server.install.active):
+        return server
+    number = server.changes + 1
+    server = replace(server, change=Change(f"{server.life}-p{number}", power, now), changes=number)
+    if power == Power.ASLEEP_2:
+        server = replace(server, torn=all_ranks(server))
+    orders.append(power_order(server, server.controls[0]))
+    return server
+
+
+def _next_power(server: Server, now: float, settings: Settings) -> Power | None:
+    have, goal = server.power, server.goal.power
+    if have == Power.UNKNOWN or (server.change_failed is not None and now < server.change_failed.retry_at):
+        return None
+    if goal.asleep:
+        return None if have.asleep else goal
+    if have.asleep:
+        return Power.WEIGHTS_AWAKE
+    if have == Power.WEIGHTS_AWAKE and goal == Power.AWAKE and server.serves(server.agreed):
+        version = target(server, settings)
+        waits = version in server.failures and now < server.failures[version].retry_at
+        return Power.AWAKE if not version or waits else None
+    return None
+
+
+def power_order(server: Server, leader: Control) -> Order:
+    """Return the order of the current change of power."""
+    assert server.change is not None
+    kind = OrderKind.SLEEP if server.change.power.asleep else OrderKind.WAKE
+    return Order(leader.nonce, kind, server.change.id, power=server.change.power, reason="the fleet's power state")
+
+
+def power_changed(server: Server, change: Change, event: Reported, now: float, settings: Settings) -> Server:
+    """End the current change by its outcome. A failure sets the time of the next attempt."""
+    if event.ok:
+        return replace(server, change=None, change_failed=None, power=change.power)
+    count = server.change_failed.count + 1 if server.change_failed else 1
+    wait = backoff(count, settings.first_retry, settings.last_retry)
+    failed = Failure(count, f"could not go {change.power.name}: {event.error}", now + wait)
+    server = replace(server, change=None, change_failed=failed)
+    return replace(server, power=event.power) if event.power else server

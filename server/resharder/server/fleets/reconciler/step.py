@@ -7,11 +7,11 @@ from resharder.server.fleets.reconciler.gate import close_gate, leave_aborted, o
 from resharder.server.fleets.reconciler.installs import (
     advance_install,
     begin_install,
+    change_power,
     drop_unwanted,
     is_at_rest,
     stage,
 )
-from resharder.server.fleets.reconciler.power import change_power
 from resharder.server.fleets.reconciler.worker_reports import worker_reported
 from resharder.server.state.server import Server, Settings
 from resharder.server.state.server_events import (

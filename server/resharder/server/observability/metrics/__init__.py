@@ -2,7 +2,7 @@
 
     registry, observed = metrics.make(release)
     intake.observe(observed)
-    fleets.steering.observe(observed)
+    fleets.observe(observed)
     metrics.show(registry, lambda: snapshot.take(intake, fleets))
     metrics.text(registry)
 

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server.direct.direct import Cause
-from resharder.server.fleets.ports import FleetObserver
+from resharder.server.fleets.fleets import FleetObserver
 from resharder.server.infra.event_log import Event, Kind
 from resharder.server.ingest.intake import IngestObserver, Phase
 from resharder.server.state.fleet import Fleet, MoveState

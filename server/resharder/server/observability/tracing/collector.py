@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from resharder.server.fleets.ports import FleetObserver
+from resharder.server.fleets.fleets import FleetObserver
 from resharder.server.ingest.intake import IngestObserver
 from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing

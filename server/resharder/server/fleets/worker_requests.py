@@ -1,5 +1,6 @@
-"""Profiles of installs, passed from workers to the waiting operator and never stored."""
+"""Operators' requests to a server's workers: to verify their memory, and to profile an install. The answers are never stored."""
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -7,13 +8,61 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from resharder.server.fleets.fleets import Fleets
-from resharder.server.infra.change_signal import ChangeSignal, Pause
+from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from resharder.server.state.server import InstallState
 from resharder.v1 import resources_pb2
 
 MAX_BYTES = 64 << 20  # of one worker's profile
-_LOOK = 0.1  # longest pause between checks of the install and of the operator's connection, in seconds
+_LOOK = 0.1  # longest pause between checks of the answers, and of the operator's connection, in seconds
+
+
+class Verifications:
+    """Requests for verification, one for each server. A newer request replaces an earlier one. Thread-safe."""
+
+    def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleets, self._clock = fleets, clock
+        self._lock = threading.Lock()
+        self._requests: dict[str, str] = {}  # the last one by server
+
+    def requested(self, server: str) -> str:
+        """Return the id of a server's last request, or an empty string."""
+        with self._lock:
+            return self._requests.get(server, "")
+
+    def take(self, server: str, wait_seconds: float) -> Waiting[list[resources_pb2.Verification]]:
+        """Return a verification of each worker, by rank, made after this call.
+
+        Raises:
+            ResourceNotFound: SERVER_UNKNOWN.
+            FailedPrecondition: NOT_SERVING, if workers are missing.
+            DeadlineExceeded: NO_VERIFICATION.
+        """
+        known = self._fleets.server(server)
+        if not known.complete or known.lost_at is not None:
+            raise FailedPrecondition(
+                "NOT_SERVING",
+                f"expected all {known.world_size} workers of server {server} to report, got {len(known.workers)}"
+                + (", and its lease ended" if known.lost_at is not None else ""),
+            )
+        request, deadline = secrets.token_hex(8), self._clock() + wait_seconds
+        with self._lock:
+            self._requests[server] = request
+        while True:
+            seen = self._fleets.changed.count
+            known = self._fleets.server(server)
+            answered = [one for one in known.verifications if one.request == request]
+            if len(answered) == len(known.workers):
+                return answered
+            if self.requested(server) != request:
+                raise FailedPrecondition("NOT_SERVING", f"another verification of server {server} was asked for: try again")
+            if self._clock() > deadline:
+                raise DeadlineExceeded(
+                    "NO_VERIFICATION",
+                    f"expected {len(known.workers)} workers of server {server} to verify in {wait_seconds:g} s, "
+                    f"{len(answered)} have",
+                )
+            yield self._fleets.changed.pause(seen, _LOOK)
 
 
 @dataclass
@@ -26,7 +75,7 @@ class _Waiting:
 
 
 class Profiles:
-    """Requests for profiles. Thread-safe. Lock order: `_lock` before the roster's."""
+    """Requests for profiles. Thread-safe. Lock order: `_lock` before the fleets'."""
 
     def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleets, self._clock = fleets, clock
@@ -43,7 +92,7 @@ class Profiles:
         """
         deadline = self._clock() + wait_seconds
         with self._lock:  # before a profile can arrive
-            install, workers = self._fleets.changes.reinstall(server)
+            install, workers = self._fleets.reinstall(server)
             waiting = self._waiting[server, install] = _Waiting(set(range(workers)))
         try:
             left = workers
@@ -64,7 +113,7 @@ class Profiles:
 
     def _ended(self, server: str, install: str) -> bool:
         """Return whether the install has ended. Raises FailedPrecondition (NOT_SERVING) if it failed."""
-        known = self._fleets.roster.server(server)
+        known = self._fleets.server(server)
         if (ended := known.ended) is not None and ended.id == install and ended.state == InstallState.FAILED:
             raise FailedPrecondition("NOT_SERVING", f"the install that was to be profiled failed: {ended.error}")
         return known.install is None or known.install.id != install or not known.install.active

@@ -1,0 +1,130 @@
+"""What an operator reads of an install that fails in each of its phases, whatever arrives first."""
+
+from dataclasses import replace
+
+import pytest
+from resharder.server.fleets.explain import explain
+from resharder.server.fleets.reconciler.step import step
+from resharder.server.state.server import OrderKind, Server, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Detached, Event, Reported, Ticked, VersionsChanged, WorkerReported
+
+from tests.support.reconciler_versions import SETTINGS, fingerprint, serving, versions
+
+DIGESTS = "InstallError: a digest differs: model.norm.weight"
+ONCE = f"version 2 failed once: worker 1: {DIGESTS}"
+HALF_WAY = "closed, the last install went wrong half-way; staging version 1, 0 of 2 workers done after: "
+
+
+def staging() -> Server:
+    """A server of two workers that serves version 1 and stages version 2 as install `life-1`."""
+    return step(serving(1), VersionsChanged(versions(1, 2)), 10, SETTINGS)[0]
+
+
+def applying() -> Server:
+    """The same server, ordered to apply version 2."""
+    return after(staging(), *(worker(rank, WorkerState.STAGED) for rank in range(2)))
+
+
+def worker(rank: int, state: WorkerState, error: str = "", *, version: int = 2) -> WorkerReported:
+    shown = version if state == WorkerState.APPLIED else 0
+    return WorkerReported(Worker(rank, state, shown, "life-1", error, f"p{rank}", fingerprint(shown)))
+
+
+def after(server: Server, *events: Event, now: float = 10) -> Server:
+    for event in events:
+        server, _ = step(server, event, now, SETTINGS)
+    return server
+
+
+def outcome(kind: OrderKind, error: str = "", *, workers_failed: bool = False) -> Reported:
+    return Reported("a", "life-1", kind, ok=not error, error=error, workers_failed=workers_failed)
+
+
+def read(server: Server, now: float = 10) -> str:
+    return explain(server, now, SETTINGS)
+
+
+@pytest.mark.parametrize("outcome_first", [True, False])
+def test_a_worker_that_refuses_to_stage_is_named_with_its_error(outcome_first: bool) -> None:
+    both: list[Event] = [
+        outcome(OrderKind.STAGE, f"worker 1: {DIGESTS}", workers_failed=True),
+        worker(1, WorkerState.FAILED, DIGESTS),
+    ]
+    assert read(after(staging(), *(both if outcome_first else both[::-1]))) == f"serving version 1; {ONCE}; tries again in 1 s"
+
+
+def test_a_worker_that_fails_while_it_stages_is_named_with_its_error() -> None:
+    failed = after(staging(), outcome(OrderKind.STAGE), worker(1, WorkerState.FAILED, DIGESTS))
+    assert read(failed) == f"serving version 1; {ONCE}; tries again in 1 s"
+
+
+@pytest.mark.parametrize("outcome_first", [True, False])
+def test_a_worker_that_fails_to_apply_is_named_with_its_error(outcome_first: bool) -> None:
+    both: list[Event] = [
+        outcome(OrderKind.APPLY, f"worker 1: {DIGESTS}", workers_failed=True),
+        worker(1, WorkerState.FAILED, DIGESTS),
+    ]
+    failed = after(applying(), *(both if outcome_first else both[::-1]))
+    assert failed.failures[2].error == f"worker 1: {DIGESTS}"
+    assert read(failed) == HALF_WAY + ONCE
+
+
+def test_of_a_worker_whose_report_does_not_arrive_the_control_side_tells_the_error() -> None:
+    waits = after(applying(), outcome(OrderKind.APPLY, f"worker 1: {DIGESTS}", workers_failed=True), Ticked())
+    assert read(waits) == "closed; applying version 2, 0 of 2 workers done"
+    failed = after(waits, Reported("a"), Ticked(), now=15.5)
+    assert failed.failures[2].error == f"worker 1: {DIGESTS}"
+
+
+@pytest.mark.parametrize("kind", [OrderKind.STAGE, OrderKind.APPLY])
+def test_what_the_control_side_could_not_do_is_told_as_its_own(kind: OrderKind) -> None:
+    server = staging() if kind == OrderKind.STAGE else applying()
+    failed = after(server, outcome(kind, "TimeoutError: the engine did not pause"))
+    verb = kind.name.lower()
+    assert failed.failures[2].error == f"the control side could not {verb} it: TimeoutError: the engine did not pause"
+    said = f"version 2 failed once: {failed.failures[2].error}"
+    if kind == OrderKind.STAGE:
+        assert read(failed) == f"serving version 1; {said}; tries again in 1 s"
+    else:
+        assert read(failed) == HALF_WAY + said
+
+
+def test_a_worker_that_applied_another_version_is_named() -> None:
+    failed = after(replace(applying(), ready=versions(1, 2, 3)), worker(1, WorkerState.APPLIED, version=3))
+    assert failed.failures[2].error == "worker 1 applied version 3 instead"
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (staging(), "staging took longer than 50 s; done: workers [0]"),
+        (applying(), "applying took longer than 50 s; done: workers []"),
+    ],
+)
+def test_a_step_that_takes_too_long_names_the_workers_that_are_done(server: Server, said: str) -> None:
+    begun = after(server, worker(0, WorkerState.STAGED))
+    assert after(begun, Reported("a"), Ticked(), now=61).failures[2].error == said
+
+
+def test_a_worker_that_another_process_has_replaced_is_named() -> None:
+    other = WorkerReported(Worker(1, WorkerState.BOOTED, 1, process="another", fingerprint=fingerprint(1)))
+    assert after(staging(), other).install.error == "worker 1 ended, and another process has taken its place"  # type: ignore[union-attr]
+
+
+def test_other_workers_than_before_end_an_install() -> None:
+    resized = after(staging(), Attached("a", 1))
+    assert resized.ended is not None
+    assert resized.ended.error == "the server now has 1 workers"
+
+
+def test_a_server_that_is_lost_in_an_install_ends_it() -> None:
+    lost = after(after(applying(), Detached("a")), Ticked(), now=30)
+    assert lost.ended is not None
+    assert lost.ended.error == "the server's lease ended"
+    assert read(lost, 30) == "its control side has been silent for 30 s"
+
+
+def test_an_engine_that_does_not_resume_is_told_with_the_version() -> None:
+    applied = after(applying(), *(worker(rank, WorkerState.APPLIED) for rank in range(2)), outcome(OrderKind.APPLY))
+    failed = after(applied, outcome(OrderKind.RESUME, "EngineDeadError: the engine has ended"))
+    assert failed.failures[2].error == "could not resume on version 2: EngineDeadError: the engine has ended"
