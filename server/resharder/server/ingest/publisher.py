@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE, FileLayout
+from resharder.converters.wire.boxes import fingerprint_of
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.assignment import Assigned, assign
 from resharder.server.ingest.homes import Readable, boxes_at_home
@@ -116,6 +118,11 @@ class PublisherRecord:
     def name(self) -> str:
         """Resource name, `models/{model}/publishers/{epoch}`."""
         return f"models/{self.model}/publishers/{self.epoch}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the versions' tensors. Not before every rank has registered."""
+        return fingerprint_of(self.specs)
 
     def shown_state(self, live_ranks: int) -> str:
         """Return the state, with GONE in place of ACTIVE if no rank is within its lease."""
