@@ -21,6 +21,7 @@ from resharder.client.inference.worker.model_part import MODEL, ModelPart, Model
 from resharder.client.trainer import connect
 from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Layout, TensorSpec
+from resharder.converters.wire.boxes import fingerprint_of
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
@@ -140,5 +141,9 @@ def test_a_later_version_with_other_tensors_is_refused_by_their_names() -> None:
     parts.part(MODEL).recording = Recording(Layout(specs, ()), {}, {}, {})
     later = {"a": specs["a"], "b": specs["b"]._replace(shape=(4, 5)), "d": TensorSpec("d", "F32", (1,))}
     parts.check(replace(VERSION, specs=specs))
+    parts.check_early(VERSION.name, b"", fingerprint_of(reversed(specs.values())))
+    parts.check_early(VERSION.name, b"", "")  # of a daemon that does not send it
+    with pytest.raises(InstallError, match=r"versions/1 has other tensors than .*, so it is not installed ahead of READY"):
+        parts.check_early(VERSION.name, b"", fingerprint_of(later.values()))
     with pytest.raises(InstallError, match=r"it lacks c; new are d; of another shape or dtype are b\. If the model has changed"):
         parts.check(replace(VERSION, specs=later))

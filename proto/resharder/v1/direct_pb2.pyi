@@ -222,14 +222,16 @@ class GetDigestsRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ReportedDigests(_message.Message):
-    __slots__ = ("digests", "fingerprint", "config")
+    __slots__ = ("digests", "fingerprint", "config", "tensors")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     fingerprint: str
     config: bytes
-    def __init__(self, digests: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., config: _Optional[bytes] = ...) -> None: ...
+    tensors: str
+    def __init__(self, digests: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., config: _Optional[bytes] = ..., tensors: _Optional[str] = ...) -> None: ...
 
 class SetGroupKeyRequest(_message.Message):
     __slots__ = ("group", "key", "value")

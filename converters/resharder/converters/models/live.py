@@ -4,7 +4,7 @@ Trainers exchange parameters: `load_state_dict(assign=True)`, `fully_shard`, a l
 object that was kept from `attach` on would have the values of that time for ever.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -15,6 +15,7 @@ from resharder.converters.models.tensor_io import LookedUp
 from torch.distributed.tensor import DTensor
 
 _SHOWN = 4
+_END = object()
 
 Find = Callable[[], Mapping[str, torch.Tensor]]
 """Returns all tensors of a model by name. It may call `state_dict`, whose hook of FSDP2 shards gathered parameters again."""
@@ -76,16 +77,15 @@ class LocalTensors(LookedUp):
 
     def _bind(self, found: Mapping[str, torch.Tensor]) -> None:
         modules = [module for root in self._roots for module in root.modules()]
-        self._modules, self._kept = modules, _contents(modules)
+        self._modules, self._kept = modules, [*_contents(modules)]
         buffers = {id(value): (module, key) for module in modules for key, value in module._buffers.items() if value is not None}
         self._buffers = {name: buffers[id(found[name])] for name in self if id(found[name]) in buffers}
-        placed = {id(value) for value in self._kept[1]} | buffers.keys()
+        placed = {id(value) for value in self._kept} | buffers.keys()
         self._unplaced = any(id(tensor) not in placed for tensor in found.values())  # of a state dict, or made by its hooks
         self._found = {name: found[name] for name in self}
 
     def _is_as_bound(self) -> bool:
-        (keys, values), (kept, objects) = _contents(self._modules), self._kept
-        return not self._unplaced and keys == kept and len(values) == len(objects) and all(map(is_, values, objects))
+        return not self._unplaced and all(map(is_, _contents(self._modules), self._kept))
 
     def _look_up(self, name: str) -> torch.Tensor:
         if name in self._buffers:
@@ -94,10 +94,13 @@ class LocalTensors(LookedUp):
         return local_of(self._found[name])
 
 
-def _contents(modules: list[torch.nn.Module]) -> tuple[list[str], list[object]]:
-    """Return the names and objects of all parameters and children. There may be many thousands: no line of Python for each."""
-    content = [*chain.from_iterable(map(attrgetter("_parameters", "_modules"), modules))]
-    return [*chain.from_iterable(content)], [*chain.from_iterable(map(dict.values, content))]
+def _contents(modules: list[torch.nn.Module]) -> Iterator[object]:
+    """Yield the name and object of each parameter and child, then `_END`.
+
+    There may be many thousands: no line of Python for each, and one pass, as most of the time is that of memory out of the cache.
+    """
+    flat = chain.from_iterable
+    return chain(flat(flat(map(dict.items, flat(map(attrgetter("_parameters", "_modules"), modules))))), (_END,))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

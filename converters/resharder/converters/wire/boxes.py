@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import xxhash
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec
 from resharder.v1 import resources_pb2
@@ -42,6 +43,12 @@ def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
         found = f"{message.name[:200]!r} {message.dtype[:20]!r} {list(message.shape[: MAX_DIMENSIONS + 1])}"
         raise LayoutError(f"expected a name, a safetensors dtype and at most {MAX_DIMENSIONS} positive sizes, got {found}")
     return TensorSpec(message.name, message.dtype, tuple(message.shape))
+
+
+def fingerprint_of(specs: Iterable[TensorSpec]) -> str:
+    """Return a hash of the tensors' names, dtypes and shapes, in any order."""
+    lines = sorted(f"{spec.name}\0{spec.dtype}\0{[*spec.shape]}" for spec in specs)
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def boxes_to_proto(boxes: Iterable[tuple[int, Box, bool]]) -> list[resources_pb2.TensorBox]:

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from resharder.converters.geometry.senders import senders, senders_by_host
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE, FileLayout, lay_out
+from resharder.converters.wire.boxes import fingerprint_of
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.ingest.homes import DAEMON_HOST, GatheredBoxes, Readable, boxes_at_home
@@ -129,6 +131,11 @@ class PublisherRecord:
     def name(self) -> str:
         """Resource name, `models/{model}/publishers/{epoch}`."""
         return f"models/{self.model}/publishers/{self.epoch}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the versions' tensors. Not before every rank has registered."""
+        return fingerprint_of(self.specs)
 
     def shown_state(self, live_ranks: int) -> str:
         """Return the state, with GONE in place of ACTIVE if no rank is within its lease."""

@@ -96,10 +96,14 @@ class DirectService:
         model, number = parse_name(request.version, "versions")
         digests = yield from self._direct.digests(_member(request.member), request.group, number)
         store = self._intake.store
+        record = store.catalogue.get(model, number)
+        claims = (each for each in self._intake.publishers.all() if (each.model, each.epoch) == (model, record.epoch))
+        publisher = next(claims, None)  # None if it has just been fenced
         return direct_pb2.ReportedDigests(
             digests=digests,
-            fingerprint=store.catalogue.get(model, number).ahead_fingerprint,
+            fingerprint=record.ahead_fingerprint,
             config=store.reader.config(model, number),
+            tensors=publisher.fingerprint if publisher else "",
         )
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:

@@ -16,6 +16,7 @@ import torch
 from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view, covered_elements
 from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
+from resharder.converters.wire.boxes import fingerprint_of
 from torch.overrides import TorchFunctionMode
 
 
@@ -78,6 +79,11 @@ class Recording:
         for name in self.impure:
             boxes[name] = {full_box(self.layout.tensors[name].shape): None}
         return {name: tuple(found) for name, found in boxes.items()}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the version's tensors, as a daemon states it for a version that is not READY."""
+        return fingerprint_of(self.layout.tensors.values())
 
     def without(self, modules: frozenset[str]) -> "Recording":
         """Return the recording without the locals of `modules`."""

@@ -236,6 +236,15 @@ class ModelParts:
         if config:
             refuse_config(version, self._host.config_differences(config), booting)
 
+    def check_early(self, version: str, config: bytes, tensors: str) -> None:
+        """Raise `InstallError` as `check` does, for a version that is not READY. Of its tensors only the fingerprint is known."""
+        self.check_config(version, config)
+        if tensors and any(part.known.fingerprint != tensors for part in self.by_name.values()):
+            raise InstallError(
+                f"{version} has other tensors than the version from which this server has learnt the layout, so it is not "
+                "installed ahead of READY. They are named when it is READY"
+            )
+
     def check(self, manifest: VersionManifest) -> None:
         """Raise `InstallError` if the version has another config than the engine, or other tensors than the recorded ones."""
         self.check_config(manifest.name, manifest.config)

@@ -64,6 +64,8 @@ class EarlyVersion:
     """Digest of each piece, as the ranks sent it."""
     config: bytes
     """Content of its config.json; empty from an older daemon."""
+    tensors: str = ""
+    """Fingerprint of its tensors; empty from an older daemon."""
 
     @property
     def number(self) -> int:
@@ -191,7 +193,7 @@ class Receiver:
         if len(answer.digests) != len(memory.layout.pieces):
             raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(answer.digests)}")
         self._expected, self._expected_source = tuple(answer.digests), "the ranks"
-        return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected, answer.config)
+        return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected, answer.config, answer.tensors)
 
     def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
         """Receive all pieces and verify their digests.

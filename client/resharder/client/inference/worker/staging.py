@@ -224,7 +224,7 @@ class Staging:
         if not self._receiver.join(memory, models, version, staged.install):
             raise InstallError(f"{version} is not READY, and this worker has no link to its ranks: {self._receiver.problem}")
         early = self._receiver.expect_early(memory, version)
-        self._parts.check_config(version, early.config)
+        self._parts.check_early(version, early.config, early.tensors)
         return early
 
     def _fallback_of(self, version: str) -> VersionSource | None:

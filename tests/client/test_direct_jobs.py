@@ -1,0 +1,110 @@
+"""What goes over the direct path, and what a server refuses there before anything is applied; over gloo."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from resharder.client.operator import Operator
+from resharder.client.operator.states import ServeAhead
+from resharder.v1 import resources_pb2
+
+from tests.failpoints.roles import Actor
+from tests.support.daemon import Daemon
+from tests.support.direct_jobs import ConfiguredServer, Job
+from tests.support.observing import servers, wait_serving, wait_until
+from tests.support.tiny_hf import tiny_config
+
+CONFIG = tiny_config("llama") | {"architectures": ["TeleChat3ForCausalLM"]}  # vLLM's, without a table here
+ENVIRONMENT = {"RESHARDER_PEER_MEMORY": "off"}
+
+
+@dataclass
+class Site:
+    daemon: Daemon
+    server: Actor
+    stack: ExitStack
+    jobs: int = 0
+
+    def job(self, config: dict[str, Any] = CONFIG, **options: Any) -> Actor:
+        """A new job, which takes the model over."""
+        self.jobs += 1
+        arguments = {"endpoint": self.daemon.endpoint, "job": f"job-{self.jobs}", "config": config} | options
+        job = Actor(Job, arguments, ENVIRONMENT)
+        self.stack.callback(job.close)
+        return job
+
+    def publish(self, job: Actor, step: int, exchange: bool = False) -> resources_pb2.Worker:
+        """Publish, and return the worker once the server serves the version."""
+        with ThreadPoolExecutor(1) as pool:  # the call may end after the server has asked for its version again
+            number = pool.submit(job.call, "publish", step, exchange, timeout=600).result()
+        (worker,) = wait_serving(self.daemon, number).workers
+        return worker
+
+    def turns(self) -> int:
+        """Number of transfers that began."""
+        return sum('"direct_turn"' in line for line in self.daemon.log.read_text().splitlines())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    served = tmp_path_factory.mktemp("site") / "served"
+    with Daemon(log_format="json", direct_seconds=60) as daemon, ExitStack() as stack:
+        environment = {
+            **ENVIRONMENT, "RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one",
+            "RESHARDER_PAGE": str(served.parent / "page"),
+        }  # fmt: skip
+        server = Actor(ConfiguredServer, {"served": str(served), "config": CONFIG}, environment)
+        stack.callback(server.close)
+        site = Site(daemon, server, stack)
+        job = site.job()
+        job.call("publish", 1, False, timeout=600)
+        assert server.call("boot", timeout=600) == 1
+        wait_serving(daemon, 1)
+        yield site
+
+
+@pytest.fixture(params=[True, False], ids=["ahead of READY", "READY"])
+def ahead(site: Site, request: pytest.FixtureRequest) -> bool:
+    with Operator(site.daemon.endpoint) as operator:
+        operator.set_fleet("policy", serve_ahead=ServeAhead.AUTO if request.param else False)
+    return bool(request.param)
+
+
+def test_parameters_that_were_exchanged_are_sent_with_their_new_values(site: Site, ahead: bool) -> None:
+    job = site.job()
+    for step in (2, 3, 4):  # over one link
+        worker = site.publish(job, step, exchange=step > 2)
+        assert worker.path == "gloo", site.daemon.log.read_text()[-3000:]
+        assert site.server.call("memory") == job.call("fingerprint", step)
+
+
+WRONG = {
+    "another config": ({"config": CONFIG | {"rms_norm_eps": 0.5}}, ["rms_norm_eps is 0.5 in the version", "restart the server"]),
+    "a tensor less": ({"left_out": ["head"]}, ["head"]),
+    "a tensor more": ({"added": "bias"}, ["bias"]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_version_that_is_not_the_servers_model_is_refused_by_name_before_anything_is_applied(
+    site: Site, ahead: bool, kind: str
+) -> None:
+    good = site.job()
+    assert site.publish(good, 5).path == "gloo"
+    memory, turns, (before,) = site.server.call("memory"), site.turns(), servers(site.daemon)
+    options, names = WRONG[kind]
+    job = site.job(**options)
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(job.call, "publish", 6, False, timeout=600)
+
+        def refused() -> bool:
+            (server,) = servers(site.daemon)
+            return all(name in server.workers[0].error for name in names)
+
+        wait_until(refused, f"the worker refuses the version, not: {servers(site.daemon)}", timeout=120)
+        publishing.result()
+    (after,) = servers(site.daemon)
+    assert (after.version, site.server.call("memory"), site.turns()) == (before.version, memory, turns)
