@@ -97,7 +97,7 @@ class DirectService:
         digests = yield from self._direct.digests(_member(request.member), request.group, number)
         store = self._intake.store
         record = store.catalogue.get(model, number)
-        claims = (each for each in self._intake.publishers.all() if (each.model, each.epoch) == (model, record.epoch))
+        claims = (each for each in self._intake.publishers() if (each.model, each.epoch) == (model, record.epoch))
         publisher = next(claims, None)  # None if it has just been fenced
         return direct_pb2.ReportedDigests(
             digests=digests,
