@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServeAhead
+from resharder.client.operator.answers import ServeAhead
 from resharder.v1 import resources_pb2
 
 from tests.failpoints.roles import Actor

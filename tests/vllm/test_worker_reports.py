@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
+from resharder.client.inference.engine import InstallError
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from resharder.client.inference.worker import agent as agent_module
 from resharder.client.inference.worker.claim import claim
-from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.receiver import EarlyVersion
 from resharder.client.inference.worker.reporter import PROCESS
