@@ -81,6 +81,8 @@ def test_models_of_the_same_name_and_tensors_given_one_by_one_are_refused() -> N
 class Pair:
     """A rank that publishes two models, in a process of its own."""
 
+    preloaded = ("tests.support.fp8_ranks", "tests.failpoints.roles")  # Megatron, which this module needs
+
     def __init__(self, endpoint: str, job: str) -> None:
         self._model = {name: tensor.clone() for name, tensor in weights(0).items()}
         self._publisher = connect(endpoint, model=f"{job}-a", job=job, rank=0, world_size=1, also={f"{job}-b": None})
