@@ -211,6 +211,10 @@ def _serve(requests: socket.socket) -> list[str]:
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ.clear()
         os.environ.update(request["environment"])
+        encoding = os.environ.get("PYTHONIOENCODING") or None
+        sys.stdout, sys.stderr = (  # they knew another kind of file
+            os.fdopen(number, "w", 1, encoding, errors, closefd=False) for number, errors in ((1, None), (2, "backslashreplace"))
+        )
         for path in reversed([path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in before]):
             sys.path.insert(0, path)
             if (customization := Path(path, "sitecustomize.py")).exists():
