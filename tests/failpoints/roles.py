@@ -92,7 +92,12 @@ class Console:
         return import_checkpoint(self._endpoint, folder, "policy", step=step, take_over=True, serve=True).number
 
 
+class _Warm(Console):
+    preloaded = ("tests.failpoints.preload",)
+
+
 def warm() -> None:
-    """Import everything once, in the process that all others are forked from."""
-    with Remote(Console, "127.0.0.1:1") as console, suppress(Refusal):
-        console.call("export", 0, "/", timeout=300)
+    """Start the two processes from which all others are forked, whose imports take longer than a cycle may."""
+    for role in (Console, _Warm):
+        with Remote(role, "127.0.0.1:1") as console, suppress(Refusal):
+            console.call("export", 0, "/", timeout=300)

@@ -447,4 +447,4 @@ class EngineCore:
                 self.daemon.call(self.link, lambda: self.daemon.claim(self.server, boot=False), lambda claim: None)
                 worker.latest = worker.installed
 
-        self.daemon.call(self.link, lambda: self.daemon.fleets.sessions.report_worker(self.server, report), answered)
+        self.daemon.call(self.link, lambda: self.daemon.fleets.report_worker(self.server, report), answered)
