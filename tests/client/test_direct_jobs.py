@@ -11,10 +11,10 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import ServeAhead
 from resharder.v1 import resources_pb2
 
-from tests.failpoints.roles import Actor
 from tests.support.daemon import Daemon
 from tests.support.direct_jobs import ConfiguredServer, Job
 from tests.support.observing import servers, wait_serving, wait_until
+from tests.support.remote import Remote
 from tests.support.tiny_hf import tiny_config
 
 CONFIG = tiny_config("llama") | {"architectures": ["TeleChat3ForCausalLM"]}  # vLLM's, without a table here
@@ -24,19 +24,18 @@ ENVIRONMENT = {"RESHARDER_PEER_MEMORY": "off"}
 @dataclass
 class Site:
     daemon: Daemon
-    server: Actor
+    server: Remote
     stack: ExitStack
     jobs: int = 0
 
-    def job(self, config: dict[str, Any] = CONFIG, **options: Any) -> Actor:
+    def job(self, config: dict[str, Any] = CONFIG, **options: Any) -> Remote:
         """A new job, which takes the model over."""
         self.jobs += 1
-        arguments = {"endpoint": self.daemon.endpoint, "job": f"job-{self.jobs}", "config": config} | options
-        job = Actor(Job, arguments, ENVIRONMENT)
+        job = Remote(Job, self.daemon.endpoint, f"job-{self.jobs}", config, environment=ENVIRONMENT, **options)
         self.stack.callback(job.close)
         return job
 
-    def publish(self, job: Actor, step: int, exchange: bool = False) -> resources_pb2.Worker:
+    def publish(self, job: Remote, step: int, exchange: bool = False) -> resources_pb2.Worker:
         """Publish, and return the worker once the server serves the version."""
         with ThreadPoolExecutor(1) as pool:  # the call may end after the server has asked for its version again
             number = pool.submit(job.call, "publish", step, exchange, timeout=600).result()
@@ -56,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             **ENVIRONMENT, "RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one",
             "RESHARDER_PAGE": str(served.parent / "page"),
         }  # fmt: skip
-        server = Actor(ConfiguredServer, {"served": str(served), "config": CONFIG}, environment)
+        server = Remote(ConfiguredServer, str(served), CONFIG, environment=environment)
         stack.callback(server.close)
         site = Site(daemon, server, stack)
         job = site.job()

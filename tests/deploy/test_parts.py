@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.observing import wait_until
 from tools import parts
 from tools.parts import REST, TEST, Part, Run, rotated
 
@@ -47,7 +48,7 @@ def test_a_part_that_hangs_is_ended_with_its_children_and_fails(tmp_path: Path) 
     run.all([shell("hangs", f"sleep 1000 & echo $! > {pid}; wait", minutes=1 / 120)])
     assert run.report() == 1
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", "the child has ended")
 
 
 def test_the_end_of_the_time_cuts_a_part_off_and_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ class Receiver:
     def expect_early(self, memory: Any, version: str) -> Any:
         if not self.answers:
             raise DirectFailed(self.problem)
-        return SimpleNamespace(version=version, config=b"{}")
+        return SimpleNamespace(version=version, config=b"{}", tensors="")
 
 
 def manifest(number: int) -> Any:
@@ -98,7 +98,7 @@ class Worker:
         self.sources, self.receiver = Sources(shared), Receiver()
         host: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         parts: Any = SimpleNamespace(
-            by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None, check_config=self.check_config
+            by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None, check_early=self.check_early
         )
         unused: Any = None
         receiver: Any = self.receiver
@@ -107,7 +107,7 @@ class Worker:
         self._installs = 0
         self.other_config = False
 
-    def check_config(self, version: str, config: bytes) -> None:
+    def check_early(self, version: str, config: bytes, tensors: str) -> None:
         if self.other_config:
             raise InstallError(f"{version}: rope_theta is 1 here, 2 in the version")
 
