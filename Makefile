@@ -66,9 +66,9 @@ types: setup
 	.venv-proto/bin/pip install -q --group proto
 	touch $@
 
-proto: .venv-proto/.ready
+proto: setup .venv-proto/.ready
 	PYTHON=$(CURDIR)/.venv-proto/bin/python proto/generate.sh
-	$(PYTHON) -m tools.answers
+	$(BIN)/python -m tools.answers
 
 proto-check: proto
 	git diff --exit-code -- proto client/resharder/client/operator/answers.py
