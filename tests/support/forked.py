@@ -62,7 +62,7 @@ class Ended(NamedTuple):
     output: str
 
 
-def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 120) -> Ended:
+def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 400) -> Ended:
     """Run `main` of a module to its end."""
     with tempfile.TemporaryFile() as log:
         process = start(module, os.environ if environment is None else environment, log, arguments=arguments)
