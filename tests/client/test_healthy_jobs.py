@@ -22,14 +22,21 @@ from resharder.converters.models import local_layout
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.client.test_exchanged import hf_model, step
 from tests.support.variants import alone
 from tests.support.weights import random_weights
 
 STEPS = 20
 TOKENS = torch.arange(1, 17)[None]
 Config = dict[str, Any]
+
+
+def step(model: Any) -> None:
+    """One optimizer step, whose gradients are the weights themselves."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    torch.optim.SGD(model.parameters(), lr=0.125).step()
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +55,7 @@ class Trained:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
 
     def built(self) -> Any:
-        return hf_model(self.config).train()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config)).train()
 
     @property
     def attached(self) -> Any:
