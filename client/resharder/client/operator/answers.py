@@ -252,15 +252,15 @@ class Worker:
 
         UNSPECIFIED = "STATE_UNSPECIFIED"
         BOOTED = "BOOTED"
-        """Has booted `version`, verified."""
+        """Booted `version`, and verified it."""
         STAGED = "STAGED"
-        """Has staged `install`."""
+        """Staged `install`, which is not applied."""
         APPLIED = "APPLIED"
-        """Has `version` by `install`, verified."""
+        """Applied `install`, and verified `version`."""
         FAILED = "FAILED"
         """See `error`."""
         EMPTY = "EMPTY"
-        """Has no version: its weights came from elsewhere, or were dropped."""
+        """Without a version: its weights came from elsewhere, or were dropped."""
 
     rank: int = 0
     """Rank over the whole server, data-parallel replicas included."""
@@ -571,7 +571,7 @@ class Node:
         DRAINED = "DRAINED"
         """Takes no further version, and drops those that no process has mapped."""
         LOST = "LOST"
-        """Has not called within its lease."""
+        """No call within its lease."""
 
     name: str = ""
     """`nodes/{id}`."""
@@ -674,7 +674,7 @@ class Event:
     """Number that increases with each event, also over restarts of the daemon."""
     time: datetime | None = None
     kind: str = ""
-    """What it is about: daemon, publisher, version, server, fleet, move, operator, archive, node."""
+    """Kind of the subject: daemon, publisher, version, server, fleet, move, operator, archive or node."""
     subject: str = ""
     """A resource name."""
     what: str = ""

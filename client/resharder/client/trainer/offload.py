@@ -1,4 +1,4 @@
-"""What a trainer sets aside for a generation, and restores bit for bit: memory, train modes and random number generators.
+"""Offload and restore a trainer's state for a generation, bit for bit: memory, train modes and random number generators.
 
 A model's memory moves to the host and back under the same tensors. Storages are emptied and filled again; the tensors remain.
 Every view is valid again when its storage is: Megatron's DDP has parameters and gradients in flat buffers, of which buckets and

@@ -108,7 +108,7 @@ class Releases(Protocol):
 
 
 class Delivered(NamedTuple):
-    """What a transport has delivered, and how."""
+    """Outcome of a delivery."""
 
     digests: list[int]
     """The digest of each box of the slot, in the slot's order."""

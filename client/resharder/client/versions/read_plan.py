@@ -1,4 +1,4 @@
-"""What boxes need of a version: HTTP ranges of its files, windows of boxes that the daemon packs, and pieces that nodes hold.
+"""Plan the reads for boxes of a version: HTTP ranges of its files, windows of boxes that the daemon packs, pieces of nodes.
 
 A box is read by ranges, which the daemon's kernel sends, if few bytes between its runs come along; else its runs are packed.
 """

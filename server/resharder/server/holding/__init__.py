@@ -1,1 +1,1 @@
-"""What a host fetches and holds of versions: the daemon for its host, a node for its own."""
+"""Fetch and hold pieces of versions on a host, for the daemon and for nodes."""
