@@ -22,7 +22,7 @@ Server, Power = resources_pb2.Server, resources_pb2.Power
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with Daemon(lease_seconds=6) as running:  # a server that dies is LOST after so long
+    with Daemon(lease_seconds=8) as running:  # a server that dies is LOST after so long
         yield running
 
 

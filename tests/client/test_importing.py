@@ -131,7 +131,7 @@ def test_a_live_trainer_is_fenced_only_when_that_is_asked_for(daemon: Daemon, ch
 
 def test_a_trainer_that_is_gone_for_a_lease_is_in_nobodys_way(checkpoint: Path) -> None:
     config = tiny_hf.tiny_config("qwen3_tied")
-    with Daemon(lease_seconds=4) as daemon, Operator(daemon.endpoint) as operator:
+    with Daemon(lease_seconds=8) as daemon, Operator(daemon.endpoint) as operator:
         with connect(daemon.endpoint, model="trained", job="trainer", config=config) as publisher:
             publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
             wait_until(lambda: [known.live_ranks for known in operator.daemon().publishers] == [1], "a live rank")

@@ -33,7 +33,7 @@ SPECS = [TensorSpec("big", "BF16", (2 << 10, 1024))]  # one piece
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(data_listen="127.0.0.1:0", lease_seconds=8) as running:
+    with Daemon(data_listen="127.0.0.1:0", lease_seconds=12) as running:
         yield running
 
 
@@ -189,7 +189,7 @@ def test_tls_to_a_port_without_it_is_told_from_other_problems(daemon: Daemon, ve
 @pytest.mark.usefixtures("even")
 def test_nodes_measure_the_links_between_them_on_request() -> None:
     with (
-        Daemon(data_listen="127.0.0.1:0", lease_seconds=8) as daemon,
+        Daemon(data_listen="127.0.0.1:0", lease_seconds=12) as daemon,
         Node(daemon.endpoint, "left") as left,
         Node(daemon.endpoint, "right") as right,
         Node(daemon.endpoint, "gone") as gone,
@@ -245,7 +245,7 @@ def test_nodes_measure_the_links_between_them_on_request() -> None:
 def test_nodes_measure_with_certificates_what_no_other_caller_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path / "pki")
     roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator"], "dns:*.hosts.test": ["node:*"]}
-    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0", lease_seconds=8) as daemon:
+    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0", lease_seconds=12) as daemon:
         version = publish(daemon)
         for name, value in authority.environment(PROBE).items():
             monkeypatch.setenv(name, value)

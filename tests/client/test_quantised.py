@@ -139,7 +139,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_end_the_version_for
 
 
 def test_a_rank_that_dies_before_it_brings_its_maxima_holds_no_other_up() -> None:
-    with Daemon(lease_seconds=5) as daemon, two(daemon, "dead") as ranks:
+    with Daemon(lease_seconds=8) as daemon, two(daemon, "dead") as ranks:
         ranks.publish(1)
         ranks.publishers[1].close()
         with pytest.raises(VersionAborted, match="rank 1 was silent"):

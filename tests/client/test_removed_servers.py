@@ -16,7 +16,7 @@ from tests.support.simulated_server import SimulatedServer
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(lease_seconds=5) as running:
+    with Daemon(lease_seconds=6) as running:
         publishers = connected(running.endpoint, 1, "removed")
         publish_all(publishers, 1, weights(1))[0].wait_ready(60)
         publishers[0].close()

@@ -47,7 +47,7 @@ def ranks(daemon: Daemon, transport: str) -> Iterator[list[Remote]]:
 
 @pytest.mark.parametrize("transport", alone(["shared-memory", "grpc"], ["shared-memory"]))
 def test_a_rank_that_is_stopped_twice_costs_two_versions_and_nothing_else(transport: str, tmp_path: Path) -> None:
-    with Daemon(lease_seconds=6) as daemon, ranks(daemon, transport) as (first, second):
+    with Daemon(lease_seconds=8) as daemon, ranks(daemon, transport) as (first, second):
         for step in (1, 2):
             second.send_signal(signal.SIGSTOP)
             number = int(first.call("publish", step))

@@ -107,7 +107,7 @@ KILLED = {  # the rank dies while it publishes step 2 -> whether it is READY aft
 
 
 def test_after_a_kill_of_the_rank_at_any_step_both_versions_are_ready_or_neither() -> None:
-    with Daemon(lease_seconds=6) as daemon:
+    with Daemon(lease_seconds=8) as daemon:
         actors = {point: start(daemon, point) for point in KILLED}
         for actor in actors.values():
             actor.call("publish", 1)

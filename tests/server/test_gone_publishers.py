@@ -9,7 +9,7 @@ from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 
-LEASE_SECONDS = 4.0
+LEASE_SECONDS = 6.0
 
 
 def state(daemon: Daemon) -> PublisherStatus.State:

@@ -166,7 +166,7 @@ def lost(daemon: Daemon, holder: str) -> float:
 
 
 def test_a_rank_and_a_server_that_fall_silent_are_counted() -> None:
-    with Daemon(web_listen=f"127.0.0.1:{free_port()}", lease_seconds=4) as short:
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}", lease_seconds=8) as short:
         silent = job(short, "policy")
         publish(silent, 1)
         server = SimulatedServer(short, "silent", fleet="policy", model="policy")

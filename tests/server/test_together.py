@@ -107,7 +107,7 @@ def test_a_rank_that_goes_on_without_the_other_version_ends_the_one_that_it_has_
 
 
 def test_a_rank_that_is_silent_before_the_other_version_ends_the_one_that_it_has_delivered() -> None:
-    with Daemon(lease_seconds=4) as daemon:
+    with Daemon(lease_seconds=6) as daemon:
         pair = Pair(daemon)
         kept = pair.deliver("keep", 1)
         found = pair.jobs["keep"].wait(kept.name)
