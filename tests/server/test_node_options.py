@@ -3,7 +3,8 @@
 import pytest
 from resharder.server.config import ConfigError
 from resharder.server.node import main as node_main
-from resharder.server.node.main import load
+from resharder.server.node.main import NodeConfig, load
+from typer.testing import CliRunner
 
 TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls.key"}
 
@@ -27,6 +28,21 @@ TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls
 def test_a_wrong_option_is_named(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(flags)
+
+
+def test_every_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "endpoint": "daemon:1", "name": "n", "listen": "0.0.0.0:2", "address": "host:3", "folder": "/elsewhere", "limit_bytes": 4,
+        **TLS, "tls_name": "d", "tls_peer_name": "p", "token_file": "/token", "insecure": True, "drain_seconds": 5.5,
+        "transfer": "http", "transfer_protocol": "tcp", "log_format": "json", "log_level": "debug",
+    }  # fmt: skip
+    assert given.keys() == NodeConfig.model_fields.keys()
+    started: list[NodeConfig] = []
+    monkeypatch.setattr(node_main, "serve", started.append)
+    flags = [(f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])) for name, value in given.items()]
+    ended = CliRunner().invoke(node_main.app, [word for flag in flags for word in flag])
+    assert ended.exit_code == 0, ended.output
+    assert [config.model_dump(mode="json") for config in started] == [given]
 
 
 def test_flags_precede_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from resharder.client.cli import complete
+from resharder.client.settings import ENDPOINT
 from typer.core import TyperGroup
 
 EXIT_CODES = """\b
@@ -82,7 +83,7 @@ def command(section: Section, name: str | None = None) -> Callable[[Callable[...
 
 Endpoint = Annotated[
     str | None,
-    typer.Option("--endpoint", envvar="RESHARDER_ENDPOINT", metavar="HOST:PORT", help="The daemon; by default 127.0.0.1:7677."),
+    typer.Option("--endpoint", envvar=ENDPOINT.name, metavar="HOST:PORT", help="The daemon; by default 127.0.0.1:7677."),
 ]
 Wide = Annotated[bool, typer.Option("--wide", help="All columns and full names, however wide; as in a pipe.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]

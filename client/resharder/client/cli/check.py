@@ -1,6 +1,5 @@
 """Checks of this host, of layouts in advance, and of one server: `doctor`, `check`, `probe`, `verify`, `profile`."""
 
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from resharder.client import settings
 from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, app, command
 from resharder.client.cli.terminal import Columns, Row, console, count_up, paint, print_json, print_table, say, waiting
@@ -47,7 +47,9 @@ def doctor(
     node_tls_name: Annotated[
         str,
         typer.Option(
-            metavar="NAME", envvar="RESHARDER_NODE_TLS_PEER_NAME", help="Name in the certificates of nodes, if not their address."
+            metavar="NAME",
+            envvar=settings.NODE_TLS_PEER_NAME.name,
+            help="Name in the certificates of nodes, if not their address.",
         ),
     ] = "",
     endpoint: Endpoint = None,
@@ -139,7 +141,7 @@ def check(
     if svg_file is not None and not (world and server_tp):
         raise UsageError("--svg draws bytes from ranks to workers: expected --world and --server-tp")
     warnings.filterwarnings("ignore", module="megatron")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    settings.VLLM_LOGGING_LEVEL.set_default("ERROR")
     report = checking.check(
         checking.read_config(config),
         checking.parallel(world, tp, pp, vpp, cp, ep, etp) if world else None,
@@ -216,12 +218,12 @@ def probe(
     and others of its fleet are closer. A server that waits for its turn in a move does not lag. If the daemon cannot be
     reached, only the gate decides. A server that is unknown to the daemon is not ready.
     """
-    if not url and not (server or os.environ.get("RESHARDER_SERVER_ID")):
+    if not url and not (server or settings.SERVER_ID.text()):
         raise UsageError("expected a server or an address, got neither: pass --server or --url, or set RESHARDER_SERVER_ID")
     ready, reason = _gate(url) if url else (True, "")
     found: ServerLag | None = ServerLag()
     if ready and (max_lag_versions or max_lag_seconds or not url):
-        found, reason = _lag_of(server or os.environ.get("RESHARDER_SERVER_ID", ""), endpoint, gated=bool(url))
+        found, reason = _lag_of(server or settings.SERVER_ID.text(), endpoint, gated=bool(url))
         ready = found is not None and not found.beyond(max_lag_versions, max_lag_seconds)
     lag = found or ServerLag()
     if as_json:

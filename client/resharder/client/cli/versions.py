@@ -16,6 +16,7 @@ from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
 from resharder.client.operator.convert import plain
+from resharder.client.settings import FLEET
 from resharder.converters.checkpoint_files import missing_files
 from resharder.converters.units import size_text as size
 
@@ -108,7 +109,7 @@ def _import_model(operator: Operator) -> str:
 def fetch_config(
     arguments: Annotated[list[str], typer.Argument(metavar="[MODEL] DIR", help="MODEL is not needed where the daemon has one.")],
     fleet: Annotated[
-        str, typer.Option(envvar="RESHARDER_FLEET", metavar="NAME", help="The server's fleet; by default the model's.")
+        str, typer.Option(envvar=FLEET.name, metavar="NAME", help="The server's fleet; by default the model's.")
     ] = "",
     endpoint: Endpoint = None,
     as_json: AsJson = False,

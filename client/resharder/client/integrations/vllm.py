@@ -9,7 +9,6 @@
 among them; vLLM's calls only wait for these. Importing this module registers the backend.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from resharder.client.errors import NotServed, UsageError
 from resharder.client.integrations.weight_sources import DividedStream, declared, gathered_holders, owned_names
+from resharder.client.settings import MODEL
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import identify
@@ -179,7 +179,7 @@ def _sharded(source: Any) -> ShardSource | None:
 
 
 def _model(info: ResharderTrainerInitInfo) -> str:
-    if not (model := info.model or os.environ.get("RESHARDER_MODEL", "")):
+    if not (model := info.model or MODEL.text()):
         raise UsageError("expected the model's name in ResharderTrainerInitInfo(model=…) or RESHARDER_MODEL, got none")
     return model
 

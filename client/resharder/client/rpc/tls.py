@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Self
 
 import grpc
+from resharder.client import settings
 from resharder.client.errors import UsageError
-
-_OTHERS = ("RESHARDER_TLS_CERT", "RESHARDER_TLS_KEY", "RESHARDER_TLS_NAME", "RESHARDER_TOKEN", "RESHARDER_TOKEN_FILE")
 
 
 @dataclass(frozen=True)
@@ -53,21 +52,21 @@ class Tls:
                 )
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self | None:
         """Return the settings in the environment, or None without RESHARDER_TLS_CA. An empty variable counts as unset.
 
         Args:
-            environment: Variables by name.
+            environment: Variables by name; by default those of this process.
 
         Raises:
             UsageError: The settings contradict each other, or a file cannot be read.
         """
-        given = {name: value for name, value in environment.items() if value}
-        if "RESHARDER_TLS_CA" not in given:
-            if without := [name for name in _OTHERS if name in given]:
+        given = [variable.text(environment) for variable in settings.TLS]
+        if not given[0]:
+            if without := [variable.name for variable, text in zip(settings.TLS, given, strict=True) if text]:
                 raise UsageError(f"expected RESHARDER_TLS_CA, the authority of the daemon's certificate, beside {without[0]}")
             return None
-        return cls(given["RESHARDER_TLS_CA"], *(given.get(name, "") for name in _OTHERS))
+        return cls(*given)
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -1,7 +1,6 @@
 """Diagnosis of a host, and of the daemon as seen from it: problems for Resharder, and their solutions."""
 
 import importlib.metadata
-import os
 import platform
 import resource
 import shutil
@@ -16,6 +15,7 @@ from resharder.client.errors import AccessDenied, CorruptData, ResharderError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
+from resharder.client.settings import ENDPOINT
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import FileRange
@@ -210,7 +210,7 @@ def _limit(value: int) -> str:
 
 def daemon(endpoint: str | None) -> Iterator[Check]:
     """Check that the daemon can be reached, and its release, clock and shared memory."""
-    if not (endpoint or os.environ.get("RESHARDER_ENDPOINT")):
+    if not (endpoint or ENDPOINT.text()):
         yield Check("daemon", "warn", "no endpoint given", "pass --endpoint host:port or set RESHARDER_ENDPOINT")
         return
     try:

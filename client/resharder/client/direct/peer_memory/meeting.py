@@ -25,10 +25,10 @@ from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.peer_memory.reader import PeerReader
 from resharder.client.gpu.table import Tensors
+from resharder.client.settings import PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
 
 logger = logging.getLogger(__name__)
-_SETTING = "RESHARDER_PEER_MEMORY"
 _CPU = "cpu"
 _ONE_GPU, _OTHER_GPU = 264, 64  # programs of the copying kernel: measured on H200s, where more are no faster
 
@@ -51,12 +51,12 @@ class Place(NamedTuple):
     token: str
 
 
-def wanted(device: torch.device, environment: Mapping[str, str] = os.environ) -> bool:
+def wanted(device: torch.device, environment: Mapping[str, str] | None = None) -> bool:
     """Return whether this process shares memory: by default on GPUs only.
 
     RESHARDER_PEER_MEMORY=off excludes it; `cpu` has CPUs share memory too, which copies everything twice.
     """
-    setting = environment.get(_SETTING, "")
+    setting = PEER_MEMORY.text(environment)
     return setting != "off" and (device.type == "cuda" or setting == "cpu")
 
 

@@ -27,7 +27,7 @@ from resharder.client.inference.control.lease import ControlIdentity, LeaseThrea
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
 from resharder.client.inference.engine import InstallError, PowerState, refuse_config
-from resharder.client.inference.settings import CONFIG_CHANGE, PluginSettings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import outputs, refusals, weight_transfer
 from resharder.client.inference.vllm.engine_core import EngineEnd, engines_are_here, guard, passes_kv
@@ -35,6 +35,7 @@ from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
+from resharder.client.settings import ON_CONFIG_CHANGE
 from resharder.client.versions.remote import get_manifest
 
 logger = logging.getLogger("vllm.resharder.attach")
@@ -131,7 +132,7 @@ async def attach(
     config = engine.vllm_config
     refuse_unsupported(config)
     if settings.restarts and end is None:
-        raise UsageError(f"{CONFIG_CHANGE}=exit is for vLLM's API server: leave it out where a program embeds the engine")
+        raise UsageError(f"{ON_CONFIG_CHANGE.name}=exit is for vLLM's API server: leave it out where a program embeds the engine")
     engine_config, restarting = EngineConfig(config) if settings.restarts else None, False
     world_size = config.parallel_config.world_size_across_dp
     identity = ControlIdentity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))

@@ -21,6 +21,7 @@ from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import weight_transfer
 from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
+from resharder.client.settings import ENDPOINT
 
 CONFIG_CHANGED = 75
 """Exit status of a server that ends to start again on another config.json: EX_TEMPFAIL of sysexits.h."""
@@ -47,7 +48,7 @@ class EndpointPlugin:
         Raises:
             UsageError: A variable is invalid.
         """
-        if not os.environ.get("RESHARDER_ENDPOINT"):
+        if not ENDPOINT.text():
             return
         self._settings = PluginSettings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)

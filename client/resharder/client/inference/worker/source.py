@@ -23,8 +23,9 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
-from resharder.client.inference.settings import HTTP, PluginSettings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
+from resharder.client.settings import HTTP
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
 from resharder.client.versions.read_plan import needed_pieces
 from resharder.client.versions.remote import Needs, VersionManifest, expected_digests
