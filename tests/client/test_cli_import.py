@@ -93,7 +93,7 @@ def test_the_step_of_a_megatron_checkpoint_is_its_recorded_iteration(tmp_path: P
 def test_what_cannot_be_derived_is_asked_for_in_one_line(folder: Path, tmp_path: Path) -> None:
     nameless = shutil.copytree(folder, tmp_path / "final")
     for arguments, message in (
-        ((nameless,), f"resharder: expected --step N: {nameless} is not named after its step, as step-100 is\n"),
+        ((nameless,), f"resharder: the name of {nameless} has no step, as step-100 has: pass --step N\n"),
         ((tmp_path / "none",), f"resharder: expected a folder with a checkpoint, got {tmp_path / 'none'}\n"),
     ):
         done = resharder("import", *arguments)

@@ -186,7 +186,7 @@ def test_a_fleet_that_will_not_take_the_version_is_an_error_at_once(policy: reso
     gpus = Gpus()
     policy.name = "policy"
     gpus.policy, gpus.stuck = policy, {"servers/0"}
-    with pytest.raises(UsageError, match=f"to take version 7, {why}"), generation(gpus):
+    with pytest.raises(UsageError, match=f"does not take version 7: {why}"), generation(gpus):
         pass
     assert gpus.log[-2:] == ["ASLEEP_2", "back"]
 
@@ -365,7 +365,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     store = HashStore()
     Ranks(store, 1, 3, "job", 1).say("aside")
     with (
-        pytest.raises(WaitTimeout, match=r"every rank to join this generation in 0\.5 s: ranks 2 have not"),
+        pytest.raises(WaitTimeout, match=r"waited 0\.5 s for every rank to join this generation: ranks 2 have not"),
         generation(gpus, store=store, timeout=SHORT),
     ):
         pass

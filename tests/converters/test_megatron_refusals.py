@@ -55,13 +55,17 @@ def test_rows_that_the_table_leaves_out_are_refused_by_name(chunk: Any, monkeypa
 
 def test_a_parameter_that_is_not_placed_is_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(3)))  # MLP lists its linears only
-    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
+    with pytest.raises(
+        LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: sharded_state_dict does not say where it belongs"
+    ):
         layout_of(chunk)
 
 
 def test_a_parameter_without_elements_is_not_taken_for_a_freed_one(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(0)))
-    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
+    with pytest.raises(
+        LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: sharded_state_dict does not say where it belongs"
+    ):
         layout_of(chunk)
 
 
@@ -225,7 +229,7 @@ def test_what_is_not_a_megatron_module_is_refused() -> None:
 
 def test_a_buffer_that_is_not_placed_is_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_buffer("scale", torch.ones(3))
-    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.scale: .* found none"):
+    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.scale: sharded_state_dict does not say where it belongs"):
         layout_of(chunk)
 
 
@@ -255,5 +259,5 @@ def test_grouped_experts_that_are_not_contiguous_are_refused_by_name() -> None:
 
 def test_parameters_whose_memory_is_freed_are_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[2].mlp.linear_fc2.weight.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.2\.mlp\.linear_fc2\.weight: .* in memory, found none"):
+    with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.2\.mlp\.linear_fc2\.weight: none of its .* in memory"):
         layout_of(chunk)

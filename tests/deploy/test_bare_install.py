@@ -55,7 +55,7 @@ def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
 def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: BareVenv, name: str) -> None:
     assert bare.run("-c", "from resharder.client import Tls, UsageError").stderr == ""
     last = bare.run("-c", f"from resharder.client import {name}").stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: expected the package")
+    assert last.startswith("ModuleNotFoundError: the package")
     assert "pip install" in last
 
 

@@ -175,7 +175,7 @@ def test_the_access_check_covers_everything_but_the_probes() -> None:
 def test_an_answer_that_fails_is_one_answer(stand: Stand, error: type[Exception]) -> None:
     stand.error = error
     answer, body = stand.get("/api/status")
-    assert (answer.status, body) == (500, b"the daemon failed; its log has the reason\n")
+    assert (answer.status, body) == (500, b"the daemon failed: its log has the reason\n")
     assert stand.get("/healthz")[0].status == 200
 
 

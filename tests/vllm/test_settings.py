@@ -34,7 +34,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RESHARDER_ENDPOINT": ""}, "expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got none"),
+        ({"RESHARDER_ENDPOINT": ""}, "RESHARDER_ENDPOINT is not set: set it to the daemon's host:port"),
         ({"RESHARDER_ENDPOINT": "daemon"}, "RESHARDER_ENDPOINT: expected host:port, got 'daemon'"),
         ({"RESHARDER_ENDPOINT": "daemon:77777"}, "RESHARDER_ENDPOINT: expected host:port, got 'daemon:77777'"),
         ({"RESHARDER_SERVER_ID": ""}, "expected the server's id in RESHARDER_SERVER_ID .*, got none"),

@@ -153,7 +153,8 @@ UPDATE_SECONDS = _duration(
     240.0,
     "time for which `finish_weight_update` of [vLLM's API](frameworks.md) waits for the version",
 )
-FAULT = Variable("RESHARDER_FAULT", ("", ()), _fault, "for tests: makes an install fail")
+_NO_FAULT: tuple[str, tuple[str, ...]] = "", ()
+FAULT = Variable("RESHARDER_FAULT", _NO_FAULT, _fault, "for tests: makes an install fail")
 NODE_TLS_PEER_NAME = text("RESHARDER_NODE_TLS_PEER_NAME")  # also an option of nodes
 
 OF_ALL: tuple[Variable[object], ...] = (ENDPOINT, *TLS, PROXY, JOB, MODEL, PEER_MEMORY, ALLOW)

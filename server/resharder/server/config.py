@@ -190,7 +190,7 @@ class Config(BaseSettings):
 def load(file: Path | None, flags: dict[str, Any]) -> Config:
     """Load the options. Raises ConfigError."""
     if file is not None and not file.is_file():
-        raise ConfigError(f"--config: expected a YAML file, there is none at {file}")
+        raise ConfigError(f"--config: there is no file {file}")
 
     class Loaded(Config):
         @classmethod
@@ -205,7 +205,7 @@ def load(file: Path | None, flags: dict[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError(problem_of(error, Config)) from None
     except (OSError, YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config: expected options in YAML in {file}, got: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config: {file} is not a YAML file with options: {' '.join(str(error).split())}") from None
 
 
 def problem_of(error: ValidationError, model: type[BaseSettings]) -> str:
@@ -229,9 +229,9 @@ def check_store(folder: Path) -> None:
     """Raise ConfigError unless the store can be a folder here that this process may write."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"--store: expected a folder, {existing} is a file")
+        raise ConfigError(f"--store: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"--store: expected a folder that this user may write, {existing} is not")
+        raise ConfigError(f"--store: this user may not write to {existing}")
 
 
 def why_not_bound(listen: str) -> str:

@@ -38,8 +38,8 @@ class GlooGroup:
         except RuntimeError as error:
             at = f"{GLOO_INTERFACES.name}={where}" if where else address or "the address of its host's name"
             raise DirectFailed(
-                f"expected {size} processes to meet within {timeout:g} s, this one at {at}; "
-                f"each has to reach the others, at any port: {error}"
+                f"{size} processes did not meet within {timeout:g} s, this one is at {at}; each has to reach the others, at "
+                f"any port: {error}"
             ) from error
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":

@@ -71,7 +71,7 @@ def _endpoint(environment: Mapping[str, str] | None) -> str:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not (endpoint := settings.ENDPOINT.read(environment)):
-        raise UsageError("expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got none")
+        raise UsageError("RESHARDER_ENDPOINT is not set: set it to the daemon's host:port")
     try:
         return check_endpoint(endpoint)
     except ValueError as error:

@@ -143,9 +143,7 @@ class Page:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{self.path}: expected its lock within {_LOCK_SECONDS:g} s, another process holds it"
-                    ) from None
+                    raise TimeoutError(f"{self.path}: another process has held its lock for {_LOCK_SECONDS:g} s") from None
                 time.sleep(0.001)
         try:
             yield

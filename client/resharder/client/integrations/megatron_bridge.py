@@ -112,6 +112,6 @@ class PublishCallback:
 
     def _publish(self, step: int) -> None:
         if self._publisher is None:
-            raise UsageError("expected on_train_start before the first step")
+            raise UsageError("on_train_start was not called before the first step: register the callback before training starts")
         self.handle = self._publisher.publish(step, sync=True)
         self._changed = False

@@ -92,7 +92,7 @@ class _Closed(grpc.Channel):  # type: ignore[misc]
 
 
 def _closed(endpoint: str) -> UsageError:
-    return UsageError(f"expected an open connection to {endpoint}, got one that was closed")
+    return UsageError(f"the connection to {endpoint} was closed")
 
 
 class Channel:

@@ -131,7 +131,7 @@ def shared_memory_speed(folder: Path) -> Check:
         return Check(name, "fail", f"cannot write to {folder}: {error.strerror}", f"make {folder} writable and give it space")
     found = f"{rate / (1 << 30):.1f} GiB/s, one core"
     if rate < _WARM_RATE:
-        return Check(name, "warn", found, "expected at least 2 GiB/s: look for a busy host, swapping or a CPU limit")
+        return Check(name, "warn", found, "2 GiB/s or more is usual: look for a busy host, swapping or a CPU limit")
     return Check(name, "ok", found)
 
 

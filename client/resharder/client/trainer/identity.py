@@ -59,8 +59,8 @@ def _random_job(world_size: int) -> str:
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
         raise UsageError(
-            f"expected a job id that all {world_size} ranks share, got none, and torch.distributed cannot broadcast one: "
-            "pass job=… or set RESHARDER_JOB, or connect after init_process_group"
+            f"the {world_size} ranks have no job id in common, and torch.distributed cannot broadcast one: pass job=… or set "
+            f"RESHARDER_JOB, or connect after init_process_group"
         )
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend()) else torch.device("cpu")
     shared = torch.tensor(list(mine), dtype=torch.uint8, device=device)

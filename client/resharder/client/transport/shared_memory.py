@@ -96,7 +96,7 @@ class SharedMemory:
                 raise FileNotFoundError(f"{len(missing)} tensors are in no file")
             return WritableFiles(folder, files)
         except FileNotFoundError as error:
-            raise NotFound(f"{version.name}: expected its files in {folder}, found none: {error}", "VERSION_GONE") from error
+            raise NotFound(f"{version.name}: its files in {folder} cannot be opened: {error}", "VERSION_GONE") from error
 
 
 class SlotFiles:

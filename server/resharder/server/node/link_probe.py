@@ -23,7 +23,7 @@ from resharder.v1 import node_pb2, resources_pb2
 
 _OPTIONS = TlsOptions("--tls-ca", "--tls-cert and --tls-key", "--tls-peer-name, for the daemon --tls-name")
 _MOST_VERSIONS = 4  # whose pieces are tried
-_NOT_ADMITTED = "the daemon lets no such node"
+_NOT_ADMITTED = "the daemon allows no such node"
 _ADMISSION_SECONDS = 5.0  # until the target has learnt that this node may read the model
 _RETRY_SECONDS = 0.25
 _SILENT_SECONDS = 5.0

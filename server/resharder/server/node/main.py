@@ -134,11 +134,11 @@ class NodeConfig(BaseSettings):
         route_options()
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
-            raise ValueError("expected tls_ca, tls_cert and tls_key together")
+            raise ValueError("tls_ca, tls_cert and tls_key are needed together: set all three")
         if self.token_file is not None and not any(given):
             raise ValueError(
-                "expected tls_ca, tls_cert and tls_key beside token_file: a token is sent over TLS alone, and other nodes "
-                "admit this one by its certificate"
+                "token_file needs tls_ca, tls_cert and tls_key: a token is sent over TLS alone, and other nodes admit this "
+                "one by its certificate"
             )
         if not any(given) and not self.insecure and not is_loopback(self.listen):
             raise ValueError(
@@ -147,8 +147,8 @@ class NodeConfig(BaseSettings):
             )
         if self.transfer != "http" and (any(given) or not self.insecure):
             raise ValueError(
-                f"expected insecure and no certificates with transfer {self.transfer}: it listens on every interface, encrypts "
-                "nothing, and lets every client read and write versions in this node's memory"
+                f"transfer {self.transfer} needs insecure, and no certificates: it listens on every interface, encrypts "
+                f"nothing, and lets every client read and write versions in this node's memory"
             )
         return self
 
@@ -245,7 +245,7 @@ class Node:
                 names = (*names, certificate_id(certificate[DER]))
             if self.agent.readers(model).isdisjoint(names):
                 raise PermissionDenied(
-                    "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon lets no such node"
+                    "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon allows no such node"
                 )
         yield True
 
@@ -299,8 +299,8 @@ def _address(config: NodeConfig, port: int) -> str:
         return f"[{here}]{found}" if ":" in here else f"{here}{found}"
     if is_loopback(found) and not is_loopback(f"{_route(config.endpoint)}:0"):
         raise ConfigError(
-            f"--listen: expected an address that other hosts reach, because the daemon at {config.endpoint} is on another host, "
-            f"got {found}: set it to 0.0.0.0:{port}, with certificates or with --insecure"
+            f"--listen: other hosts cannot reach {found}, and the daemon at {config.endpoint} is on another host: set it to "
+            f"0.0.0.0:{port}, with certificates or with --insecure"
         )
     return found
 

@@ -138,7 +138,7 @@ class _Checked:
 
 def _failed(request: Request, error: Exception) -> Response:
     _log.error("request_failed", path=request.url.path, exc_info=error)
-    return PlainTextResponse("the daemon failed; its log has the reason\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return PlainTextResponse("the daemon failed: its log has the reason\n", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _not_found(request: Request, error: Exception) -> Response:

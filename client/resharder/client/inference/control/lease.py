@@ -204,7 +204,7 @@ class LeaseThread:
                 # The connection may be dead without an error.
                 unanswered = bool(self._sent_at) and time.monotonic() - self._sent_at[0] > self._lease_seconds
             if unanswered:
-                self.reattach(f"expected an answer of the daemon within {self._lease_seconds:g} s, got none")
+                self.reattach(f"the daemon did not answer within {self._lease_seconds:g} s")
                 return
             message = server_pb2.ControlReport() if outcome is None else _outcome_to_proto(outcome)
 

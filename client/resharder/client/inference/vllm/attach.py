@@ -75,7 +75,7 @@ class AttachedEngine:
             if left is not None and left <= 0:
                 raise WaitTimeout(f"expected version {version} within {timeout:g} s, got {self.version or 'none'}")
             if self._closed:
-                raise UsageError(f"expected an attached engine to wait for version {version}, got a closed handle")
+                raise UsageError(f"cannot wait for version {version}: the engine is detached, because its handle was closed")
             await self._gate.changed(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
         return self._gate.version
 

@@ -65,7 +65,7 @@ class EndpointPlugin:
         if self._gate is None or settings is None:
             return
         if engine_client is None:
-            raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
+            raise UsageError("this API server has no engine behind it: leave the plugin out of VLLM_PLUGINS")
         if weight_transfer.is_selected(engine_client.vllm_config):
             self._passing |= weight_transfer.ROUTES
         address = _address(args, settings)

@@ -34,7 +34,7 @@ def watch_engine_args(register: Callable[[], None]) -> None:
     def checked(self: Any, usage_context: Any = None, headless: bool = False, **options: Any) -> Any:
         ours = str(self.load_format).lower() == LOAD_FORMAT
         if ours and not ENDPOINT.text():
-            logger.warning("%s is not set: the daemon is looked for at %s", ENDPOINT.name, DEFAULT_ENDPOINT)
+            logger.warning("%s is not set: looking for the daemon at %s", ENDPOINT.name, DEFAULT_ENDPOINT)
             ENDPOINT.set(DEFAULT_ENDPOINT)
             register()
         if getattr(usage_context, "name", "") == "OPENAI_API_SERVER" and not headless:

@@ -305,9 +305,7 @@ class Sources:
         self.transport_reason = "; ".join(reason for reason in (self._node_reason, answer["reason"]) if reason)
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
-            raise StagingFailed(
-                f"{manifest.name}: expected the digests of the store, {len(wrong)} fetched boxes differ, e.g. {wrong[0]}"
-            )
+            raise StagingFailed(f"{manifest.name}: {len(wrong)} fetched boxes differ from the store's digests, e.g. {wrong[0]}")
 
     def close(self) -> None:
         """Close the files of the mirror, and the prepared files of the next version."""
