@@ -22,7 +22,7 @@ _TYPES = re.compile(r"\b(tuple|list|dict|Iterable|Iterator|Mapping|Callable|ndar
 
 def messages(tree: ast.Module) -> Iterator[str]:
     """Yield the messages of a module in their order."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)} - set(_helps(tree))
     found = dict[tuple[int, int], str]()
     nodes: list[ast.AST] = [tree]
     while nodes:
@@ -38,6 +38,15 @@ def messages(tree: ast.Module) -> Iterator[str]:
             found[node.lineno, node.col_offset] = text
         nodes += [each.value for each in ast.walk(node) if isinstance(each, ast.FormattedValue)]
     yield from dict.fromkeys(found[place] for place in sorted(found))
+
+
+def _helps(tree: ast.Module) -> Iterator[int]:
+    """Yield the ids of docstrings that a command prints as its help."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or not any("command(" in ast.unparse(each) for each in node.decorator_list):
+            continue
+        if isinstance(node.body[0], ast.Expr):
+            yield id(node.body[0].value)
 
 
 def _text(node: ast.AST) -> str | None:

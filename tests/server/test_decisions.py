@@ -96,7 +96,7 @@ def test_an_approved_canary_stays_in_its_phase(state: MoveState) -> None:
 
 @pytest.mark.parametrize("state", [MoveState.MOVING, MoveState.STAGING, MoveState.APPLYING, MoveState.BACK])
 def test_a_move_that_goes_on_by_itself_needs_no_approval(state: MoveState) -> None:
-    with pytest.raises(ValueError, match=f"{state.name} goes on by itself"):
+    with pytest.raises(ValueError, match=f"{state.name} continues by itself"):
         decide(moving(state), True, "", seen())
 
 

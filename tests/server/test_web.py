@@ -86,9 +86,9 @@ def received(connection: socket.socket) -> int:
 
 def test_probes_say_whether_the_process_lives_and_why_publishers_are_not_taken(stand: Stand) -> None:
     assert (stand.get("/healthz")[0].status, stand.get("/readyz")[0].status) == (200, 200)
-    stand.unready = "the daemon goes down"
+    stand.unready = "the daemon is shutting down"
     answer, body = stand.get("/readyz")
-    assert (answer.status, body) == (503, b"the daemon goes down\n")
+    assert (answer.status, body) == (503, b"the daemon is shutting down\n")
     assert stand.get("/healthz")[0].status == 200
 
 

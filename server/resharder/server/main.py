@@ -263,7 +263,9 @@ class Daemon:
         failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
-            say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
+            say, whom = (
+                (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "that reaches the port")
+            )
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         records = (record for model in self.store.catalogue.models() for record in self.store.catalogue.versions(model))
         self.nodes.replication.start(record.name for record in records if record.state == READY)

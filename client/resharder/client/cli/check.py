@@ -132,7 +132,7 @@ def check(
 ) -> None:
     """Check in advance whether a trainer and a server fit a model.
 
-    And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
+    Also shows what each process sends and receives. Reads the config alone: no weights, no GPU. Exits 4 with the
     reason if something does not fit.
     """
     with waiting("importing torch", as_json):

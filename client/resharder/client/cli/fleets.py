@@ -230,7 +230,7 @@ def approve(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Complete a move: a canary that waits, or a move that has STOPPED."""
+    """Complete a move that waits after its canaries, or has STOPPED."""
     with Operator(endpoint) as operator:
         _end_move(operator, operator.approve(fleet, reason=reason), wait, timeout, as_json)
 
@@ -343,7 +343,7 @@ def drain(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before maintenance: accept no new requests; those in flight complete. --wait until the last one has."""
+    """Accept no new requests, before maintenance; those in flight complete. --wait until the last one has."""
     _require_name(fleet, server)
     _maintain(
         Operator.drain,
@@ -361,7 +361,7 @@ def resume(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """After `drain`: accept requests again."""
+    """Accept requests again, after `drain`."""
     _maintain(
         Operator.resume,
         lambda operator, name, one, listener, seconds: operator.wait_serving(name, one, listener, timeout=seconds),

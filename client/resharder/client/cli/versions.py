@@ -63,7 +63,7 @@ def import_(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a version of a checkpoint folder, without a trainer. Megatron's may have any parallel layout.
+    """Create a version from a checkpoint folder, without a trainer. Megatron's may have any parallel layout.
 
     Fleets with the target `latest` skip the version, unless --serve is given or the model has no other: `update N` serves it.
 

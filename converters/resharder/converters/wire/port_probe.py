@@ -284,7 +284,7 @@ def _tls_problem(error: ssl.SSLError, address: DataAddress, options: TlsOptions)
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _NAME_CODES:
         return Problem(
             f"its certificate is for {', '.join(_names(address)) or 'no name'}, not for {expected}",
-            f"issue one with that name, or pass the name that it has: {options.peer_name}",
+            f"issue one with that name, or pass the name in it: {options.peer_name}",
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return Problem(

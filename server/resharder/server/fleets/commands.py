@@ -195,7 +195,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
             return replace(fleet, move=replace(move, reason=reason))
         case MoveState.TRYING | MoveState.HOLDING:
             return replace(fleet, move=replace(move, approved=True, reason=reason))
-    raise ValueError(f"a move that is {move.state.name} goes on by itself")
+    raise ValueError(f"a move that is {move.state.name} continues by itself")
 
 
 def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:

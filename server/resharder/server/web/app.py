@@ -142,7 +142,7 @@ def _failed(request: Request, error: Exception) -> Response:
 
 
 def _not_found(request: Request, error: Exception) -> Response:
-    return PlainTextResponse("there is nothing here\n", HTTPStatus.NOT_FOUND)
+    return PlainTextResponse("there is nothing at this address\n", HTTPStatus.NOT_FOUND)
 
 
 def admit_all(request: Request) -> Response | None:

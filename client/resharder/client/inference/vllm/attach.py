@@ -194,7 +194,7 @@ async def attach(
     try:
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again
-        logger.warning("cannot determine yet whether the engine sleeps: %s", error)
+        logger.warning("cannot tell yet whether the engine sleeps: %s", error)
     await engine_end.find_processes()
     thread.start()
     return AttachedEngine(gate, thread, control)

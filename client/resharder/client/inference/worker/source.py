@@ -410,7 +410,7 @@ class _Preparation:
                     files, self._files = self._files, None
                     files.close()
         except (ResharderError, OSError, ValueError, RuntimeError) as error:  # also of a daemon without this call
-            logger.info("the files of the next version are not prepared: %s", error)
+            logger.info("cannot prepare the files of the next version: %s", error)
         finally:
             self._done.set()
 
