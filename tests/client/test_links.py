@@ -67,6 +67,7 @@ def by_target(found: list[HostLink]) -> dict[tuple[str, str, str], HostLink]:
     return {(link.source, link.target, link.port): link for link in found}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("even")
 def test_a_fast_a_slow_and_a_dead_link_are_told_apart(daemon: Daemon, version: str) -> None:
     proxies, port = Proxies(), free_port()
@@ -186,6 +187,7 @@ def test_tls_to_a_port_without_it_is_told_from_other_problems(daemon: Daemon, ve
     assert problem.found == "expected TLS, the port closes the connection"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("even")
 def test_nodes_measure_the_links_between_them_on_request() -> None:
     with (
@@ -241,6 +243,7 @@ def test_nodes_measure_the_links_between_them_on_request() -> None:
                 list(operator.measure_links(["left"], ["left"]))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("even")
 def test_nodes_measure_with_certificates_what_no_other_caller_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path / "pki")
