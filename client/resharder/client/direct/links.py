@@ -241,7 +241,6 @@ class TransferLinks:
             met.add_done_callback(lambda done: link.close() if (link := done.result()) is not None else None)
 
     def close(self) -> None:
-        """Drop all links."""
         for group in list(self._met):
             self.drop(group)
 

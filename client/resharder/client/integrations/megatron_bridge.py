@@ -29,7 +29,7 @@ class TrainState(Protocol):
 
 
 class LoopState(Protocol):
-    """State of a training loop."""
+    """Megatron-Bridge's state of a training loop, as far as it is used."""
 
     train_state: TrainState
 

@@ -617,7 +617,6 @@ class Intake:
         return self._open.get((model, number))
 
     def uploads(self, model: str = "") -> list[Upload]:
-        """Return the uploads of a model, or of all."""
         return [upload for upload in list(self._open.values()) if model in ("", upload.record.model)]
 
     def open_upload(self, model: str, number: int, epoch: int) -> Upload:

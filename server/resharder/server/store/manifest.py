@@ -186,7 +186,6 @@ class VerifiedVersion(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Resource name."""
         return self.manifest.record.name
 
 

@@ -34,7 +34,6 @@ class _Allocation:
         """Do nothing: the memory is the other process's."""
 
     def close(self) -> None:
-        """Unmap the allocation."""
         cuda_driver.ipc_close(self.address)
 
 

@@ -53,7 +53,7 @@ _POWERS = {Kind.SLEEP: (PowerState.ASLEEP_1, PowerState.ASLEEP_2), Kind.WAKE: (P
 
 @dataclass(frozen=True)
 class ControlOrder:
-    """An order of the daemon."""
+    """What the daemon orders a control side to do, and under which leadership and lease."""
 
     kind: Kind
     install: str = ""

@@ -170,7 +170,7 @@ def needs(parts: Iterable[ModelPart]) -> Needs:
 
 
 class ModelParts:
-    """The parts of one worker."""
+    """The model of one worker and its drafter, if it has one, each made when it is first asked for."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -69,7 +69,6 @@ class EarlyVersion:
 
     @property
     def number(self) -> int:
-        """The version's number."""
         return int(self.version.rpartition("/")[2])
 
 

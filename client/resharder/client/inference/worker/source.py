@@ -537,6 +537,5 @@ class Mirror:
         return tuple(replace(file, path=str(fd)) for (fd, _), file in zip(self._files, layouts, strict=True))
 
     def close(self) -> None:
-        """Close the files."""
         while self._files:
             os.close(self._files.pop()[0])
