@@ -130,7 +130,7 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
         ["serve_ahead_setting"],
         resources_pb2.SERVE_AHEAD_AUTO,
     )
-    assert "expected one of --serve-ahead" in resharder("fleet", "set", "--serve-ahead-auto", "--no-serve-ahead").err
+    assert "pass only one of --serve-ahead" in resharder("fleet", "set", "--serve-ahead-auto", "--no-serve-ahead").err
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,14 @@ def test_what_is_served_ahead_is_shown_as_such() -> None:
         (("update", "--fleet", "other"), 4, "there is no fleet other: the daemon has policy"),
         (("pin", "x"), 2, "'N'"),
         (("approve",), 4, "has made no move yet"),
-        (("sleep",), 2, "expected --server ID, or --fleet NAME"),
-        (("drain",), 2, "expected --server ID, or --fleet NAME"),
-        (("sleep", "--server", "c"), 4, "no servers/c: it has servers/a, servers/b"),
-        (("drain", "--server", "a", "--fleet", "other"), 2, "servers/a is of policy"),
+        (("sleep",), 2, "servers stop answering: pass --server ID, or --fleet NAME"),
+        (("drain",), 2, "servers stop answering: pass --server ID, or --fleet NAME"),
+        (("sleep", "--server", "c"), 4, "there is no server servers/c: the daemon has servers/a, servers/b"),
+        (
+            ("drain", "--server", "a", "--fleet", "other"),
+            2,
+            "servers/a is not a server of fleet other: it belongs to fleet policy",
+        ),
         (("sleep", "--fleet", "policy", "--level", "3"), 2, "'--level'"),
         (("gc",), 2, "--keep N"),
         (("gc", "1", "--keep", "1"), 2, "--keep N"),
@@ -232,7 +236,7 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
     fake.retired.kept.add(name="models/policy/versions/2", number=2, step=20, state=Version.READY, used_by=["servers/a"])
     fake.retired.freed_bytes = 3 << 20
     done = resharder("gc", "--keep", 1)
-    assert (done.code, "expected --yes" in done.err) == (2, True)
+    assert (done.code, "pass --yes or --dry-run" in done.err) == (2, True)
     assert done.out.splitlines() == [
         "models/policy/versions/2 (step 20) is kept: in use by servers/a",
         "models/policy/versions/1 (step 10) would be dropped",

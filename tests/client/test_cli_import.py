@@ -81,7 +81,7 @@ def test_the_step_is_the_number_at_the_end_of_the_folders_name(name: str, step: 
 
 def test_the_step_of_a_megatron_checkpoint_is_its_recorded_iteration(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("310\n")
-    with pytest.raises(UsageError, match="found no metadata"):
+    with pytest.raises(UsageError, match="it has no metadata"):
         step_of(tmp_path)
     newest = tmp_path / "iter_0000310"
     newest.mkdir()

@@ -122,7 +122,7 @@ def test_a_group_that_does_not_come_together_says_so_in_time() -> None:
 
 def test_an_interface_that_the_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")
-    with pytest.raises(DirectFailed, match="this one at GLOO_SOCKET_IFNAME=absent0"):
+    with pytest.raises(DirectFailed, match="this one is at GLOO_SOCKET_IFNAME=absent0"):
         make_group(HashStore(), "nowhere", 0, 2, torch.device("cpu"), 1.0)
 
 

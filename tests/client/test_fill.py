@@ -288,7 +288,7 @@ def test_sources_that_are_none_are_refused_by_what_was_expected(daemon: Daemon, 
     with pytest.raises(UsageError, match=r"has no safetensors file named \*\.safetensors"):
         fill(model, CONFIG, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    with pytest.raises(UsageError, match=r"found none named model-1.safetensors"):
+    with pytest.raises(UsageError, match=r"has no safetensors file named model-1.safetensors"):
         fill(model, CONFIG, tmp_path)
     with pytest.raises(UsageError, match="expected resharder://HOST:PORT/models/MODEL/versions/NUMBER"):
         fill(model, CONFIG, "resharder://somewhere/policy")

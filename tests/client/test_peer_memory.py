@@ -121,7 +121,7 @@ def test_a_tensor_outside_of_the_shared_blocks_is_refused() -> None:
     for wrong in ([at - 1, at + 8], [at + 8, at + 65], [1, 2]):
         with pytest.raises(DirectFailed, match="a tensor lies outside of the blocks"):
             mappings.translate(np.array([wrong]))
-    with pytest.raises(DirectFailed, match="expected 2 blocks, 1 are missing"):
+    with pytest.raises(DirectFailed, match="1 of 2 blocks are missing"):
         mappings.keep(["a", "b"])
     mappings.close()
     with pytest.raises(DirectFailed):
@@ -201,7 +201,7 @@ def test_a_pair_on_one_gpu_that_cannot_share_fails_with_the_reason(monkeypatch: 
 
     monkeypatch.setattr(Mappings, "add", refuse)
     monkeypatch.setattr(meeting, "_identity", lambda device: "GPU-1")
-    with pytest.raises(DirectFailed, match="NCCL joins no two processes of one GPU: not this memory"):
+    with pytest.raises(DirectFailed, match="cannot share its memory: not this memory"):
         met(HashStore())
 
 

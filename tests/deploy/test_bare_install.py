@@ -116,7 +116,7 @@ def test_with_the_extra_server_the_daemon_starts(server: BareVenv, tmp_path: Pat
     (tmp_path / "file").touch()
     ended = server.run("-m", "resharder.server", "--store", str(tmp_path / "file"))
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert "--store: expected a folder" in ended.stderr
+    assert "file is a file, not a folder" in ended.stderr
 
 
 def test_a_wheel_has_the_packages_their_types_and_both_programs_but_no_tests(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_profiled_install_is_repeated_by_a_server_at_rest_alone(desk: Desk) ->
 
 def test_a_lost_server_repeats_no_install_and_the_reason_is_how_long_it_has_been_silent(desk: Desk) -> None:
     desk.lose()
-    with pytest.raises(FailedPrecondition, match="do nothing else: no control side attached for 31 s"):
+    with pytest.raises(FailedPrecondition, match="does not serve its target: no control side attached for 31 s"):
         desk.fleets.reinstall("a")
 
 
@@ -131,7 +131,7 @@ def test_no_install_is_repeated_while_the_fleet_moves(desk: Desk) -> None:
     desk.fleets.tick()
     assert desk.fleets.by_name[MODEL].moving is not None
     before = desk.server.install
-    with pytest.raises(FailedPrecondition, match="do nothing else: fleet policy moves"):
+    with pytest.raises(FailedPrecondition, match="does not serve its target: fleet policy moves"):
         desk.fleets.reinstall("a")
     assert desk.server.install is before
 

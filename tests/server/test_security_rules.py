@@ -261,7 +261,7 @@ def test_who_has_all_its_calls_back_is_forgotten() -> None:
 def test_a_caller_has_no_more_calls_open_than_it_may() -> None:
     limits = Limits(0, 2)
     with limits.open("a"), limits.open("a"), limits.open("b"):
-        with pytest.raises(ResourceExhausted, match="a has 2 calls open") as caught, limits.open("a"):
+        with pytest.raises(ResourceExhausted, match="a has 2 open calls") as caught, limits.open("a"):
             pass
         assert caught.value.reason == "TOO_MANY_CALLS"
     with limits.open("a"), limits.open("a"):

@@ -286,7 +286,10 @@ def test_the_command_and_the_sdk_take_their_certificates_from_the_environment(
         ({"RESHARDER_TLS_CA": "/no/such"}, "/no/such cannot be read"),
         ({"RESHARDER_TLS_CA": "CA", "RESHARDER_TLS_CERT": "CA"}, "RESHARDER_TLS_CERT and RESHARDER_TLS_KEY"),
         ({"RESHARDER_TLS_CA": "CA", "RESHARDER_TOKEN": "a", "RESHARDER_TOKEN_FILE": "CA"}, "a token and a token file were given"),
-        ({"RESHARDER_TLS_CA": "CA", "RESHARDER_TOKEN": "a b"}, "expected a token of printable"),
+        (
+            {"RESHARDER_TLS_CA": "CA", "RESHARDER_TOKEN": "a b"},
+            "the token in RESHARDER_TOKEN has characters other than printable",
+        ),
     ],
 )
 def test_a_wrong_environment_is_refused_by_name_also_by_the_plugin(

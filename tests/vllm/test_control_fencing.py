@@ -54,7 +54,7 @@ def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine(ca
         assert await side.do(Kind.RESUME, 1) is None
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
         assert side.reattached == ["RESUME was refused: the lease of the order ended 1.000 s ago"]
-        assert "RESUME of version 1 (i1) was refused: expected an order on a living lease" in caplog.text
+        assert "RESUME of version 1 (i1) was refused: the lease of the order ended" in caplog.text
 
     asyncio.run(play())
 
