@@ -166,7 +166,7 @@ def test_versions_are_archived_dropped_and_restored() -> None:
     dropped = answer("gc", 1, *policy, "--yes")
     assert [version["number"] for version in dropped["retired"]] == [1]
     done = resharder("restore", 2, *policy)
-    assert (done.code, "there are models/policy/versions/1" in done.err) == (4, True)
+    assert (done.code, "archived versions: models/policy/versions/1" in done.err) == (4, True)
     assert answer("restore", "latest", *policy)["state"] == "READY"
     assert {version["number"]: version["state"] for version in answer("versions", *policy)["versions"]}[1] == "READY"
 

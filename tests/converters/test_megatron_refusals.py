@@ -223,7 +223,7 @@ def test_state_that_is_not_sharded_is_refused_by_name(chunk: Any, change: Callab
 
 
 def test_what_is_not_a_megatron_module_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="found Linear"):
+    with pytest.raises(UnsupportedModel, match="megatron-core modules, not Linear"):
         local_layout([torch.nn.Linear(2, 2)], tiny_hf.tiny_config("qwen3"))
 
 
