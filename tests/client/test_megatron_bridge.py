@@ -41,6 +41,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         yield Job(daemon, folder, load_model(folder))
 
 
+@pytest.fixture(autouse=True)
+def without_warnings(job: Job) -> Iterator[None]:
+    """After the test, no version has a warning in its record."""
+    yield
+    with Operator(job.daemon.endpoint) as operator:
+        assert {version.name: version.warnings for version in operator.versions() if version.warnings} == {}
+
+
 def train(
     callback: PublishCallback, model: torch.nn.Module, iterations: int, skipped: tuple[int, ...] = (), first: int = 0
 ) -> None:

@@ -177,6 +177,7 @@ class ModelParts:
         self.by_name: dict[str, ModelPart] = {}
         self.needed_bytes = 0
         """Bytes of a version that the parts read."""
+        self._config_warnings: list[str] = []
 
     def part(self, name: str) -> ModelPart:
         """Return the part, and create it on the first call."""
@@ -206,8 +207,8 @@ class ModelParts:
 
     @property
     def warnings(self) -> list[str]:
-        """Refusals that the environment allows, of all parts."""
-        return [text for part in self.by_name.values() for text in part.warnings]
+        """Refusals that the environment allows, of all parts and of the config that was checked last."""
+        return [*self._config_warnings, *(text for part in self.by_name.values() for text in part.warnings)]
 
     def count_needed_bytes(self) -> None:
         """Update `needed_bytes` after a recording."""
@@ -234,7 +235,9 @@ class ModelParts:
             booting: Whether the server starts, so that it is no use to start it again as it is.
         """
         if config:
-            refuse_config(version, self._host.config_differences(config), booting)
+            with collecting() as warnings:
+                refuse_config(version, self._host.config_differences(config), booting)
+            self._config_warnings = warnings
 
     def check_early(self, version: str, config: bytes, tensors: str) -> None:
         """Raise `InstallError` as `check` does, for a version that is not READY. Of its tensors only the fingerprint is known."""
