@@ -165,7 +165,7 @@ OF_SERVERS: tuple[Variable[object], ...] = (
 )  # fmt: skip
 """Variables of vLLM servers."""
 
-# What the processes of a server pass on to each other.
+# Variables that the processes of a server inherit from each other.
 PAGE = text("RESHARDER_PAGE")
 WARNED_OF_VLLM = text("RESHARDER_WARNED_OF_VLLM")  # so that a server warns once
 

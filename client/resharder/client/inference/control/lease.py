@@ -33,7 +33,7 @@ LEAVE_SECONDS = 2.0  # for the daemon to receive the last report
 
 @dataclass(frozen=True)
 class ControlIdentity:
-    """What an API server's control side claims: a server of a size, at an address, for a model and a fleet."""
+    """Claim of an API server's control side: a server of a size, at an address, for a model and a fleet."""
 
     server: str
     """The server's id, shared by all of its API servers."""

@@ -53,7 +53,7 @@ _POWERS = {Kind.SLEEP: (PowerState.ASLEEP_1, PowerState.ASLEEP_2), Kind.WAKE: (P
 
 @dataclass(frozen=True)
 class ControlOrder:
-    """What the daemon orders a control side to do, and under which leadership and lease."""
+    """Order of the daemon to a control side, with the leadership and the lease under which it holds."""
 
     kind: Kind
     install: str = ""

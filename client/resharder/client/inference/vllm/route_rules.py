@@ -25,7 +25,7 @@ _LONGEST_BODY = 1 << 16  # bytes; a longer body of a call whose rule depends on 
 
 
 class Handling(Enum):
-    """What a server that follows the daemon does with a call of a route."""
+    """Handling of a call of a route by a server that follows the daemon."""
 
     HARMLESS = "harmless"
     COORDINATED = "coordinated"

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 @dataclass(frozen=True)
 class Installed:
-    """What an install has verified and copied, summed over the parts of the model."""
+    """Counts of an install: tensors and bytes verified and copied, summed over the parts of the model."""
 
     verified: int
     """Number of boxes with an equal digest."""
