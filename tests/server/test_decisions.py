@@ -57,7 +57,7 @@ def test_a_rollback_of_latest_keeps_the_target_with_its_pace() -> None:
 @pytest.mark.parametrize("known", [fleet(), moving(MoveState.DONE), moving(MoveState.FAILED)])
 @pytest.mark.parametrize("go_on", [True, False])
 def test_without_a_move_there_is_nothing_to_decide(known: Fleet, go_on: bool) -> None:
-    with pytest.raises(ValueError, match="expected a move that goes on"):
+    with pytest.raises(ValueError, match="no move is under way"):
         decide(known, go_on, "", seen())
 
 
@@ -96,7 +96,7 @@ def test_an_approved_canary_stays_in_its_phase(state: MoveState) -> None:
 
 @pytest.mark.parametrize("state", [MoveState.MOVING, MoveState.STAGING, MoveState.APPLYING, MoveState.BACK])
 def test_a_move_that_goes_on_by_itself_needs_no_approval(state: MoveState) -> None:
-    with pytest.raises(ValueError, match=f"{state.name} goes on by itself"):
+    with pytest.raises(ValueError, match=f"{state.name} continues by itself"):
         decide(moving(state), True, "", seen())
 
 

@@ -251,7 +251,7 @@ def test_a_version_of_another_config_is_refused_with_both_values_before_anything
     assert f"{path} is {theirs!r} in the version, {ours!r} here" in error
     assert "restart the server" in error
     answer = running.engine.one("resharder_apply", name)
-    assert (answer["ok"], "to be staged" in answer["error"]) == (False, True)
+    assert (answer["ok"], "is not staged" in answer["error"]) == (False, True)
     assert running.engine.one("resharder_fingerprint")["tensors"] == before
     assert running.engine.one("resharder_describe")["version"] == 1
 

@@ -60,7 +60,7 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
         if name is None:
             continue
         if name in found and memory_of(found[name]) != memory_of(value):
-            raise UnknownTensor(f"{name}: expected one tensor of this name, found two: the second is {key}")
+            raise UnknownTensor(f"{name}: two tensors have this name, the second is {key}")
         found[name] = value
     return found
 

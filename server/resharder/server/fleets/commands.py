@@ -181,7 +181,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
     """Apply an operator's decision about the current move. Raises ValueError if there is nothing to decide."""
     move = fleet.moving
     if move is None:
-        raise ValueError("expected a move that goes on, there is none")
+        raise ValueError("no move is under way")
     if not go_on:
         if move.state == MoveState.BACK:
             return fleet
@@ -195,7 +195,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
             return replace(fleet, move=replace(move, reason=reason))
         case MoveState.TRYING | MoveState.HOLDING:
             return replace(fleet, move=replace(move, approved=True, reason=reason))
-    raise ValueError(f"a move that is {move.state.name} goes on by itself")
+    raise ValueError(f"a move that is {move.state.name} continues by itself")
 
 
 def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
@@ -236,14 +236,12 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
         strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
     ):
         raise InvalidArgument(
-            "STRATEGY", f"expected canaries, a hold, approval and a check with CANARY alone, got them with {strategy.kind.name}"
+            "STRATEGY", f"canaries, a hold, approval and a check are for CANARY alone, not for {strategy.kind.name}"
         )
     if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC) and (
         strategy.at_a_time or strategy.max_failures
     ):
-        raise InvalidArgument(
-            "STRATEGY", f"expected at_a_time and max_failures with ROLLING or CANARY, got them with {strategy.kind.name}"
-        )
+        raise InvalidArgument("STRATEGY", f"at_a_time and max_failures are for ROLLING and CANARY, not for {strategy.kind.name}")
     if strategy.check and strategy.check not in checks:
         there = sorted(checks)
         raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {strategy.check!r}")
@@ -287,7 +285,7 @@ def _check_ahead(fleet: Fleet) -> None:
         bound = f"a skew bound of {fleet.max_skew}" if fleet.max_skew else "no skew bound"
         raise InvalidArgument(
             "SERVE_AHEAD",
-            f"expected a fleet that serves ahead to move ALL_AT_ONCE without a skew bound, {fleet.name} moves "
+            f"a fleet serves ahead of READY only if it moves ALL_AT_ONCE without a skew bound: {fleet.name} moves "
             f"{fleet.strategy.kind.name} with {bound}",
         )
 
@@ -297,8 +295,8 @@ def _check_kv(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     if passing and strategy.kind != UpdateStrategy.Kind.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
-            f"servers {listed(passing)} pass KV caches on: expected fleet {fleet.name} to move atomically, "
-            f"got {strategy.kind.name}",
+            f"servers {listed(passing)} pass KV caches on, so fleet {fleet.name} has to move atomically: it would move "
+            f"{strategy.kind.name}",
         )
 
 

@@ -84,7 +84,6 @@ class ReservedSets:
 
     @property
     def size(self) -> int:
-        """Bytes of a set."""
         return self.own.size
 
 
@@ -134,7 +133,6 @@ class FileSets:
         self._changed = changed
 
     def report(self) -> list[node_pb2.NodeReservation]:
-        """Return the sets for the report to the daemon."""
         with self._lock:
             return [
                 node_pb2.NodeReservation(

@@ -29,7 +29,7 @@ DAEMON = "@daemon"
 
 
 class PieceState(IntEnum):
-    """State of a piece of a version."""
+    """Whether the daemon or a node holds a piece, or may hold it."""
 
     ABSENT = 0  # never held: the version is being written
     HELD = 1

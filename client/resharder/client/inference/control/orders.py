@@ -53,7 +53,7 @@ _POWERS = {Kind.SLEEP: (PowerState.ASLEEP_1, PowerState.ASLEEP_2), Kind.WAKE: (P
 
 @dataclass(frozen=True)
 class ControlOrder:
-    """An order of the daemon."""
+    """What the daemon orders a control side to do, and under which leadership and lease."""
 
     kind: Kind
     install: str = ""
@@ -160,7 +160,7 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
         The step to take, or the outcome if no step is needed.
     """
     if order.kind in _LEADERS and not state.leads(order):
-        return _refused(order, f"expected the leading control side for {order.kind.name}, this one does not lead")
+        return _refused(order, f"{order.kind.name} is for the leading control side, and this one does not lead")
     if before := _recorded_outcome(state, order):
         return before
     if order.leased and not alive:
@@ -173,15 +173,15 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
         case Kind.UNSTAGE:
             return Step.UNSTAGE
         case Kind.APPLY if state.power.asleep:  # on a GPU, an update during sleep is a segmentation fault (vLLM issue 57853)
-            return _refused(order, f"expected the weights to be awake, the engine is {state.power.name}")
+            return _refused(order, f"the weights are not awake: the engine is {state.power.name}")
         case Kind.APPLY:
             return Step.APPLY
         case Kind.RESUME if order.version < 1:
             return _refused(order, f"expected a version to resume on, got {order.version}")
         case Kind.RESUME if state.power > PowerState.AWAKE:
-            return _refused(order, f"expected the engine to be awake, it is {state.power.name}")
+            return _refused(order, f"the engine is not awake: it is {state.power.name}")
         case Kind.RESUME if state.dropped:
-            return _refused(order, "expected a version to be installed first: a sleep at level 2 dropped the weights")
+            return _refused(order, "a sleep at level 2 dropped the weights: install a version first")
         case Kind.RESUME:
             may_be_paused = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
             return Step.RESUME if may_be_paused or open_on != order.version else state.resumed_as(order)

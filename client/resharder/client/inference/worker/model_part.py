@@ -87,7 +87,7 @@ class ModelPart:
         if recording.unfit:
             reasons = [f"{name}: {why}" for name, why in sorted(recording.unfit.items())]
             raise InstallError(
-                f"expected {manifest.name} to have the {self.name}'s tensors in the formats in which it loads them; "
+                f"{manifest.name} has tensors in other formats than those in which the {self.name} loads them; "
                 f"{len(reasons)} parameters do not fit: {'; '.join(reasons[:4])}"
             )
         with collecting() as warnings:
@@ -106,9 +106,9 @@ class ModelPart:
             refuse(
                 UNWRITTEN,
                 InstallError(
-                    f"{manifest.name} lacks tensors that the {self.name} loads: {len(reasons)} parameters would keep what is in "
-                    f"memory now. They get {'; '.join(reasons[:4])}{'; …' if len(reasons) > 4 else ''}. "
-                    "Publish the whole checkpoint. If the model does not read the rest, "
+                    f"{manifest.name} lacks tensors that the {self.name} loads: {len(reasons)} parameters would keep what is "
+                    f"in memory now. They get {'; '.join(reasons[:4])}{'; …' if len(reasons) > 4 else ''}. Publish the whole "
+                    f"checkpoint. If the model does not read the rest, "
                     f"start the server with {VARIABLE}={UNWRITTEN}"
                 ),
             )
@@ -146,7 +146,7 @@ class ModelPart:
     def known(self) -> Recording:
         """The recording. Raises `InstallError` before there is one."""
         if self.recording is None:
-            raise InstallError(f"expected the {self.name} to be recorded")
+            raise InstallError(f"the {self.name} is not recorded yet")
         return self.recording
 
     @property
@@ -170,7 +170,7 @@ def needs(parts: Iterable[ModelPart]) -> Needs:
 
 
 class ModelParts:
-    """The parts of one worker."""
+    """The model of one worker and its drafter, if it has one, each made when it is first asked for."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
