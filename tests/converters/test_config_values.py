@@ -39,8 +39,22 @@ def changed(config: Config, path: tuple[str, ...], value: Any) -> Config:
     return config | {path[0]: changed(inner, path[1:], value) if len(path) > 1 else value}
 
 
+UNSET: dict[str, list[Any]] = {
+    "attn_logit_softcapping": [5.0],
+    "clip_qkv": [8.0],
+    "q_lora_rank": [24],
+    "sliding_window": [5],
+    "use_bidirectional_attention": [True],
+}
+"""What fields that are null could be set to."""
+
+
 def others(name: str, value: Any) -> list[Any]:
     """Other values that a config could have."""
+    if value is None:
+        return UNSET.get(name, [])
+    if name == "topk_method":
+        return ["group_limited_greedy" if value == "greedy" else "greedy"]
     if name in ("hidden_act", "hidden_activation"):
         return ["relu", "gelu"]
     if name == "rope_type":
@@ -56,7 +70,7 @@ def others(name: str, value: Any) -> list[Any]:
         return [value + 1, 2 * value or 3]
     if isinstance(value, float):
         return [2 * value + 0.1, value / 2]
-    return [] if value is None or isinstance(value, str) else [[]]
+    return [] if isinstance(value, str) else [[]]
 
 
 def taken(config: Config) -> set[str]:

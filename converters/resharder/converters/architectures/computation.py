@@ -440,14 +440,18 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     ),
     "there is no window": (
         "qwen2.use_sliding_window",
+        "qwen2.sliding_window",
         "qwen2.max_window_layers",
         "qwen2_moe.use_sliding_window",
         "qwen2_moe.sliding_window",
         "qwen2_moe.max_window_layers",
         "qwen3.use_sliding_window",
+        "qwen3.sliding_window",
         "qwen3.max_window_layers",
         "qwen3_moe.use_sliding_window",
+        "qwen3_moe.sliding_window",
         "mimo.use_sliding_window",
+        "mimo.sliding_window",
         "mimo.max_window_layers",
     ),
     "there is one group, or no limit to groups": (
@@ -464,6 +468,7 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "gemma3_text.rope_theta",
     ),
     "megatron-core has no argument for it, nor has Megatron-Bridge": (
+        "gemma3_text.attn_logit_softcapping",
         "gemma3_text.final_logit_softcapping",
         "gemma3_text.rope_type",
     ),
