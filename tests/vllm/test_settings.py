@@ -2,10 +2,12 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import vllm
+from resharder.client import settings
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm import register
@@ -126,3 +128,9 @@ def test_the_vllm_that_the_tests_run_in_is_a_tested_one(starting: pytest.MonkeyP
     caplog.set_level(logging.WARNING, "vllm.resharder")  # other tests have vLLM build an application, which raises the root's
     register()
     assert not [record for record in caplog.records if record.name == "vllm.resharder"]
+
+
+def test_the_folder_for_slices_is_checked_where_no_other_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "STAGING_DIR", replace(settings.STAGING_DIR, unset="/no/such"))
+    with pytest.raises(UsageError, match="expected a folder in RESHARDER_STAGING_DIR, got '/no/such'"):
+        PluginSettings.from_environment(ENVIRONMENT)

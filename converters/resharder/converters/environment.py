@@ -34,6 +34,10 @@ class Variable(Generic[T_co]):
         given = self.text(environment)
         return self.parse(self.name, given) if given else self.unset
 
+    def checked(self: "Variable[str]", environment: Mapping[str, str] | None = None) -> str:
+        """Return the value, whose default is checked too. Raises what `parse` raises."""
+        return self.parse(self.name, self.text(environment) or self.unset)
+
     def text(self, environment: Mapping[str, str] | None = None) -> str:
         """Return the value as it is given; empty if it is unset."""
         return (os.environ if environment is None else environment).get(self.name, "")

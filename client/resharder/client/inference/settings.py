@@ -57,7 +57,7 @@ class PluginSettings:
             hold_seconds=settings.HOLD_SECONDS.read(environment),
             boot_wait_seconds=settings.BOOT_WAIT_SECONDS.read(environment),
             transport=settings.TRANSPORT.read(environment),
-            staging_dir=settings.STAGING_DIR.read(environment),
+            staging_dir=settings.STAGING_DIR.checked(environment),
             direct=settings.DIRECT.read(environment) == "on",
             verify_seconds=settings.VERIFY_SECONDS.read(environment),
             update_seconds=settings.UPDATE_SECONDS.read(environment),

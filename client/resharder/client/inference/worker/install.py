@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 @dataclass(frozen=True)
 class Installed:
-    """Counts of an install: tensors and bytes verified and copied, summed over the parts of the model."""
+    """Boxes verified, bytes copied and seconds taken by an install, summed over the parts of the model."""
 
     verified: int
     """Number of boxes with an equal digest."""
