@@ -77,7 +77,13 @@ def publish_llama(publisher: Publisher) -> None:
 @pytest.mark.parametrize(
     ("change", "model", "kind", "reason", "said"),
     [
-        (lambda t: {n: t[n] for n in t if n != NORM}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], no"),
+        (
+            lambda t: {n: t[n] for n in t if n != NORM},
+            "llama",
+            LayoutRejected,
+            "LAYOUT_MISMATCH",
+            f"{NORM} [32] is held by no rank",
+        ),
         (lambda t: t | {"extra": ("F32", (2,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", "extra: not a tensor of this model"),
         (lambda t: t | {NORM: ("F32", (31,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], found [31]"),
         (lambda t: t | {NORM: ("F8_E5M2", (32,))}, "llama", UsageError, "USAGE", f"{NORM}: expected one of BF16, F16, F32"),

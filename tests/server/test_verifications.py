@@ -95,5 +95,5 @@ def test_who_waits_in_vain_is_told_so(daemon: Daemon) -> None:
             operator.verify("nobody")
         with SimulatedServer(daemon, "a"):
             wait_serving(daemon, 1)
-            with pytest.raises(WaitTimeout, match="0 have"):
+            with pytest.raises(WaitTimeout, match="0 of 1 workers of server a have verified after"):
                 operator.verify("a", timeout=0.2)

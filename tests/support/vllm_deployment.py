@@ -44,7 +44,7 @@ def deployment(folder: Path, *args: str, environment: Mapping[str, str] = Mappin
         publisher = stack.enter_context(
             connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=folder)
         )
-        env = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder", **environment}
+        env = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder", "RESHARDER_HOLD_SECONDS": "300", **environment}
         server = VllmServer(folder, ["--max-model-len", "2048", "--load-format", "resharder", *args], env, timeout=900)
         deployed = Deployment(daemon, publisher, server, config)
         deployed.publish()

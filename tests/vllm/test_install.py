@@ -191,6 +191,9 @@ PACKED: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "tied raw": ("qwen3_tied", torch.bfloat16, {"raw": True}),
     "moe raw": ("qwen3_moe", torch.float32, {"raw": True}),
 }
+DENSE_BF16 = ("tied", "norms around zero", "compiled")
+PACKS_BF16 = torch.cpu._is_avx512_supported()
+"""oneDNN multiplies no bfloat16 on AVX2: vLLM keeps dense weights as they are there (`dispatch_cpu_unquantized_gemm`)."""
 
 
 @pytest.mark.parametrize("kind", alone(PACKED, ["moe", "latent attention", "fp8"]))
@@ -211,7 +214,7 @@ def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_l
         assert engine.logprobs(PROMPT) == case.logprobs
         assert any(path.endswith("W_UV") for path in case.tensors[0]) == (kind == "latent attention")
         loaded = bool(engine.one("resharder_describe")["loaded"])
-        assert loaded == (kind != "tied raw")
+        assert loaded == (kind != "tied raw" and (PACKS_BF16 or kind not in DENSE_BF16))
 
 
 def recorded(worker: Any) -> Recording:

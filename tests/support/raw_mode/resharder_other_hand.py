@@ -11,7 +11,13 @@ from pathlib import Path
 
 
 def register() -> None:
-    if "OTHER_HAND" in os.environ and all(thread.name != "other-hand" for thread in threading.enumerate()):
+    if "OTHER_HAND" in os.environ:
+        os.register_at_fork(after_in_child=start)  # workers may be forked from a process that has loaded its plugins
+        start()
+
+
+def start() -> None:
+    if all(thread.name != "other-hand" for thread in threading.enumerate()):
         threading.Thread(target=watch, args=(Path(os.environ["OTHER_HAND"]),), name="other-hand", daemon=True).start()
 
 

@@ -786,8 +786,9 @@ _FIRST = {"fleet": ". A fleet appears when the first vLLM server connects, or wi
 def one_of(found: dict[str, Found], name: str, kind: str) -> Found:
     """Return the resource with this name. Raises NotFound, with the names that exist."""
     if name not in found:
-        if found:
-            raise NotFound(f"there is no {kind} {name}: the daemon has {', '.join(found)}")
+        if name or found:
+            listed = f"the daemon has {', '.join(found)}" if found else f"there are none yet{_FIRST.get(kind, '')}"
+            raise NotFound(f"there is no {kind} {name or 'without a name'}: {listed}")
         raise NotFound(f"there are no {kind}s yet{_FIRST.get(kind, '')}")
     return found[name]
 
