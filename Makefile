@@ -1,4 +1,4 @@
-# make demo: the main job from end to end. make example: an RL job. make test: each promise once. make test-all: every test.
+# make demo: the main job from end to end. make example: an RL job. make test: each way of the bytes and each decision once. make test-all: every test.
 # make check: the fast ones. All set everything up first, in .venv.
 PYTHON ?= python3.11
 VENV := .venv

@@ -1,6 +1,6 @@
 """The parts of `make test`, `make test-all` and continuous integration, run to the end whatever fails.
 
-    python3 tools/parts.py test         # each promise once
+    python3 tools/parts.py test         # each way of the bytes and each decision once
     python3 tools/parts.py all          # every test that there is
     python3 tools/parts.py ci           # `test`, then as much of the rest as its time allows; the commit says where it begins
 
