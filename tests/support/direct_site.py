@@ -9,8 +9,9 @@ from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.server.direct.direct import Cause, Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.plans import Member
-from resharder.server.direct.state import Act, Task
+from resharder.server.direct.state import Task
 from resharder.server.infra.change_signal import Pause
+from resharder.v1 import direct_pb2
 
 from tests.support.waits import settled
 
@@ -109,9 +110,9 @@ def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install:
     """The group's id, once everybody has the link. What a rank still has of the one before it is told to drop."""
     links = [future.result(LONG) for future in site.join(server, number, install)]
     tasks = [rank.task() for rank in ranks]
-    if tasks[0] and tasks[0].act is Act.DROP:
+    if tasks[0] and tasks[0].act == direct_pb2.DirectTask.DROP:
         tasks = [rank.task() for rank in ranks]
-    assert [task.act for task in tasks if task] == [Act.LINK] * 2
+    assert [task.kind for task in tasks if task] == [direct_pb2.DirectTask.LINK] * 2
     (group,) = {link.group for link in links} | {task.group for task in tasks if task}  # type: ignore[attr-defined]
     return str(group)
 
@@ -121,7 +122,7 @@ def after_drops(ranks: list[Rank], dropped: str) -> list[Task]:
     found = []
     for rank in ranks:
         task = rank.task()
-        while task == Task(Act.DROP, dropped):
+        while task == Task(direct_pb2.DirectTask.DROP, dropped):
             task = rank.task()
         assert task is not None
         found.append(task)

@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
 from resharder.client.inference.control.gate import LEASE_ENDED, Gate, GateMiddleware, ServerLease
 from resharder.client.inference.control.metrics import Numbers
-from resharder.client.inference.control.orders import Kind, Outcome
+from resharder.client.inference.control.orders import Outcome
 from resharder.v1 import resources_pb2
+from resharder.v1.server_pb2 import Order
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -110,13 +111,13 @@ def test_an_install_is_counted_once_in_all_its_phases_though_its_orders_come_aga
     registry: CollectorRegistry, look: Look
 ) -> None:
     numbers = Numbers(registry)
-    applied = Outcome(Kind.APPLY, "life-1", timings=timed(pause=0.25, workers=1.25, reset=0.5))
-    resumed = Outcome(Kind.RESUME, "life-1", pause_seconds=3.0, timings=timed(resume=0.125))
+    applied = Outcome(Order.APPLY, "life-1", timings=timed(pause=0.25, workers=1.25, reset=0.5))
+    resumed = Outcome(Order.RESUME, "life-1", pause_seconds=3.0, timings=timed(resume=0.125))
     for _ in range(2):
         numbers.carried_out(applied)
         numbers.carried_out(resumed)
-    numbers.carried_out(Outcome(Kind.APPLY, "life-2", ok=False, error="a worker failed"))
-    numbers.carried_out(Outcome(Kind.CLOSE, ""))
+    numbers.carried_out(Outcome(Order.APPLY, "life-2", ok=False, error="a worker failed"))
+    numbers.carried_out(Outcome(Order.CLOSE, ""))
     sums = {phase: look("install_phase_seconds_sum", phase=phase) for phase in ("pause", "apply", "reset", "resume")}
     assert sums == {"pause": 0.25, "apply": 1.25, "reset": 0.5, "resume": 0.125}
     assert look("install_phase_seconds_count", phase="apply") == 1

@@ -58,12 +58,19 @@ from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.limits import Limits
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import PauseMode
 from resharder.server.state.server import Settings
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
-from resharder.v1 import direct_pb2_grpc, node_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
+from resharder.v1 import (
+    direct_pb2_grpc,
+    node_pb2_grpc,
+    operator_pb2,
+    operator_pb2_grpc,
+    publisher_pb2_grpc,
+    resources_pb2,
+    server_pb2_grpc,
+)
 
 _log = structlog.get_logger("resharder.main")
 
@@ -105,7 +112,7 @@ class Daemon:
             offers=offered,
             settings=replace(Settings(), lease=config.lease_seconds, forget=config.forget_seconds),
             files=FleetFiles(config.store / "fleets"),
-            pause_mode=PauseMode[config.pause_mode.upper()],
+            pause_mode=resources_pb2.PauseMode.Value(config.pause_mode.upper()),
             note=self.events.add,
             checks=self.checks,
         )

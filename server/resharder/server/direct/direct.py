@@ -29,10 +29,11 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.piece_arrays import Pieces
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.plans import Member, Planned, Plans, Side
-from resharder.server.direct.state import Act, Group, Link, Offer, Task
+from resharder.server.direct.state import Group, Link, Offer, Task
 from resharder.server.infra.backoff import backoff
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ResourceNotFound
+from resharder.v1 import direct_pb2
 
 _LOOK = 0.25  # longest pause of a waiting call, in seconds
 _PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds without an attempt after the second failure in a row; doubles with each
@@ -367,7 +368,7 @@ class Direct:
         group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
         self._offered_versions.set_at_once(offer.model, self._disjoint_groups(offer))
-        offer.tell(group, Act.LINK, link=True)
+        offer.tell(group, direct_pb2.DirectTask.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
         return group
 
@@ -580,7 +581,7 @@ class Direct:
             if not group.error:
                 offer.running[group.id] = group
                 group.granted, group.began = group.install, self._clock()
-                offer.tell(group, Act.RUN)
+                offer.tell(group, direct_pb2.DirectTask.RUN)
                 _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
                 self._changed.notify()
 
@@ -619,7 +620,7 @@ class Direct:
         """End a group, which need not mean failure, and start the next queued transfers."""
         group.error = why
         for offer in self._offers_to(group):
-            offer.tell(group, Act.DROP)
+            offer.tell(group, direct_pb2.DirectTask.DROP)
             offer.running.pop(group.id, None)
             self._start_next(offer)
         self._changed.notify()

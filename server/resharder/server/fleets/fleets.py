@@ -29,8 +29,8 @@ from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable, unknown_server
-from resharder.server.state.fleet import Fleet, PauseMode, UpdateStrategy, View
-from resharder.server.state.server import Server, Settings, Worker, WorkerState, in_use, processes
+from resharder.server.state.fleet import Fleet, View
+from resharder.server.state.server import ASLEEP, Server, Settings, Worker, in_use, processes
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -47,6 +47,7 @@ from resharder.server.state.server_events import (
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import PauseMode
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_WORLD_SIZE = 65536
@@ -279,7 +280,7 @@ class Fleets:
                     f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
                 )
             strategy = self.by_name[known.fleet].strategy.kind
-            if first.passes_kv and strategy != UpdateStrategy.Kind.ATOMIC:
+            if first.passes_kv and strategy != resources_pb2.UpdateStrategy.ATOMIC:
                 raise FailedPrecondition(
                     "KV_FLEET",
                     f"server {server} transfers KV caches: expected fleet {known.fleet} to update atomically "
@@ -341,7 +342,7 @@ class Fleets:
         if server not in self.by_id and worker.process in self._left.get(server, ()):
             raise FailedPrecondition("SERVER_LEFT", f"server {server} has left: its API servers have ended")
         known = self.server(server)
-        loaded = worker.state in (WorkerState.BOOTED, WorkerState.APPLIED)
+        loaded = worker.state in (resources_pb2.Worker.BOOTED, resources_pb2.Worker.APPLIED)
         if loaded and worker.fingerprint != known.ready.get(worker.version):
             self._versions.look(known.model)  # the version may have become READY since the last tick
         with self.lock:
@@ -597,8 +598,16 @@ class Fleets:
         known = before.move if before is not None else None
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
-        what, subject = move.state.name.lower(), f"fleets/{after.name}"
-        self.note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, strategy=move.strategy.kind.name)
+        what, subject = resources_pb2.Move.State.Name(move.state).lower(), f"fleets/{after.name}"
+        self.note(
+            "move",
+            subject,
+            what,
+            move.reason,
+            to=move.to,
+            back_to=move.back_to,
+            strategy=resources_pb2.UpdateStrategy.Kind.Name(move.strategy.kind),
+        )
 
     def _pin_versions(self, fleet: Fleet) -> None:
         """Pin the versions that a fleet needs, and release others. A fleet that serves ahead needs the newest READY version."""
@@ -816,6 +825,6 @@ def _is_a_place(address: str) -> bool:
 def _installs_directly(server: Server, number: int) -> bool:
     """Return whether a server is about to install a version, without an earlier failure, into memory that ranks can write to."""
     reachable = server.complete and all(worker.memory for worker in server.workers.values())
-    wakes = not server.goal.power.asleep and not (server.power.asleep and server.change_failed is not None)
+    wakes = server.goal.power not in ASLEEP and not (server.power in ASLEEP and server.change_failed is not None)
     up = server.lost_at is None and bool(server.controls) and wakes
     return reachable and up and server.wanted == number != server.agreed and number not in server.failures

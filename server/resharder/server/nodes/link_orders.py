@@ -15,10 +15,9 @@ from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.server.nodes.known_node import KnownNode
 from resharder.server.nodes.reports import LinkOrder, StateReport
 from resharder.server.state.errors import InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.version import DAEMON, host_name
 from resharder.v1 import resources_pb2
 
-DAEMON_HOST = "daemon"
-"""Target of a link to the daemon's data port; other targets are `nodes/{id}`."""
 MOST_LINKS = 256
 """Links of one order at most."""
 _MOST_VERSIONS = 8  # of which a node tries pieces
@@ -130,7 +129,7 @@ class LinkOrders:
     def _start(self, link: LinkEnds, own_versions: Sequence[str]) -> _Measurement:
         node, target = self._nodes[link.source], self._nodes.get(link.target.removeprefix("nodes/"))
         address, versions = "", tuple(own_versions)
-        if link.target != DAEMON_HOST:
+        if link.target != host_name(DAEMON):
             address = target.report.data_address if target is not None else ""
             versions = _held(target.report, self._served) if target is not None else ()
         order = LinkOrder(secrets.token_hex(8), link.target, address, versions[:_MOST_VERSIONS])
@@ -189,7 +188,7 @@ def links_of(sources: Sequence[str], targets: Sequence[str], nodes: Mapping[str,
 
     Raises as `LinkOrders.measure` does.
     """
-    names = {DAEMON_HOST, *(f"nodes/{id}" for id in nodes)}
+    names = {host_name(DAEMON), *(f"nodes/{id}" for id in nodes)}
     if unknown := [name for name in (*(f"nodes/{id}" for id in sources), *targets) if name not in names]:
         raise ResourceNotFound("NODE_UNKNOWN", f"{unknown[0]} is unknown; there are {', '.join(sorted(names))}")
     chosen = sources or [id for id, live in sorted(nodes.items()) if live]

@@ -30,7 +30,7 @@ from resharder.server.nodes.known_node import (
     source_of,
 )
 from resharder.server.nodes.link_orders import LinkOrders
-from resharder.server.nodes.pieces import DAEMON, OwnPieces, PieceTable
+from resharder.server.nodes.pieces import OwnPieces, PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
 from resharder.server.nodes.reports import (
@@ -38,7 +38,6 @@ from resharder.server.nodes.reports import (
     CopyReport,
     CopyView,
     HostCopy,
-    NodeState,
     NodeView,
     Orders,
     PeerSource,
@@ -48,10 +47,11 @@ from resharder.server.nodes.reports import (
 )
 from resharder.server.nodes.tracker import LONGEST, NodeReport, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import READY, UPLOADING, VersionRecord, parse_name
+from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
 from resharder.server.store.reader import VerifiedVersions
+from resharder.v1 import resources_pb2
 
 
 class NodeRegistry:
@@ -385,8 +385,8 @@ class NodeRegistry:
             return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(node.report.node) is node)
 
     def _view(self, node: KnownNode) -> NodeView:
-        state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
-        chosen = set(self._chosen(node)) if state is not NodeState.LOST else set()
+        state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
+        chosen = set(self._chosen(node)) if state != resources_pb2.Node.LOST else set()
         held = {name: len(self._tracker.table.bitmap(name, node.report.node)) for name in self._numberings}
         copies = copies_of(node, chosen, self._numberings, held)
         for version, (own, files) in self.homes.uploading(node.report.node).items():

@@ -24,9 +24,9 @@ from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
-from resharder.client.inference.engine import InstallError, PowerState, refuse_config
+from resharder.client.inference.engine import InstallError, refuse_config
 from resharder.client.inference.settings import CONFIG_CHANGE, PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import outputs, refusals, weight_transfer
@@ -36,6 +36,8 @@ from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import get_manifest
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 logger = logging.getLogger("vllm.resharder.attach")
 
@@ -164,12 +166,12 @@ async def attach(
         if outcome is not None:
             numbers.carried_out(outcome)
             restarting = restarting or outcome.restarting
-        if end is not None and restarting and order.kind is Kind.CLOSE:  # the daemon has noted it, and this side is closed
+        if end is not None and restarting and order.kind == Order.CLOSE:  # the daemon has noted it, and this side is closed
             logger.warning("this process ends, to start again on the version's config: %s", order.reason)
             threading.Thread(target=close_and_end, name="resharder-end", daemon=True).start()
         return outcome
 
-    def status() -> tuple[PowerState, int, int]:
+    def status() -> tuple[Power, int, int]:
         return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
