@@ -290,7 +290,7 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
 
 def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) -> None:
     changes: list[int] = []
-    site.offered.subscribe(lambda: changes.append(1))
+    site.offered.offers_changed.connect(lambda: changes.append(1))
     site.declare("left")
     first = Rank(site, 0, 1, 100.0)
     assert not site.offered.offered("policy")

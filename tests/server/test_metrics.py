@@ -309,7 +309,8 @@ def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
 
 def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_server_and_with_why() -> None:
     story = Story()
-    direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"}, observe=story.observed.transferred)
+    direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"})
+    direct.transferred.connect(story.observed.transferred)
     workers = [Member("servers/a", rank, f"p{rank}") for rank in (0, 1)]
     for worker in workers:
         direct.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))

@@ -39,11 +39,10 @@ class Site:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def __post_init__(self) -> None:
-        self.direct = Direct(
-            self.awaiting, self.processes, offered=self.offered, observe=self.observe, seconds=10.0, clock=lambda: self.now
-        )
+        self.direct = Direct(self.awaiting, self.processes, offered=self.offered, seconds=10.0, clock=lambda: self.now)
+        self.direct.transferred.connect(self.transferred)
 
-    def observe(self, seconds: float, cause: Cause | None) -> None:
+    def transferred(self, seconds: float, cause: Cause | None) -> None:
         self.causes.append(cause)
 
     def awaiting(self, model: str, number: int) -> frozenset[str]:

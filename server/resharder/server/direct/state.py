@@ -114,7 +114,7 @@ class Offer:
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
                 there[2].append(Task(kind, group.id, group.link(member) if link else None))
-        self.changed.notify()
+        self.changed.emit()
 
     def ask(self, group: Group) -> None:
         """Queue a DIGEST task of this version for each rank of a group."""
@@ -125,11 +125,11 @@ class Offer:
             if there is not None and there[0] == member:
                 there[2].append(Task(direct_pb2.DirectTask.DIGEST, group.id, sent=sent))
         group.has_sent = True
-        self.changed.notify()
+        self.changed.emit()
 
     def end(self, why: str) -> None:
         """End the offer: each rank's queue of tasks ends, after which its memory may change."""
         self.over = self.over or why
         for _, _, tasks in self.ranks.values():
             tasks.append(None)
-        self.changed.notify()
+        self.changed.emit()

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 import structlog
+from resharder.converters.signal import Signal
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets import updates
 from resharder.server.fleets.canary_checks import Checks
@@ -74,19 +75,6 @@ def _no_note(kind: Kind, subject: str, what: str, reason: str = "", **details: o
     pass
 
 
-class FleetObserver:
-    """Observer of every step of servers and fleets. Methods are called with the fleets' lock held and must not block."""
-
-    def server_stepped(self, before: Server, after: Server) -> None:
-        """Called after each step of a server, even if nothing changed."""
-
-    def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
-        """Called after each change of a fleet's durable state; `before` is None for a new fleet."""
-
-    def serving_changed(self) -> None:
-        """Called when `Fleets.serving` may have changed."""
-
-
 @dataclass(eq=False)
 class Attachment:
     """Stream of one control side. Methods are thread-safe."""
@@ -103,7 +91,7 @@ class Attachment:
     def put(self, order: Order | None) -> None:
         """Queue an order, or with None the end of the stream."""
         self.orders.put(order)
-        self.changed.notify()
+        self.changed.emit()
 
     def report(self, report: Reported) -> None:
         """Process a report. Raises ResourceNotFound (SERVER_UNKNOWN) if the server was removed."""
@@ -117,7 +105,8 @@ class Attachment:
 class Fleets:
     """State of all servers and fleets, under one lock. Thread-safe.
 
-    `lock` guards changes. It is taken before ingest's and the store's locks, so a subscriber of the store must not wait for it.
+    `lock` guards changes. It is taken before ingest's and the store's locks: what is connected to the store's signals must not
+    wait for it.
     Queries take no lock: `by_id`, `by_name` and their values are replaced, never modified.
 
     A thread ticks every `tick_seconds` and after `wake`. After a restart of the daemon, all READY versions of a model stay pinned
@@ -169,7 +158,10 @@ class Fleets:
         self._life = secrets.token_hex(4)
         self._streams: dict[tuple[str, str], Attachment] = {}  # attached control sides, by server and nonce
         self._left: dict[str, frozenset[str]] = {}  # processes of servers that have left, by id
-        self._observers: list[FleetObserver] = []
+        # Emitted with the lock held.
+        self.server_stepped: Signal[Server, Server] = Signal()  # before and after each step, even if nothing changed
+        self.fleet_stepped: Signal[Fleet | None, Fleet] = Signal()  # before, None for a new fleet, and after each change
+        self.serving_changed: Signal[()] = Signal()  # `serving` may have changed
         self._started = self._checkpointed = clock()
         self._settled_at = self._started + self.settings.lease + _SETTLE
         self._returning = {fleet.model for fleet in self.by_name.values() if fleet.members}
@@ -181,13 +173,9 @@ class Fleets:
         self._thread = threading.Thread(target=self._run, args=(tick_seconds,), name="fleets", daemon=True)
         if tick_seconds:
             self._thread.start()
-        versions.subscribe(self._versions.version_changed)
-        versions.subscribe(lambda _: self.wake())
-        offers.subscribe(self.wake)
-
-    def observe(self, observer: FleetObserver) -> None:
-        """Report every later step to an observer."""
-        self._observers.append(observer)
+        versions.version_changed.connect(self._versions.version_changed)
+        versions.version_changed.connect(lambda _: self.wake())
+        offers.offers_changed.connect(self.wake)
 
     # Calls of servers
 
@@ -284,7 +272,7 @@ class Fleets:
                 raise FailedPrecondition(
                     "KV_FLEET",
                     f"server {server} transfers KV caches: expected fleet {known.fleet} to update atomically "
-                    f"(`fleet set --atomic`), got {strategy.name}",
+                    f"(`fleet set --atomic`), got {resources_pb2.UpdateStrategy.Kind.Name(strategy)}",
                 )
             former = self._streams.get((server, first.control))
             if former is not None:
@@ -362,7 +350,7 @@ class Fleets:
         self._left[server.id] = processes(server)
         self._forget(server)
         self._steer(server.fleet)
-        self.changed.notify()
+        self.changed.emit()
 
     def _forget(self, server: Server) -> None:
         """Remove a server, its pins and its membership, so that its fleet's move no longer waits for it."""
@@ -396,7 +384,7 @@ class Fleets:
             for server in self._of_fleet(name):
                 self._see_versions(server.id)
             self._steer(name)
-            self.changed.notify()
+            self.changed.emit()
             return self._fleet_view(self.by_name[name])
 
     def _new_fleet(self, name: str, model: str, models: list[str]) -> Fleet:
@@ -458,7 +446,7 @@ class Fleets:
                 self._files.delete(name)
             self.by_name = {other: known for other, known in self.by_name.items() if other != name}
             self._versions.release(f"fleets/{name}", fleet.model)
-            self.changed.notify()
+            self.changed.emit()
 
     def forget(self, id: str) -> None:
         """Forget a LOST server, with its pins and its membership.
@@ -476,7 +464,7 @@ class Fleets:
             self.note("operator", f"servers/{id}", "forget")
             self._forget(server)
             self._steer(server.fleet)
-            self.changed.notify()
+            self.changed.emit()
 
     # Steps. Callers hold the lock.
 
@@ -486,7 +474,7 @@ class Fleets:
         self._steer(self.by_id[id].fleet)
 
     def _step(self, id: str, event: Event) -> None:
-        """Take one step of a server: new state, pins, orders, observers."""
+        """Take one step of a server: new state, pins, orders, signals."""
         now, settings = self.clock(), self.settings
         before, holder = self.by_id[id], f"servers/{id}"
         after, orders = step(before, event, now, settings)
@@ -501,12 +489,10 @@ class Fleets:
                 attachment.put(replace(order, term=after.term))
         self._versions.release(holder, after.model, keep=in_use(after, now, settings))
         self._note_step(before, after)
-        for observer in self._observers:
-            observer.server_stepped(before, after)
-        self.changed.notify()
+        self.server_stepped.emit(before, after)
+        self.changed.emit()
         if (before.serving, before.lost_at is None) != (after.serving, after.lost_at is None):
-            for observer in self._observers:
-                observer.serving_changed()
+            self.serving_changed.emit()
 
     def _put(self, server: Server) -> None:
         self.by_id = {**self.by_id, server.id: server}
@@ -589,8 +575,7 @@ class Fleets:
         self.by_name = {**self.by_name, fleet.name: fleet}
         self._pin_versions(fleet)
         self._note_move(before, fleet)
-        for observer in self._observers:
-            observer.fleet_stepped(before, fleet)
+        self.fleet_stepped.emit(before, fleet)
 
     def _note_move(self, before: Fleet | None, after: Fleet) -> None:
         """Record a move that began or changed its state."""
@@ -654,7 +639,7 @@ class Fleets:
             for name in list(self.by_name):
                 self._steer(name)
             self._release_returning()
-            self.changed.notify()
+            self.changed.emit()
             if now >= self._checkpointed + _CHECKPOINT:
                 self._checkpointed = now
                 self._save_waits()
@@ -701,7 +686,7 @@ class Fleets:
                 self._save_waits()
             except OSError as error:
                 _log.error("waits_not_saved", error=str(error))
-            self.changed.notify()
+            self.changed.emit()
 
     # Queries
 

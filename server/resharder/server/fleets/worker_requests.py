@@ -126,4 +126,4 @@ class Profiles:
             if waiting is not None and profile.rank in waiting.missing:
                 waiting.missing.discard(profile.rank)
                 waiting.arrived.append(profile)
-                waiting.changed.notify()
+                waiting.changed.emit()

@@ -124,7 +124,7 @@ class LinkOrders:
             running = self._running.get(node)
             if running is not None and (running.order.id, running.instance) == (order, instance):
                 running.result = _bounded(running, found)
-        self._changed.notify()
+        self._changed.emit()
 
     def _start(self, link: LinkEnds, own_versions: Sequence[str]) -> _Measurement:
         node, target = self._nodes[link.source], self._nodes.get(link.target.removeprefix("nodes/"))
@@ -135,7 +135,7 @@ class LinkOrders:
         order = LinkOrder(secrets.token_hex(8), link.target, address, versions[:_MOST_VERSIONS])
         found = self._running[link.source] = _Measurement(link, order, node.report.instance, self._clock())
         node.link = order
-        node.changed.notify()
+        node.changed.emit()
         return found
 
     def _result(self, running: _Measurement, mine: list[_Measurement], until: float) -> resources_pb2.LinkMeasurement | None:
@@ -158,8 +158,8 @@ class LinkOrders:
         node = self._nodes.get(running.link.source)
         if node is not None:
             node.link = None
-            node.changed.notify()
-        self._changed.notify()
+            node.changed.emit()
+        self._changed.emit()
 
     def _missing(self, id: str) -> str | None:
         node = self._nodes.get(id)

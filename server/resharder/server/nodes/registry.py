@@ -145,7 +145,7 @@ class NodeRegistry:
             del self._nodes[node]
             self._tracker.remove_node(node)
             self.homes.gone(node)
-        found.changed.notify()
+        found.changed.emit()
         self._note("node", f"nodes/{node}", "left", "")
 
     def admit(self, version: str, caller: str) -> None:
@@ -186,7 +186,7 @@ class NodeRegistry:
             with self._lock:
                 if version in self._numberings:
                     found.want(version, {server}, pieces)
-            found.changed.notify()
+            found.changed.emit()
         return self._host_copy(found, version, pieces)
 
     # Operators
@@ -209,9 +209,9 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
-            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.notify)
+            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.emit)
             view = self._view(node)
-        node.changed.notify()
+        node.changed.emit()
         return view
 
     # The daemon
@@ -229,7 +229,7 @@ class NodeRegistry:
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
         for id, node in lost:
-            node.changed.notify()
+            node.changed.emit()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
         self.own.update()
         with self._lock:
@@ -280,7 +280,7 @@ class NodeRegistry:
                 return
             node.want(version, (), pieces)
             self._tracker.table.report(version, id, pieces, whole=True)
-        node.changed.notify()
+        node.changed.emit()
 
     def _known(self, version: str) -> PieceNumbering | None:
         """Return the numbering of a READY version's pieces, and add it to the table; None for any other version."""
@@ -329,10 +329,10 @@ class NodeRegistry:
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
-            self.homes.reported(report, caller, node.drained or report.ending, node.changed.notify)
+            self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
         notify(told)
         if joined:
-            node.changed.notify()  # an earlier process of this id may wait
+            node.changed.emit()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
         return node
 

@@ -232,7 +232,7 @@ class Replication:
         with self._lock:
             told = self._update()
         for node in told:
-            node.changed.notify()
+            node.changed.emit()
 
     def shortages(self) -> list[ReplicaShortage]:
         """Return the versions with pieces of too few holders, by name. Takes the lock."""

@@ -144,8 +144,7 @@ async def attach(
         outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
     journal = Journal if processor is None else page().read
     numbers = metrics.numbers()
-    gate.watch(numbers)
-    gate.lease.observe(numbers.renewed)
+    numbers.connect(gate)
 
     def why_restart(version: str) -> str:
         content = get_manifest(channel, version).config
@@ -189,7 +188,7 @@ async def attach(
         journal=journal,
         why_restart=why_restart if settings.restarts else None,
     )
-    gate.observe_empty(thread.report_now)
+    gate.emptied.connect(thread.report_now)
     if weight_transfer.is_selected(config):
         weight_transfer.take_over(engine, _updates(gate, settings, lambda: thread.model))
     try:

@@ -5,9 +5,9 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server.direct.direct import Cause
-from resharder.server.fleets.fleets import FleetObserver
-from resharder.server.infra.event_log import Event, Kind
-from resharder.server.ingest.intake import IngestObserver, Phase
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.event_log import Event, Events, Kind
+from resharder.server.ingest.intake import Intake, Phase
 from resharder.server.state.fleet import Fleet
 from resharder.server.state.server import Install, Server, Worker
 from resharder.server.state.timing import Timing
@@ -30,8 +30,8 @@ EVENTS: dict[Kind, tuple[str, ...]] = {
 """Events whose series begin at 0. Those of operators are named after their calls, and begin when they happen."""
 
 
-class Observed(IngestObserver, FleetObserver):
-    """Observer of ingest and fleets that counts into a registry. Thread-safe; no method blocks."""
+class Observed:
+    """Counters of what ingest, fleets and the direct path emit. Thread-safe; no method blocks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -103,6 +103,16 @@ class Observed(IngestObserver, FleetObserver):
         for kind, whats in EVENTS.items():
             for what in whats:
                 self._events.labels(kind, what)
+
+    def connect(self, intake: Intake, fleets: Fleets, events: Events) -> None:
+        """Count everything that a daemon's parts emit from now on."""
+        intake.phase_ended.connect(self.publish_phase)
+        intake.received.connect(self.received)
+        intake.slot_sealed.connect(self.slot_sealed)
+        intake.rank_lost.connect(self.rank_lost)
+        fleets.server_stepped.connect(self.server_stepped)
+        fleets.fleet_stepped.connect(self.fleet_stepped)
+        events.added.connect(self.happened)
 
     # Publishing
 

@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from resharder.server.fleets.fleets import FleetObserver
-from resharder.server.ingest.intake import IngestObserver
 from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.observability.tracing.spans import Span, boot_spans, control_spans, install_spans, version_spans
@@ -15,8 +13,8 @@ from resharder.server.store.catalogue import Catalogue
 from resharder.v1 import resources_pb2
 
 
-class Traced(FleetObserver, IngestObserver):
-    """Observer of ingest and fleets that adds spans to a trace exporter."""
+class Traced:
+    """Spans of what ingest and fleets emit, for a trace exporter."""
 
     def __init__(
         self,
