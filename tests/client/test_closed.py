@@ -42,7 +42,6 @@ CALLS: dict[str, Callable[[Operator], Any]] = {
     "forget": lambda operator: operator.forget("s"),
     "gc": lambda operator: operator.gc(keep=1, model="m"),
     "latest": lambda operator: operator.latest("m"),
-    "measure_links": lambda operator: list(operator.measure_links()),
     "nodes": lambda operator: operator.nodes(),
     "only_model": lambda operator: operator.only_model(),
     "pin": lambda operator: operator.pin("rl", 1),

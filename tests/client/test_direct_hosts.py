@@ -75,12 +75,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(hosts, daemon, trainer, served)
 
 
+@pytest.mark.full
 def test_a_version_goes_from_a_ranks_host_to_a_servers_host(site: Site) -> None:
     assert site.path(2) == "gloo", site.events("direct_failed")
     assert site.path(3) == "gloo"
     assert site.wrong() == []
 
 
+@pytest.mark.full
 def test_a_link_that_is_cut_midway_costs_the_bound_and_no_torn_weights(site: Site) -> None:
     begun, failed = len(site.events("direct_turn")), len(site.events("direct_failed"))
     with ThreadPoolExecutor(1) as pool:
@@ -95,6 +97,7 @@ def test_a_link_that_is_cut_midway_costs_the_bound_and_no_torn_weights(site: Sit
     assert site.wrong() == []
 
 
+@pytest.mark.full
 def test_a_rank_at_an_interface_that_no_server_reaches_takes_the_staged_path_and_says_why(site: Site) -> None:
     site.trainer.call("use_interface", "storage0")
     assert site.path(5) == ""

@@ -101,6 +101,7 @@ def test_an_error_in_the_block_ends_the_generation_in_order(daemon: Daemon) -> N
         publisher.publish(3).wait_ready(60)
 
 
+@pytest.mark.full
 def test_a_generation_of_a_step_that_was_aborted_publishes_it_again(daemon: Daemon) -> None:
     with published(daemon, trainer_model()) as publisher, SimulatedServer(daemon, "one"):
         with ExitStack() as stack:  # the daemon refuses files that somebody may still write
@@ -113,6 +114,7 @@ def test_a_generation_of_a_step_that_was_aborted_publishes_it_again(daemon: Daem
         assert versions(daemon) == {1: "READY", 2: "ABORTED", 3: "READY"}
 
 
+@pytest.mark.full
 def test_memory_stays_aside_when_a_server_was_lost_until_somebody_says_that_it_is_gone(daemon: Daemon) -> None:
     model = trainer_model()
     with published(daemon, model) as publisher, ExitStack() as ends:

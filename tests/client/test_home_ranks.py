@@ -17,6 +17,7 @@ from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 REASON = unavailable()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_pipeline_stages_on_two_hosts_publish_two_models_into_the_memory_of_their_hosts(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "policy", tiny_config("qwen3_moe"), seed=5, dtype=torch.bfloat16)

@@ -47,6 +47,7 @@ def test_a_worker_on_another_host_reads_over_its_link_by_http(hosts: Hosts, daem
     assert found["seconds"] > 0.8 * 8 * sum(spec.size for spec in SPECS) / RATE
 
 
+@pytest.mark.full
 def test_a_worker_that_cannot_reach_the_data_port_reads_by_grpc_and_says_why(hosts: Hosts, daemon: Daemon) -> None:
     hosts.block(1, hosts.second_address)
     found = read(hosts, 1, daemon)

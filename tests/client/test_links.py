@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from resharder.client.errors import NotFound, Refused
-from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import data_port
 from resharder.client.rpc.tls import Tls
 from resharder.client.tools import links
-from resharder.client.tools.links import HostLink, judged, measure_between, measure_links
+from resharder.client.tools.links import HostLink, judged, measure_links
 from resharder.client.versions.remote import get_manifest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.port_probe import StreamRate, measure_port
@@ -67,6 +65,7 @@ def by_target(found: list[HostLink]) -> dict[tuple[str, str, str], HostLink]:
     return {(link.source, link.target, link.port): link for link in found}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("even")
 def test_a_fast_a_slow_and_a_dead_link_are_told_apart(daemon: Daemon, version: str) -> None:
     proxies, port = Proxies(), free_port()
@@ -184,92 +183,6 @@ def test_tls_to_a_port_without_it_is_told_from_other_problems(daemon: Daemon, ve
     problem = measure_port(replace(address, tls_context=Authority(tmp_path).tls(PROBE).context), []).problem
     assert problem is not None
     assert problem.found == "expected TLS, the port closes the connection"
-
-
-@pytest.mark.usefixtures("even")
-def test_nodes_measure_the_links_between_them_on_request() -> None:
-    with (
-        Daemon(data_listen="127.0.0.1:0", lease_seconds=12) as daemon,
-        Node(daemon.endpoint, "left") as left,
-        Node(daemon.endpoint, "right") as right,
-        Node(daemon.endpoint, "gone") as gone,
-    ):
-        joined(daemon, "left", "right", "gone")
-        hold(daemon, left, right, gone, version=publish(daemon))
-        gone.kill()
-        names = ["nodes/left", "nodes/right", "nodes/gone"]
-        found = by_target(list(measure_between(daemon.endpoint, ["left", "nodes/right"], ["daemon", *names])))
-        assert set(found) == {
-            (source, target, "data") for source in names[:2] for target in ("daemon", *names) if source != target
-        }
-        for source, target in (("nodes/right", "nodes/left"), ("nodes/left", "daemon"), ("nodes/right", "daemon")):
-            link = found[source, target, "data"]
-            assert (link.verdict, [rate.streams for rate in link.rates]) == ("ok", [1, 4])
-            assert all(64 << 20 <= rate.bytes < 144 << 20 or rate.seconds >= 3 for rate in link.rates)
-            assert link.round_trip is not None
-        empty = found["nodes/left", "nodes/right", "data"]
-        assert (empty.verdict, empty.found) == ("ok", "reached; rate not measured: no READY version to read")
-        for source in names[:2]:
-            dead = found[source, "nodes/gone", "data"]
-            assert (dead.verdict, dead.found, dead.round_trip) == ("fail", "connection refused", None)
-            assert dead.address == nodes(daemon)["nodes/gone"].data_address
-        wait_until(lambda: nodes(daemon)["nodes/gone"].state == 3)
-        (lost,) = measure_between(daemon.endpoint, ["gone"], ["left"])
-        assert (lost.verdict, lost.found) == ("fail", "nodes/gone is lost, and measures nothing")
-        received = nodes(daemon)["nodes/right"]
-        assert (received.used_bytes, received.received_peer_bytes, list(received.copies)) == (0, 0, [])  # all is discarded
-
-        shown = resharder("doctor", "--links", "--from", "right", "--to", "left", "--to", "gone", "--endpoint", daemon.endpoint)
-        assert shown.code == 1
-        title, *rows = shown.out.splitlines()
-        assert title.split()[:6] == ["from", "to", "address", "round", "trip", "1"]
-        assert [row.split()[:3] for row in rows[:2]] == [
-            ["fail", "nodes/right", "nodes/gone"],
-            ["ok", "nodes/right", "nodes/left"],
-        ]
-        every = json.loads(resharder("doctor", "--links", "--between", "--json", "--endpoint", daemon.endpoint).out)["links"]
-        assert [(link["source"], link["target"]) for link in every] == [
-            (source, target) for source in names[:2] for target in ("daemon", *sorted(names)) if source != target
-        ]
-        assert every[0]["rates"][0].keys() == {"streams", "bytes", "seconds"}
-        refused = resharder("doctor", "--from", "left", "--endpoint", daemon.endpoint)
-        assert "expected --links" in refused.err
-        with Operator(daemon.endpoint) as operator:
-            with pytest.raises(NotFound, match="nodes/none is unknown; there are daemon, nodes/"):
-                list(operator.measure_links(["none"]))
-            with pytest.raises(Refused, match="got 0"):
-                list(operator.measure_links(["left"], ["left"]))
-
-
-@pytest.mark.usefixtures("even")
-def test_nodes_measure_with_certificates_what_no_other_caller_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = Authority(tmp_path / "pki")
-    roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator"], "dns:*.hosts.test": ["node:*"]}
-    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0", lease_seconds=12) as daemon:
-        version = publish(daemon)
-        for name, value in authority.environment(PROBE).items():
-            monkeypatch.setenv(name, value)
-
-        def node(name: str, certificate: str, **options: object) -> Node:
-            tls = authority.tls(certificate)
-            return Node(daemon.endpoint, name, tls_ca=tls.ca, tls_cert=tls.certificate, tls_key=tls.key, **options)
-
-        with (
-            node("one", "one.hosts.test", tls_peer_name="two.hosts.test") as one,
-            node("two", "two.hosts.test", tls_peer_name="one.hosts.test") as two,
-            node("three", "three.hosts.test") as three,
-        ):
-            joined(daemon, "one", "two", "three")
-            hold(daemon, one, two, three, version=version)
-            found = by_target(list(measure_between(daemon.endpoint)))
-            read = found["nodes/two", "nodes/one", "data"]  # which has read nothing of the model before
-            assert (read.verdict, [rate.streams for rate in read.rates], read.found[-4:]) == ("ok", [1, 4], "read")
-            assert found["nodes/three", "daemon", "data"].rates
-            wrong = found["nodes/three", "nodes/one", "data"]
-            assert (wrong.verdict, wrong.found) == ("fail", "expected a certificate for 127.0.0.1, got one for one.hosts.test")
-            assert "--tls-peer-name, for the daemon --tls-name" in wrong.mend
-            other = found["nodes/one", "nodes/three", "data"]
-            assert other.found == "expected a certificate for two.hosts.test, got one for three.hosts.test"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,11 @@ def as_in_the_trainer(name: str, weight: torch.Tensor) -> Found:
 
 @pytest.mark.parametrize(
     ("case", "changes", "recast"),
-    [("agree", AGREE, ()), ("heads-of-64", HEADS_OF_64, ("k_proj", "v_proj")), ("narrow", NARROW, ("gate", "up", "down"))],
+    [
+        pytest.param("agree", AGREE, (), marks=pytest.mark.full),
+        pytest.param("heads-of-64", HEADS_OF_64, ("k_proj", "v_proj"), marks=pytest.mark.full),
+        ("narrow", NARROW, ("gate", "up", "down")),
+    ],
 )
 def test_fp8_weights_are_handed_over_as_they_are_or_cast_from_the_master_weights_where_blocks_differ(
     daemon: Daemon, case: str, changes: dict[str, Any], recast: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -96,6 +96,7 @@ def test_after_a_daemon_restart_all_ranks_publish_the_next_step(daemon: Daemon, 
     assert equal(exported(daemon.endpoint, str(handle.version), tmp_path / "two"), weights(2))
 
 
+@pytest.mark.full
 def test_a_step_that_one_rank_delivered_to_a_dead_daemon_holds_nobody_up(tmp_path: Path) -> None:
     with Daemon(lease_seconds=9) as daemon:  # a rank learns of the restart when it renews its lease
         publishers = connected(daemon.endpoint, 2, "half")
@@ -234,7 +235,8 @@ with event.install_recorder("numba:compile") as recorder:
 """
 
 
-@pytest.mark.parametrize("cache", alone(["empty", "none"], ["empty"]))
+@pytest.mark.full
+@pytest.mark.parametrize("cache", ["empty", "none"])
 def test_kernels_are_compiled_when_a_model_is_attached_and_never_in_a_publish(daemon: Daemon, cache: str, tmp_path: Path) -> None:
     """numba itself says what it compiles, in a process of its own, with no cache to find the kernels in."""
     no_cache = "from numba.core import caching; caching.CacheImpl._locator_classes = []\n" if cache == "none" else ""
@@ -347,6 +349,7 @@ def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:
         publisher.close()
 
 
+@pytest.mark.full
 def test_a_closed_publisher_renews_no_lease_and_refuses_further_calls() -> None:
     with Daemon(lease_seconds=6) as daemon:
         open_, closed = connected(daemon.endpoint, 2, "closed")

@@ -138,6 +138,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_end_the_version_for
             publishing[0].result()
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_before_it_brings_its_maxima_holds_no_other_up() -> None:
     with Daemon(lease_seconds=8) as daemon, two(daemon, "dead") as ranks:
         ranks.publish(1)

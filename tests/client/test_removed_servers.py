@@ -60,6 +60,7 @@ def test_a_default_fleet_that_is_deleted_has_default_settings_also_after_a_resta
         assert again.fleet("policy").target.kind == VersionTarget.Kind.LATEST
 
 
+@pytest.mark.full
 def test_a_forgotten_server_that_returns_is_registered_again(daemon: Daemon, operator: Operator) -> None:
     with SimulatedServer(daemon, "two"):
         wait_serving(daemon, 1)
@@ -69,6 +70,7 @@ def test_a_forgotten_server_that_returns_is_registered_again(daemon: Daemon, ope
         wait_serving(daemon, 1)
 
 
+@pytest.mark.full
 def test_versions_counts_the_servers_on_exactly_each_version(daemon: Daemon, operator: Operator) -> None:
     publishers = connected(daemon.endpoint, 1, "second")
     wait_until(lambda: {server.state for server in operator.servers()} <= {Server.State.LOST}, "no other server is left")

@@ -61,6 +61,7 @@ def test_a_rank_that_is_stopped_twice_costs_two_versions_and_nothing_else(transp
         assert equal(exported(daemon.endpoint, "latest", tmp_path / "out"), weights(4))
 
 
+@pytest.mark.full
 def test_a_job_that_restarts_at_an_earlier_step_has_the_places_of_its_former_processes() -> None:
     with Daemon() as daemon:
         with ranks(daemon, "auto") as (first, second):

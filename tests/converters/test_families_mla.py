@@ -103,7 +103,7 @@ def difference(folder: Path, family: str, count: int, spec: Any) -> float:
 
 
 @pytest.mark.parametrize("spec", alone(["local", "te"], ["te"]))
-@pytest.mark.parametrize("family", PREDICTING)
+@pytest.mark.parametrize("family", alone(PREDICTING, ["glm4_moe", "mimo"]))
 def test_two_layers_that_predict_compute_what_transformers_does(
     folder_of: Callable[[str, int], Path], family: str, spec: str
 ) -> None:
@@ -165,7 +165,9 @@ WRONG: dict[str, tuple[str, str, Callable[[Weight], Weight]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize(
+    "mistake", alone(WRONG, ["latent and rotary rows swapped", "biases of experts off by one", "columns as DeepSeek has them"])
+)
 def test_a_wrong_line_moves_the_logits(
     folder_of: Callable[[str, int], Path], mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

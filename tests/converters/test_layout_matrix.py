@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 Settings = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
-CASES, FEW = 360, 30
+CASES, FEW = 360, 16
 LARGEST_WORLD = 16
 VOCABULARY = 203
 WRAPPERS = {

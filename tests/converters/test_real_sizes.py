@@ -32,10 +32,11 @@ from benchmarks import shapes
             id="Kimi-K2", marks=pytest.mark.full,
         ),
         pytest.param(
-            shapes.GLM_4_5, 44691, 667.5, Parallel(64, tp=4, pp=4, ep=8), {"mtp_num_layers": 1}, id="GLM-4.5 with MTP"
+            shapes.GLM_4_5, 44691, 667.5, Parallel(64, tp=4, pp=4, ep=8), {"mtp_num_layers": 1}, id="GLM-4.5 with MTP",
+            marks=pytest.mark.full,
         ),
         pytest.param(
-            shapes.GPT_OSS_120B, 615, 217.6, Parallel(32, tp=1, pp=4, ep=8), {}, id="gpt-oss-120b", marks=pytest.mark.full
+            shapes.GPT_OSS_120B, 615, 217.6, Parallel(32, tp=1, pp=4, ep=8), {}, id="gpt-oss-120b"
         ),
     ],
 )  # fmt: skip

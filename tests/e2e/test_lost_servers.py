@@ -139,6 +139,7 @@ def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site
     assert resharder("forget", "a").code == 0
 
 
+@pytest.mark.full
 def test_an_atomic_move_goes_back_when_an_engine_core_dies(site: Site) -> None:
     assert resharder("fleet", "set", "policy", "--atomic").code == 0
     with site.server() as server:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.hidden import unavailable
+from tests.support.variants import alone
 
 MARK = "RESHARDER_SIGNALS_TEST"
 _ROOT = Path(__file__).parents[2]
@@ -162,7 +163,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)],
+    alone([*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)], [("failpoints", signal.SIGTERM)]),
 )
 def test_a_signal_to_a_driver_ends_all_its_processes(mark: str, name: str, number: signal.Signals) -> None:
     options, part, count = COMMANDS[name]

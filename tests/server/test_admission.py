@@ -32,7 +32,6 @@ from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
-from tests.support.variants import alone
 from tests.support.waits import settled
 
 READY = resources_pb2.Version.READY
@@ -349,7 +348,8 @@ async def attached(endpoint: str, count: int, then: Callable[[], None]) -> None:
         assert not any(stream.done() for stream in streams)
 
 
-@pytest.mark.parametrize("sides", alone([128, 512], [128]))
+@pytest.mark.full
+@pytest.mark.parametrize("sides", [128, 512])
 def test_many_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon(sides: int) -> None:
     with Daemon(threads=2048) as daemon, connection(daemon) as noisy, connection(daemon) as calm, ExitStack() as ended:
         weights = random_weights(SPECS, 1)

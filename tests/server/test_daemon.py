@@ -3,7 +3,6 @@
 import itertools
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 from typer.testing import CliRunner
 
 from tests.support.daemon import Daemon
+from tests.support.forked import run
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
 from tests.support.variants import alone
 
@@ -174,6 +174,7 @@ def test_a_second_daemon_on_the_same_port_or_store_is_refused(daemon: Daemon) ->
         other.close()
 
 
+@pytest.mark.full
 def test_memory_outside_of_the_versions_stays_small_while_a_large_one_arrives() -> None:
     specs = [TensorSpec(f"layer{i}", "BF16", (8192, 2048)) for i in range(12)]  # 32 MiB each
     with Daemon(keep_count=1, lease_seconds=300) as daemon:  # a rank is silent while a busy machine seals
@@ -272,6 +273,7 @@ fcntl.fcntl = refuse
 """
 
 
+@pytest.mark.full
 def test_where_the_kernel_gives_no_leases_the_daemon_refuses_to_share_the_store_and_works_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,8 +381,7 @@ def anonymous_bytes(pid: int) -> int:
 )
 def test_a_wrong_configuration_ends_the_daemon_with_one_line(text: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "resharderd.yaml").write_text(text)
-    command = [sys.executable, "-m", "resharder.server.main", "--config", str(tmp_path / "resharderd.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith(f"resharderd: {error}")
-    assert ended.stderr.count("\n") == 1
+    ended = run("resharder.server.main", "--config", str(tmp_path / "resharderd.yaml"))
+    assert ended.returncode == 2, ended.output
+    assert ended.output.startswith(f"resharderd: {error}")
+    assert ended.output.count("\n") == 1

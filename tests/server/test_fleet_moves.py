@@ -1,6 +1,7 @@
 """Whole fleets under random joins, deaths, partitions, publishes, failures, commands and restarts of the daemon."""
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,15 +9,26 @@ from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.simulated_fleet import AheadSimulation, FleetSimulation
 
-FleetSimulation.TestCase.settings = AheadSimulation.TestCase.settings = settings(
-    max_examples=40,
+SETTINGS = settings(
+    max_examples=10,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize="RESHARDER_SEARCH" not in os.environ,  # set it, and --hypothesis-seed, to look where nobody has looked yet
 )
-test_fleets_under_everything = pytest.mark.timeout(1200)(FleetSimulation.TestCase)
-test_fleets_that_serve_ahead_under_everything = pytest.mark.timeout(1200)(AheadSimulation.TestCase)
+
+
+def in_full(test: Any) -> Any:
+    """Return the same test of four times as many fleets, which `make test-all` runs."""
+    found = type(test.__name__, (test,), {"settings": settings(SETTINGS, max_examples=40)})
+    return pytest.mark.full(pytest.mark.timeout(1200)(found))
+
+
+FleetSimulation.TestCase.settings = AheadSimulation.TestCase.settings = SETTINGS
+test_fleets_under_everything = FleetSimulation.TestCase
+test_fleets_that_serve_ahead_under_everything = AheadSimulation.TestCase
+test_many_fleets_under_everything = in_full(FleetSimulation.TestCase)
+test_many_fleets_that_serve_ahead_under_everything = in_full(AheadSimulation.TestCase)
 
 
 def test_a_server_of_a_rolling_fleet_that_returns_with_a_retired_version_gets_the_newest() -> None:

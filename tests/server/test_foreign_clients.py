@@ -55,6 +55,7 @@ def test_clients_that_cannot_speak_to_it_add_no_raw_line_to_its_log(daemon: Secu
     assert all({"event", "level", "timestamp"} <= json.loads(line).keys() for line in lines)
 
 
+@pytest.mark.full
 def test_doctor_tells_a_missing_token_a_wrong_authority_and_a_firewall_apart(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
 

@@ -35,7 +35,7 @@ from tests.support.waits import settled
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 GROWTH = 128 << 20  # bytes
 
 
@@ -126,6 +126,7 @@ def test_every_good_frame_is_taken_after_all_that(frames: Frames) -> None:
     assert all(found[name].tobytes() == weights[name].tobytes() for name in weights)
 
 
+@pytest.mark.full
 def test_many_requests_take_no_memory_that_does_not_come_back(world: World) -> None:
     random = Random("memory")
     for _ in range(800):
@@ -137,6 +138,7 @@ def test_many_requests_take_no_memory_that_does_not_come_back(world: World) -> N
     world.check()
 
 
+@pytest.mark.full
 def test_what_was_sent_keeps_no_daemon_from_starting_again_with_every_version(root: Path) -> None:
     with fuzzed(root) as world:
         random = Random("restart")

@@ -126,6 +126,7 @@ def test_a_wrong_byte_of_a_part_aborts_the_version(site: ParallelSite) -> None:
     settled_whole(site, version)
 
 
+@pytest.mark.full
 def test_without_the_other_node_whole_tensors_stay_on_their_host(site: ParallelSite) -> None:
     site.attach("third")
     site.publish(1)
@@ -139,6 +140,7 @@ def test_without_the_other_node_whole_tensors_stay_on_their_host(site: ParallelS
     wait_until(lambda: transports(site.publish(next(STEPS))[1]) == ["node"] * 4)
 
 
+@pytest.mark.full
 def test_a_node_that_dies_while_another_one_gathers_costs_one_version(site: ParallelSite) -> None:
     site.nodes["b"].stop()
     site.nodes["b"].start(failpoint="data.send@1=kill")
@@ -157,6 +159,7 @@ def test_a_node_that_dies_while_another_one_gathers_costs_one_version(site: Para
     settled_whole(site, version)
 
 
+@pytest.mark.full
 def test_a_host_that_has_parts_alone_holds_nothing_of_a_ready_version(one_sided: OneSidedSite) -> None:
     site = one_sided
     site.attach("first")
@@ -170,6 +173,7 @@ def test_a_host_that_has_parts_alone_holds_nothing_of_a_ready_version(one_sided:
     wait_until(lambda: nodes(site.daemon)["nodes/b"].used_bytes < AHEAD * (MATRIX[0] * MATRIX[1] * 2 * 2))
 
 
+@pytest.mark.full
 def test_after_a_node_could_not_be_reached_its_parts_go_to_the_daemon_for_some_time(one_sided: OneSidedSite) -> None:
     site = one_sided
     site.nodes["b"].stop()

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import PublisherStatus
 
@@ -18,6 +19,7 @@ def state(daemon: Daemon) -> PublisherStatus.State:
         return publisher.state
 
 
+@pytest.mark.full
 def test_a_publisher_whose_ranks_are_gone_is_not_active() -> None:
     with Daemon(lease_seconds=LEASE_SECONDS) as daemon:
         publishers = connected(daemon.endpoint, 1, "first")

@@ -102,6 +102,7 @@ def test_a_wrong_piece_is_never_written_and_names_its_node(target: Path, ports: 
     assert (target / FILES[1].path).read_bytes()[:PIECE_BYTES] == bytes(PIECE_BYTES)
 
 
+@pytest.mark.full
 def test_a_port_that_nobody_listens_to_or_another_version_ends_the_fetch(target: Path, ports: dict[str, str]) -> None:
     with pytest.raises(FetchFailed, match=r"nodes/one: .*refused") as caught:
         fetch(target, ports["nobody"], ports["right"], whole=False)

@@ -90,6 +90,7 @@ def test_the_third_host_installs_after_the_death_of_one_that_has_published(site:
     site.restart("a")
 
 
+@pytest.mark.full
 def test_a_host_that_dies_while_its_ranks_publish_costs_that_version_alone(site: LinkedSite) -> None:
     site.attach("third")
     before, _ = site.publish(1)
@@ -105,6 +106,7 @@ def test_a_host_that_dies_while_its_ranks_publish_costs_that_version_alone(site:
     site.restart("b")
 
 
+@pytest.mark.full
 def test_a_worker_installs_although_its_own_node_dies_meanwhile(site: LinkedSite) -> None:
     site.nodes["c"].stop()
     site.restart("c", failpoint="node.held@1=kill")

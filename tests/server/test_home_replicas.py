@@ -119,6 +119,7 @@ def test_a_daemon_that_is_killed_copies_after_its_restart(site: Site) -> None:
     site.check(site.version(name))
 
 
+@pytest.mark.full
 def test_a_version_whose_only_holder_dies_is_lost_and_the_one_before_is_the_newest(site: Site) -> None:
     site.attach("sixth")
     before, _ = site.publish(1)

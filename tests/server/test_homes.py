@@ -80,6 +80,7 @@ def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
     assert found[3][1] == "node"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", alone(["node.verify", "node.adopt", "while-writing"], ["while-writing"]))
 def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -> None:
     """Before READY the version is aborted with the reason; ranks then send to the daemon until they have read the new nonce."""
@@ -106,6 +107,7 @@ def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -
     wait_until(lambda: [transport for _, transport, _ in site.publish(next(STEPS))[1]] == ["node"] * 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ends", alone(["killed", "stopped"], ["killed"]))
 def test_a_node_that_was_gone_before_a_restart_of_the_daemon_delays_no_rank(site: Site, ends: str) -> None:
     site.attach(f"after a node was {ends}")

@@ -94,6 +94,7 @@ def publish_with_a_slow_copy(site: Site, job: str, seconds: int) -> resources_pb
     return version
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_stopped_node_ends_once_the_daemon_has_its_copy(site: Site) -> None:
     version = publish_with_a_slow_copy(site, "first", 3)
@@ -103,6 +104,7 @@ def test_a_stopped_node_ends_once_the_daemon_has_its_copy(site: Site) -> None:
     site.check(site.version(version.name))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_second_signal_ends_a_node_at_once(site: Site) -> None:
     version = publish_with_a_slow_copy(site, "second", 50)

@@ -88,6 +88,7 @@ def test_three_hosts_take_a_version_from_each_other(daemon: Daemon, sites: list[
     assert received()[0] < 2, f"of 3 copies, from the daemon and from nodes: {received()}"
 
 
+@pytest.mark.full
 def test_the_death_of_a_node_leaves_no_host_without_the_version(daemon: Daemon, sites: list[Site]) -> None:
     sites[0].node.kill()
     sites[0].node.start(failpoint="node.held@3=kill")
@@ -102,6 +103,7 @@ def test_the_death_of_a_node_leaves_no_host_without_the_version(daemon: Daemon, 
     wait_until(lambda: sites[0].stage(version) == ARRIVED)
 
 
+@pytest.mark.full
 def test_the_death_of_the_daemon_interrupts_no_host_for_good(daemon: Daemon, sites: list[Site]) -> None:
     version = publish(daemon, 3)
     with ThreadPoolExecutor() as pool:

@@ -101,6 +101,7 @@ def test_a_version_without_enough_nodes_is_aborted_with_the_reason(daemon: Daemo
         wait_until(lambda: not any(node.copies for node in nodes(daemon).values()))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_the_node_into_whose_files_ranks_wrote_is_one_of_the_holders() -> None:
     with ExitStack() as stack:

@@ -119,6 +119,7 @@ def test_a_host_fetches_the_pieces_that_its_workers_need_and_a_later_worker_adds
         wait_until(lambda: nodes(daemon)["nodes/first"].received_peer_bytes > 0)
 
 
+@pytest.mark.full
 def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daemon) -> None:
     version = publish(daemon, 3)
     with Node(daemon.endpoint, "c") as node, Channel(daemon.endpoint) as channel:
@@ -170,6 +171,7 @@ def test_after_a_restart_of_the_daemon_a_node_has_what_it_had(daemon: Daemon) ->
         assert next(node.folder.glob("versions/*/*/model.safetensors")).stat().st_ino == inode
 
 
+@pytest.mark.full
 def test_a_node_without_memory_for_a_version_says_so_and_the_worker_reads_elsewhere(daemon: Daemon) -> None:
     version = publish(daemon, 8)
     with Node(daemon.endpoint, "small", limit_bytes=1 << 20):
@@ -229,6 +231,7 @@ def test_the_newest_process_of_a_name_is_the_node(daemon: Daemon) -> None:
             assert "another process has become node 'h'" in former.log.read_text()
 
 
+@pytest.mark.full
 def test_a_node_serves_pieces_to_nodes_that_the_daemon_lets_read_the_model(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "pki")
     roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator"]}

@@ -134,6 +134,7 @@ def test_a_daemon_fetches_the_pieces_that_a_node_alone_holds_and_serves_no_byte_
         assert (tmp_path / "exported/model.safetensors").read_bytes() == content["model.safetensors"]
 
 
+@pytest.mark.full
 def test_a_version_whose_last_copy_is_gone_is_lost_and_the_one_before_is_the_newest(daemon: Daemon) -> None:
     before, version = publish(daemon, 1), publish(daemon, 2)
     with Node(daemon.endpoint, "home"):

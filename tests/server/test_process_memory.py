@@ -25,6 +25,7 @@ def collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.full
 def test_few_calls_wait_for_the_collector(collections: None) -> None:
     most = 0
     world = SimpleNamespace(model_of=lambda server: "")

@@ -139,7 +139,6 @@ def operating(ready: Any) -> Iterator[Case]:
         "ListFleets": (operator_pb2.ListFleetsRequest(), KNOWN, ""),
         "ListNodes": (operator_pb2.ListNodesRequest(), OPERATORS | V, ""),
         "SetNodeDrained": (operator_pb2.SetNodeDrainedRequest(node="nodes/none"), O, "NODE_UNKNOWN"),
-        "MeasureLinks": (operator_pb2.MeasureLinksRequest(targets=["nodes/none"]), O, "NODE_UNKNOWN"),
         "ListEvents": (operator_pb2.ListEventsRequest(), OPERATORS | V, ""),
         "ListArchive": (operator_pb2.ListArchiveRequest(), OPERATORS | V, NO_ARCHIVE),
         "ExportVersion": (operator_pb2.ExportVersionRequest(version=ready.name), P | S | O, ""),
@@ -174,11 +173,6 @@ def hosting(ready: Any) -> Iterator[Case]:
         "PutFileProof": (
             node_pb2.PutFileProofRequest(version=ready.name, node="nodes/none", problem="a problem"),
             N,
-            "NODE_UNKNOWN",
-        ),
-        "PutLinkMeasurement": (
-            node_pb2.PutLinkMeasurementRequest(node="nodes/none"),
-            N | {"node-of-other"},
             "NODE_UNKNOWN",
         ),
     }

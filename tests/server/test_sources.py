@@ -163,10 +163,10 @@ def test_every_node_is_a_peer_of_as_many_others_and_all_nodes_are_reached_in_few
         (Network(8, 64, 18_750_000, 62.5e6), 1.25, 1.2),
         (Network(8, 64, 18_750_000, 62.5e6, deaths=(0.5,)), 1.6, 1.2),
         (Network(8, 64, 18_750_000, 62.5e6, late=2), 1.75, 1.2),
-        (Network(40, 96, 16 << 20, 62.5e6, deaths=(0.6,)), 1.5, 1.2),
+        pytest.param(Network(40, 96, 16 << 20, 62.5e6, deaths=(0.6,)), 1.5, 1.2, marks=pytest.mark.full),
         (Network(1, 64, 18_750_000, 62.5e6), 1.05, 1.0),
         (Network(8, 64, 18_750_000, 62.5e6, parts=8), 1.1, 1.0),
-        (Network(120, 96, 16 << 20, 62.5e6, parts=40), 1.3, 1.1),
+        pytest.param(Network(120, 96, 16 << 20, 62.5e6, parts=40), 1.3, 1.1, marks=pytest.mark.full),
     ],
     ids=[
         "eight hosts",

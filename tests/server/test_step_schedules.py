@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.state.errors import DaemonError, FailedPrecondition, ResourceExhausted, ResourceNotFound
@@ -163,10 +164,15 @@ class Schedule(RuleBasedStateMachine):
 
 
 Schedule.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=50,
     stateful_step_count=40,
     derandomize="RESHARDER_SEARCH" not in os.environ,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestSchedule = Schedule.TestCase
+
+
+@pytest.mark.full
+class TestManySchedules(Schedule.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(Schedule.TestCase.settings, max_examples=200)

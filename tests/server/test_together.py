@@ -106,6 +106,7 @@ def test_a_rank_that_goes_on_without_the_other_version_ends_the_one_that_it_has_
     assert pair.jobs["keep"].wait(kept.name).state == State.ABORTED
 
 
+@pytest.mark.full
 def test_a_rank_that_is_silent_before_the_other_version_ends_the_one_that_it_has_delivered() -> None:
     with Daemon(lease_seconds=6) as daemon:
         pair = Pair(daemon)

@@ -187,6 +187,7 @@ def test_a_trainer_with_traces_of_its_own_has_them_linked(daemon: Daemon, collec
     assert handle.trace == f"00-{link.context.trace_id:032x}-{link.context.span_id:016x}-01"
 
 
+@pytest.mark.full
 def test_a_collector_that_is_away_stops_nobody_and_is_one_event_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{nobody}")

@@ -75,6 +75,7 @@ def test_a_token_that_may_not_look_is_told_so(page: "Chrome", daemon: SecureDaem
     assert "token:trainer@web may not read the status: expected a role of viewer, got publisher:policy" in text(page, "body")
 
 
+@pytest.mark.full
 def test_a_page_whose_token_is_taken_away_shows_nothing_new(page: "Chrome", daemon: SecureDaemon) -> None:
     type_password(page, daemon, TOKEN)
     open_page(page, daemon)

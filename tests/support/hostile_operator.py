@@ -47,7 +47,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("fetch-config", NAME, "OUT"),
     ("import", "OUT"),
     ("doctor",),
-    ("doctor", "--links", "--between"),
     ("probe", "--server", NAME),
 )
 
@@ -119,11 +118,6 @@ class Hostile(FakeOperator):
 
     def ProfileInstall(self, request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
         yield resources_pb2.Profile(error=REASON, table=f"a table\n{REASON.replace(chr(10), '')}")
-
-    def MeasureLinks(self, request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
-        yield resources_pb2.LinkMeasurement(
-            source=f"nodes/{NAME}", target=NAME, data_address=NAME, problem=REASON, mend=REASON, unread=REASON
-        )
 
     def ArchiveVersion(self, request: Message, context: grpc.ServicerContext) -> Message:
         return operator_pb2.ArchivedVersion(version=VERSION, url=NAME)

@@ -64,6 +64,7 @@ def state(operator: Operator, server: str) -> answers.Server.State:
     return operator.server(server).state
 
 
+@pytest.mark.full
 def test_a_server_that_loads_for_many_leases_is_kept_and_a_killed_one_is_waited_for_no_longer(daemon: Daemon) -> None:
     with Operator(daemon.endpoint) as operator, SimulatedServer(daemon, "serves"), booting(daemon, "boots") as process:
         end = time.monotonic() + 2 * LEASE
@@ -76,6 +77,7 @@ def test_a_server_that_loads_for_many_leases_is_kept_and_a_killed_one_is_waited_
         assert "its claim was not renewed" in operator.server("boots").reason
 
 
+@pytest.mark.full
 def test_a_booting_server_is_known_again_to_a_daemon_that_was_restarted(daemon: Daemon) -> None:
     with Operator(daemon.endpoint) as operator, booting(daemon, "stays"):
         daemon.kill()
@@ -85,6 +87,7 @@ def test_a_booting_server_is_known_again_to_a_daemon_that_was_restarted(daemon: 
         assert state(operator, "stays") == answers.Server.State.BOOTING
 
 
+@pytest.mark.full
 def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daemon) -> None:
     with Operator(daemon.endpoint) as operator, booting(daemon, "older", "unrenewed") as process:
         process.kill()

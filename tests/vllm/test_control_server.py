@@ -16,7 +16,6 @@ from resharder.v1 import resources_pb2
 
 from tests.support.command import answer
 from tests.support.observing import leaving, servers, wait_serving, wait_until
-from tests.support.variants import alone
 from tests.support.vllm_deployment import LEASE, PROMPT, Deployment, deployment
 from tests.support.vllm_server import Answer, Token, VllmServer
 
@@ -75,7 +74,8 @@ def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> 
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("mode", alone(["keep", "wait", "abort"], ["keep"]))
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
     with Operator(single.daemon.endpoint) as operator:

@@ -156,6 +156,7 @@ print(generate_latest(get_prometheus_registry()).decode())
 """
 
 
+@pytest.mark.full
 def test_what_several_api_servers_count_comes_together_in_vllms_registry(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     several = [

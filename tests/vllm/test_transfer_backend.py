@@ -237,6 +237,7 @@ def test_a_stream_of_whole_tensors_is_published_as_it_comes(daemon: Daemon, fold
     engine.shutdown()
 
 
+@pytest.mark.full
 def test_four_megatron_ranks_send_their_shards_and_ranks_of_a_pipeline_their_stages(
     daemon: Daemon, folder: Path, tmp_path: Path
 ) -> None:

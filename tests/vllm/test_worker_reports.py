@@ -95,6 +95,7 @@ def test_an_install_that_broke_half_way_is_said_to_every_later_daemon(daemon: Da
     assert (worker.state, worker.error) == (Worker.FAILED, "stopped half-way")
 
 
+@pytest.mark.full
 def test_an_install_that_never_began_leaves_what_the_worker_holds(daemon: Daemon) -> None:
     agent, manifest = booted(daemon)
     agent.failed("an-install", "is not staged here")
@@ -105,6 +106,7 @@ def test_an_install_that_never_began_leaves_what_the_worker_holds(daemon: Daemon
     assert (worker.state, worker.fingerprint) == (Worker.BOOTED, manifest.fingerprint)
 
 
+@pytest.mark.full
 def test_a_worker_that_refuses_to_stage_reports_it_each_time_that_it_is_asked(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

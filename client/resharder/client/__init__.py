@@ -62,8 +62,6 @@ if TYPE_CHECKING:
         ExportedVersion,
         Fleet,
         Install,
-        LinkMeasurement,
-        LinkRate,
         Move,
         Node,
         NodeCopy,
@@ -133,7 +131,7 @@ _HOMES = {
     "integrations.vllm": "ResharderTrainerInitInfo ShardSource",
     "operator": "Operator",
     "operator.answers": (
-        "ArchivedVersion Daemon Event ExportedVersion Fleet Install LinkMeasurement LinkRate Move Node NodeCopy "
+        "ArchivedVersion Daemon Event ExportedVersion Fleet Install Move Node NodeCopy "
         "NodeLink PauseMode Power Profile PublisherStatus Refusal ReplicaShortage RetireVersionsResponse ServeAhead "
         "Server Slot StoreAccess Timing Uncompared UpdateStrategy Verification Version VersionHome VersionTarget Worker"
     ),
@@ -169,8 +167,6 @@ __all__ = [
     "Install",
     "LayoutError",
     "LayoutRejected",
-    "LinkMeasurement",
-    "LinkRate",
     "MessageTooLarge",
     "Move",
     "Node",

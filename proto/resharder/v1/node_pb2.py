@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17resharder/v1/node.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\xa4\x04\n\x0fSyncNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x03\x12\x12\n\nused_bytes\x18\x06 \x01(\x03\x12\x11\n\ttransfers\x18\x07 \x01(\x05\x12+\n\x08versions\x18\x08 \x03(\x0b\x32\x19.resharder.v1.NodeVersion\x12\x1d\n\x15received_origin_bytes\x18\t \x01(\x03\x12\x1b\n\x13received_peer_bytes\x18\n \x01(\x03\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04seen\x18\x0c \x01(\x06\x12\x14\n\x0cwait_seconds\x18\r \x01(\x01\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\x12%\n\x05links\x18\x0f \x03(\x0b\x32\x16.resharder.v1.NodeLink\x12\x0f\n\x07session\x18\x10 \x01(\t\x12\x1d\n\x15received_engine_bytes\x18\x11 \x01(\x03\x12\x13\n\x0b\x63\x65rtificate\x18\x12 \x01(\t\x12\x33\n\x0creservations\x18\x13 \x03(\x0b\x32\x1d.resharder.v1.NodeReservation\x12\x0e\n\x06\x65nding\x18\x14 \x01(\x08\x12\x0f\n\x07gathers\x18\x15 \x01(\x08\"S\n\x0fNodeReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04sets\x18\x02 \x03(\x0b\x32\x15.resharder.v1.FileSet\x12\x0f\n\x07problem\x18\x03 \x01(\t\"%\n\x07\x46ileSet\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"p\n\x0bNodeVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06wanted\x18\x05 \x01(\x0c\x12\x11\n\taddresses\x18\x06 \x03(\x06\"\x82\x02\n\nNodeOrders\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08revision\x18\x02 \x01(\x06\x12)\n\x08versions\x18\x03 \x03(\x0b\x32\x17.resharder.v1.NodeOrder\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\x12\x16\n\x0ereport_seconds\x18\x05 \x01(\x01\x12\x34\n\x0creservations\x18\x06 \x03(\x0b\x32\x1e.resharder.v1.ReservationOrder\x12\x1a\n\x12\x64\x61\x65mon_certificate\x18\x07 \x01(\t\x12%\n\x04link\x18\x08 \x01(\x0b\x32\x17.resharder.v1.LinkOrder\"O\n\tLinkOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12\x10\n\x08versions\x18\x04 \x03(\t\"l\n\x10ReservationOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tpublisher\x18\x02 \x01(\t\x12(\n\x04sets\x18\x03 \x03(\x0b\x32\x1a.resharder.v1.FileSetOrder\x12\x0f\n\x07readers\x18\x04 \x03(\t\"\xfc\x01\n\x0c\x46ileSetOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .resharder.v1.FileSetOrder.State\x12\x0e\n\x06\x63losed\x18\x04 \x03(\t\x12\x0f\n\x07gathers\x18\x05 \x01(\x08\x12)\n\x07sources\x18\x06 \x03(\x0b\x32\x18.resharder.v1.PartSource\"R\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\r\n\tUPLOADING\x10\x01\x12\r\n\tVERIFYING\x10\x02\x12\t\n\x05READY\x10\x03\x12\t\n\x05\x45NDED\x10\x04\"0\n\nPartSource\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\"\x9a\x01\n\tNodeOrder\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.resharder.v1.NodePeer\x12\x0e\n\x06scarce\x18\x03 \x01(\x0c\x12\x0f\n\x07granted\x18\x04 \x03(\x05\x12\x0f\n\x07readers\x18\x05 \x03(\t\x12\x0e\n\x06wanted\x18\x06 \x01(\x0c\x12\x13\n\x0bsole_holder\x18\x07 \x01(\x08\"\x83\x01\n\x08NodePeer\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x11\n\ttransfers\x18\x04 \x01(\x05\x12\x0e\n\x06origin\x18\x05 \x01(\x08\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x11\n\taddresses\x18\x07 \x03(\x06\"U\n\x18GetPieceChecksumsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x03\"#\n\x0ePieceChecksums\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"u\n\x15GetHostVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0e\n\x06needed\x18\x04 \x01(\x0c\"t\n\x0bHostVersion\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x13\n\x0bnonce_files\x18\x05 \x03(\t\"O\n\x17GetReservedFilesRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x13\n\x0breservation\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\"\x94\x01\n\rReservedFiles\x12)\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1a.resharder.v1.ReservedFile\x12)\n\x05parts\x18\x02 \x03(\x0b\x32\x1a.resharder.v1.ReservedFile\x12-\n\x08gathered\x18\x03 \x03(\x0b\x32\x1b.resharder.v1.GatheredBoxes\"d\n\rGatheredBoxes\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07tensors\x18\x03 \x03(\t\x12&\n\x05\x62oxes\x18\x04 \x03(\x0b\x32\x17.resharder.v1.TensorBox\"@\n\x0cReservedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xa1\x01\n\x13PutFileProofRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0b\n\x03set\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12&\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x17.resharder.v1.FileProof\x12\x13\n\x0bunreachable\x18\x07 \x01(\t\"=\n\tFileProof\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x16\n\x14PutFileProofResponse\"~\n\x19PutLinkMeasurementRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05order\x18\x03 \x01(\t\x12\x32\n\x0bmeasurement\x18\x04 \x01(\x0b\x32\x1d.resharder.v1.LinkMeasurement\"\x1c\n\x1aPutLinkMeasurementResponse2\x97\x04\n\x0bNodeService\x12\x43\n\x08SyncNode\x12\x1d.resharder.v1.SyncNodeRequest\x1a\x18.resharder.v1.NodeOrders\x12Y\n\x11GetPieceChecksums\x12&.resharder.v1.GetPieceChecksumsRequest\x1a\x1c.resharder.v1.PieceChecksums\x12P\n\x0eGetHostVersion\x12#.resharder.v1.GetHostVersionRequest\x1a\x19.resharder.v1.HostVersion\x12V\n\x10GetReservedFiles\x12%.resharder.v1.GetReservedFilesRequest\x1a\x1b.resharder.v1.ReservedFiles\x12U\n\x0cPutFileProof\x12!.resharder.v1.PutFileProofRequest\x1a\".resharder.v1.PutFileProofResponse\x12g\n\x12PutLinkMeasurement\x12\'.resharder.v1.PutLinkMeasurementRequest\x1a(.resharder.v1.PutLinkMeasurementResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17resharder/v1/node.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\xa4\x04\n\x0fSyncNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x03\x12\x12\n\nused_bytes\x18\x06 \x01(\x03\x12\x11\n\ttransfers\x18\x07 \x01(\x05\x12+\n\x08versions\x18\x08 \x03(\x0b\x32\x19.resharder.v1.NodeVersion\x12\x1d\n\x15received_origin_bytes\x18\t \x01(\x03\x12\x1b\n\x13received_peer_bytes\x18\n \x01(\x03\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04seen\x18\x0c \x01(\x06\x12\x14\n\x0cwait_seconds\x18\r \x01(\x01\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\x12%\n\x05links\x18\x0f \x03(\x0b\x32\x16.resharder.v1.NodeLink\x12\x0f\n\x07session\x18\x10 \x01(\t\x12\x1d\n\x15received_engine_bytes\x18\x11 \x01(\x03\x12\x13\n\x0b\x63\x65rtificate\x18\x12 \x01(\t\x12\x33\n\x0creservations\x18\x13 \x03(\x0b\x32\x1d.resharder.v1.NodeReservation\x12\x0e\n\x06\x65nding\x18\x14 \x01(\x08\x12\x0f\n\x07gathers\x18\x15 \x01(\x08\"S\n\x0fNodeReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04sets\x18\x02 \x03(\x0b\x32\x15.resharder.v1.FileSet\x12\x0f\n\x07problem\x18\x03 \x01(\t\"%\n\x07\x46ileSet\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"p\n\x0bNodeVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06wanted\x18\x05 \x01(\x0c\x12\x11\n\taddresses\x18\x06 \x03(\x06\"\xe1\x01\n\nNodeOrders\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08revision\x18\x02 \x01(\x06\x12)\n\x08versions\x18\x03 \x03(\x0b\x32\x17.resharder.v1.NodeOrder\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\x12\x16\n\x0ereport_seconds\x18\x05 \x01(\x01\x12\x34\n\x0creservations\x18\x06 \x03(\x0b\x32\x1e.resharder.v1.ReservationOrder\x12\x1a\n\x12\x64\x61\x65mon_certificate\x18\x07 \x01(\tJ\x04\x08\x08\x10\t\"l\n\x10ReservationOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tpublisher\x18\x02 \x01(\t\x12(\n\x04sets\x18\x03 \x03(\x0b\x32\x1a.resharder.v1.FileSetOrder\x12\x0f\n\x07readers\x18\x04 \x03(\t\"\xfc\x01\n\x0c\x46ileSetOrder\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .resharder.v1.FileSetOrder.State\x12\x0e\n\x06\x63losed\x18\x04 \x03(\t\x12\x0f\n\x07gathers\x18\x05 \x01(\x08\x12)\n\x07sources\x18\x06 \x03(\x0b\x32\x18.resharder.v1.PartSource\"R\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\r\n\tUPLOADING\x10\x01\x12\r\n\tVERIFYING\x10\x02\x12\t\n\x05READY\x10\x03\x12\t\n\x05\x45NDED\x10\x04\"0\n\nPartSource\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\"\x9a\x01\n\tNodeOrder\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.resharder.v1.NodePeer\x12\x0e\n\x06scarce\x18\x03 \x01(\x0c\x12\x0f\n\x07granted\x18\x04 \x03(\x05\x12\x0f\n\x07readers\x18\x05 \x03(\t\x12\x0e\n\x06wanted\x18\x06 \x01(\x0c\x12\x13\n\x0bsole_holder\x18\x07 \x01(\x08\"\x83\x01\n\x08NodePeer\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x11\n\ttransfers\x18\x04 \x01(\x05\x12\x0e\n\x06origin\x18\x05 \x01(\x08\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x11\n\taddresses\x18\x07 \x03(\x06\"U\n\x18GetPieceChecksumsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x03\"#\n\x0ePieceChecksums\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"u\n\x15GetHostVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0e\n\x06needed\x18\x04 \x01(\x0c\"t\n\x0bHostVersion\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x13\n\x0bnonce_files\x18\x05 \x03(\t\"O\n\x17GetReservedFilesRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x13\n\x0breservation\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\"\x94\x01\n\rReservedFiles\x12)\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1a.resharder.v1.ReservedFile\x12)\n\x05parts\x18\x02 \x03(\x0b\x32\x1a.resharder.v1.ReservedFile\x12-\n\x08gathered\x18\x03 \x03(\x0b\x32\x1b.resharder.v1.GatheredBoxes\"d\n\rGatheredBoxes\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07tensors\x18\x03 \x03(\t\x12&\n\x05\x62oxes\x18\x04 \x03(\x0b\x32\x17.resharder.v1.TensorBox\"@\n\x0cReservedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xa1\x01\n\x13PutFileProofRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0b\n\x03set\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12&\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x17.resharder.v1.FileProof\x12\x13\n\x0bunreachable\x18\x07 \x01(\t\"=\n\tFileProof\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x16\n\x14PutFileProofResponse2\xae\x03\n\x0bNodeService\x12\x43\n\x08SyncNode\x12\x1d.resharder.v1.SyncNodeRequest\x1a\x18.resharder.v1.NodeOrders\x12Y\n\x11GetPieceChecksums\x12&.resharder.v1.GetPieceChecksumsRequest\x1a\x1c.resharder.v1.PieceChecksums\x12P\n\x0eGetHostVersion\x12#.resharder.v1.GetHostVersionRequest\x1a\x19.resharder.v1.HostVersion\x12V\n\x10GetReservedFiles\x12%.resharder.v1.GetReservedFilesRequest\x1a\x1b.resharder.v1.ReservedFiles\x12U\n\x0cPutFileProof\x12!.resharder.v1.PutFileProofRequest\x1a\".resharder.v1.PutFileProofResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,47 +41,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEVERSION']._serialized_start=746
   _globals['_NODEVERSION']._serialized_end=858
   _globals['_NODEORDERS']._serialized_start=861
-  _globals['_NODEORDERS']._serialized_end=1119
-  _globals['_LINKORDER']._serialized_start=1121
-  _globals['_LINKORDER']._serialized_end=1200
-  _globals['_RESERVATIONORDER']._serialized_start=1202
-  _globals['_RESERVATIONORDER']._serialized_end=1310
-  _globals['_FILESETORDER']._serialized_start=1313
-  _globals['_FILESETORDER']._serialized_end=1565
-  _globals['_FILESETORDER_STATE']._serialized_start=1483
-  _globals['_FILESETORDER_STATE']._serialized_end=1565
-  _globals['_PARTSOURCE']._serialized_start=1567
-  _globals['_PARTSOURCE']._serialized_end=1615
-  _globals['_NODEORDER']._serialized_start=1618
-  _globals['_NODEORDER']._serialized_end=1772
-  _globals['_NODEPEER']._serialized_start=1775
-  _globals['_NODEPEER']._serialized_end=1906
-  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_start=1908
-  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_end=1993
-  _globals['_PIECECHECKSUMS']._serialized_start=1995
-  _globals['_PIECECHECKSUMS']._serialized_end=2030
-  _globals['_GETHOSTVERSIONREQUEST']._serialized_start=2032
-  _globals['_GETHOSTVERSIONREQUEST']._serialized_end=2149
-  _globals['_HOSTVERSION']._serialized_start=2151
-  _globals['_HOSTVERSION']._serialized_end=2267
-  _globals['_GETRESERVEDFILESREQUEST']._serialized_start=2269
-  _globals['_GETRESERVEDFILESREQUEST']._serialized_end=2348
-  _globals['_RESERVEDFILES']._serialized_start=2351
-  _globals['_RESERVEDFILES']._serialized_end=2499
-  _globals['_GATHEREDBOXES']._serialized_start=2501
-  _globals['_GATHEREDBOXES']._serialized_end=2601
-  _globals['_RESERVEDFILE']._serialized_start=2603
-  _globals['_RESERVEDFILE']._serialized_end=2667
-  _globals['_PUTFILEPROOFREQUEST']._serialized_start=2670
-  _globals['_PUTFILEPROOFREQUEST']._serialized_end=2831
-  _globals['_FILEPROOF']._serialized_start=2833
-  _globals['_FILEPROOF']._serialized_end=2894
-  _globals['_PUTFILEPROOFRESPONSE']._serialized_start=2896
-  _globals['_PUTFILEPROOFRESPONSE']._serialized_end=2918
-  _globals['_PUTLINKMEASUREMENTREQUEST']._serialized_start=2920
-  _globals['_PUTLINKMEASUREMENTREQUEST']._serialized_end=3046
-  _globals['_PUTLINKMEASUREMENTRESPONSE']._serialized_start=3048
-  _globals['_PUTLINKMEASUREMENTRESPONSE']._serialized_end=3076
-  _globals['_NODESERVICE']._serialized_start=3079
-  _globals['_NODESERVICE']._serialized_end=3614
+  _globals['_NODEORDERS']._serialized_end=1086
+  _globals['_RESERVATIONORDER']._serialized_start=1088
+  _globals['_RESERVATIONORDER']._serialized_end=1196
+  _globals['_FILESETORDER']._serialized_start=1199
+  _globals['_FILESETORDER']._serialized_end=1451
+  _globals['_FILESETORDER_STATE']._serialized_start=1369
+  _globals['_FILESETORDER_STATE']._serialized_end=1451
+  _globals['_PARTSOURCE']._serialized_start=1453
+  _globals['_PARTSOURCE']._serialized_end=1501
+  _globals['_NODEORDER']._serialized_start=1504
+  _globals['_NODEORDER']._serialized_end=1658
+  _globals['_NODEPEER']._serialized_start=1661
+  _globals['_NODEPEER']._serialized_end=1792
+  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_start=1794
+  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_end=1879
+  _globals['_PIECECHECKSUMS']._serialized_start=1881
+  _globals['_PIECECHECKSUMS']._serialized_end=1916
+  _globals['_GETHOSTVERSIONREQUEST']._serialized_start=1918
+  _globals['_GETHOSTVERSIONREQUEST']._serialized_end=2035
+  _globals['_HOSTVERSION']._serialized_start=2037
+  _globals['_HOSTVERSION']._serialized_end=2153
+  _globals['_GETRESERVEDFILESREQUEST']._serialized_start=2155
+  _globals['_GETRESERVEDFILESREQUEST']._serialized_end=2234
+  _globals['_RESERVEDFILES']._serialized_start=2237
+  _globals['_RESERVEDFILES']._serialized_end=2385
+  _globals['_GATHEREDBOXES']._serialized_start=2387
+  _globals['_GATHEREDBOXES']._serialized_end=2487
+  _globals['_RESERVEDFILE']._serialized_start=2489
+  _globals['_RESERVEDFILE']._serialized_end=2553
+  _globals['_PUTFILEPROOFREQUEST']._serialized_start=2556
+  _globals['_PUTFILEPROOFREQUEST']._serialized_end=2717
+  _globals['_FILEPROOF']._serialized_start=2719
+  _globals['_FILEPROOF']._serialized_end=2780
+  _globals['_PUTFILEPROOFRESPONSE']._serialized_start=2782
+  _globals['_PUTFILEPROOFRESPONSE']._serialized_end=2804
+  _globals['_NODESERVICE']._serialized_start=2807
+  _globals['_NODESERVICE']._serialized_end=3237
 # @@protoc_insertion_point(module_scope)

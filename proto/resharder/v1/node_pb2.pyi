@@ -88,7 +88,7 @@ class NodeVersion(_message.Message):
     def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ..., wanted: _Optional[bytes] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NodeOrders(_message.Message):
-    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds", "reservations", "daemon_certificate", "link")
+    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds", "reservations", "daemon_certificate")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -96,7 +96,6 @@ class NodeOrders(_message.Message):
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     DAEMON_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
-    LINK_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     revision: int
     versions: _containers.RepeatedCompositeFieldContainer[NodeOrder]
@@ -104,20 +103,7 @@ class NodeOrders(_message.Message):
     report_seconds: float
     reservations: _containers.RepeatedCompositeFieldContainer[ReservationOrder]
     daemon_certificate: str
-    link: LinkOrder
-    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ..., reservations: _Optional[_Iterable[_Union[ReservationOrder, _Mapping]]] = ..., daemon_certificate: _Optional[str] = ..., link: _Optional[_Union[LinkOrder, _Mapping]] = ...) -> None: ...
-
-class LinkOrder(_message.Message):
-    __slots__ = ("id", "target", "data_address", "versions")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    TARGET_FIELD_NUMBER: _ClassVar[int]
-    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    id: str
-    target: str
-    data_address: str
-    versions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., target: _Optional[str] = ..., data_address: _Optional[str] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ..., reservations: _Optional[_Iterable[_Union[ReservationOrder, _Mapping]]] = ..., daemon_certificate: _Optional[str] = ...) -> None: ...
 
 class ReservationOrder(_message.Message):
     __slots__ = ("id", "publisher", "sets", "readers")
@@ -320,21 +306,5 @@ class FileProof(_message.Message):
     def __init__(self, path: _Optional[str] = ..., digests: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PutFileProofResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PutLinkMeasurementRequest(_message.Message):
-    __slots__ = ("node", "instance", "order", "measurement")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
-    MEASUREMENT_FIELD_NUMBER: _ClassVar[int]
-    node: str
-    instance: str
-    order: str
-    measurement: _resources_pb2.LinkMeasurement
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., order: _Optional[str] = ..., measurement: _Optional[_Union[_resources_pb2.LinkMeasurement, _Mapping]] = ...) -> None: ...
-
-class PutLinkMeasurementResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -60,11 +60,6 @@ class NodeServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_node__pb2.PutFileProofRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_node__pb2.PutFileProofResponse.FromString,
                 _registered_method=True)
-        self.PutLinkMeasurement = channel.unary_unary(
-                '/resharder.v1.NodeService/PutLinkMeasurement',
-                request_serializer=resharder_dot_v1_dot_node__pb2.PutLinkMeasurementRequest.SerializeToString,
-                response_deserializer=resharder_dot_v1_dot_node__pb2.PutLinkMeasurementResponse.FromString,
-                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -109,13 +104,6 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PutLinkMeasurement(self, request, context):
-        """Reports the measurement that the node was ordered. A no-op if its order has ended.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,11 +131,6 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.PutFileProof,
                     request_deserializer=resharder_dot_v1_dot_node__pb2.PutFileProofRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_node__pb2.PutFileProofResponse.SerializeToString,
-            ),
-            'PutLinkMeasurement': grpc.unary_unary_rpc_method_handler(
-                    servicer.PutLinkMeasurement,
-                    request_deserializer=resharder_dot_v1_dot_node__pb2.PutLinkMeasurementRequest.FromString,
-                    response_serializer=resharder_dot_v1_dot_node__pb2.PutLinkMeasurementResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -286,33 +269,6 @@ class NodeService(object):
             '/resharder.v1.NodeService/PutFileProof',
             resharder_dot_v1_dot_node__pb2.PutFileProofRequest.SerializeToString,
             resharder_dot_v1_dot_node__pb2.PutFileProofResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PutLinkMeasurement(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/resharder.v1.NodeService/PutLinkMeasurement',
-            resharder_dot_v1_dot_node__pb2.PutLinkMeasurementRequest.SerializeToString,
-            resharder_dot_v1_dot_node__pb2.PutLinkMeasurementResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -134,16 +134,6 @@ class SetNodeDrainedRequest(_message.Message):
     drained: bool
     def __init__(self, node: _Optional[str] = ..., drained: bool = ...) -> None: ...
 
-class MeasureLinksRequest(_message.Message):
-    __slots__ = ("sources", "targets", "wait_seconds")
-    SOURCES_FIELD_NUMBER: _ClassVar[int]
-    TARGETS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    sources: _containers.RepeatedScalarFieldContainer[str]
-    targets: _containers.RepeatedScalarFieldContainer[str]
-    wait_seconds: float
-    def __init__(self, sources: _Optional[_Iterable[str]] = ..., targets: _Optional[_Iterable[str]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
-
 class ExportVersionRequest(_message.Message):
     __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]

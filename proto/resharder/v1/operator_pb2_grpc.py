@@ -71,11 +71,6 @@ class OperatorServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_operator__pb2.SetNodeDrainedRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_resources__pb2.Node.FromString,
                 _registered_method=True)
-        self.MeasureLinks = channel.unary_stream(
-                '/resharder.v1.OperatorService/MeasureLinks',
-                request_serializer=resharder_dot_v1_dot_operator__pb2.MeasureLinksRequest.SerializeToString,
-                response_deserializer=resharder_dot_v1_dot_resources__pb2.LinkMeasurement.FromString,
-                _registered_method=True)
         self.ExportVersion = channel.unary_stream(
                 '/resharder.v1.OperatorService/ExportVersion',
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ExportVersionRequest.SerializeToString,
@@ -201,14 +196,6 @@ class OperatorServiceServicer(object):
 
     def SetNodeDrained(self, request, context):
         """Drains a node before maintenance of its host, or resumes it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def MeasureLinks(self, request, context):
-        """Lets nodes measure the links from them to other nodes and to the daemon, and sends the measurements as they arrive. A node takes
-        part in one measurement at a time. INVALID_ARGUMENT (NODE) for more than 256 links.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -360,11 +347,6 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.SetNodeDrained,
                     request_deserializer=resharder_dot_v1_dot_operator__pb2.SetNodeDrainedRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_resources__pb2.Node.SerializeToString,
-            ),
-            'MeasureLinks': grpc.unary_stream_rpc_method_handler(
-                    servicer.MeasureLinks,
-                    request_deserializer=resharder_dot_v1_dot_operator__pb2.MeasureLinksRequest.FromString,
-                    response_serializer=resharder_dot_v1_dot_resources__pb2.LinkMeasurement.SerializeToString,
             ),
             'ExportVersion': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportVersion,
@@ -632,33 +614,6 @@ class OperatorService(object):
             '/resharder.v1.OperatorService/SetNodeDrained',
             resharder_dot_v1_dot_operator__pb2.SetNodeDrainedRequest.SerializeToString,
             resharder_dot_v1_dot_resources__pb2.Node.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def MeasureLinks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/resharder.v1.OperatorService/MeasureLinks',
-            resharder_dot_v1_dot_operator__pb2.MeasureLinksRequest.SerializeToString,
-            resharder_dot_v1_dot_resources__pb2.LinkMeasurement.FromString,
             options,
             channel_credentials,
             insecure,

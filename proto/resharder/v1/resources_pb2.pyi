@@ -667,36 +667,6 @@ class NodeLink(_message.Message):
     problem: str
     def __init__(self, peer: _Optional[str] = ..., received_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
-class LinkMeasurement(_message.Message):
-    __slots__ = ("source", "target", "data_address", "round_trip_seconds", "rates", "problem", "mend", "unread")
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    TARGET_FIELD_NUMBER: _ClassVar[int]
-    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    RATES_FIELD_NUMBER: _ClassVar[int]
-    PROBLEM_FIELD_NUMBER: _ClassVar[int]
-    MEND_FIELD_NUMBER: _ClassVar[int]
-    UNREAD_FIELD_NUMBER: _ClassVar[int]
-    source: str
-    target: str
-    data_address: str
-    round_trip_seconds: float
-    rates: _containers.RepeatedCompositeFieldContainer[LinkRate]
-    problem: str
-    mend: str
-    unread: str
-    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., data_address: _Optional[str] = ..., round_trip_seconds: _Optional[float] = ..., rates: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ..., problem: _Optional[str] = ..., mend: _Optional[str] = ..., unread: _Optional[str] = ...) -> None: ...
-
-class LinkRate(_message.Message):
-    __slots__ = ("streams", "bytes", "seconds")
-    STREAMS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    streams: int
-    bytes: int
-    seconds: float
-    def __init__(self, streams: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
-
 class NodeCopy(_message.Message):
     __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces", "uploading")
     VERSION_FIELD_NUMBER: _ClassVar[int]

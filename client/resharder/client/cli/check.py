@@ -35,15 +35,6 @@ _NOT_READY = 1
 @command(Section.CHECK)
 def doctor(
     links: Annotated[bool, typer.Option("--links", help="Measure the links to the daemon and to all nodes instead.")] = False,
-    between: Annotated[
-        bool, typer.Option("--between", help="With --links: let every node measure its links to all others and to the daemon.")
-    ] = False,
-    sources: Annotated[
-        list[str] | None, typer.Option("--from", metavar="NODE", help="Let this node measure; may be repeated.")
-    ] = None,
-    targets: Annotated[
-        list[str] | None, typer.Option("--to", metavar="NODE", help="Node that others measure, or daemon; may be repeated.")
-    ] = None,
     node_tls_name: Annotated[
         str,
         typer.Option(
@@ -56,10 +47,6 @@ def doctor(
     """Check this host, and the daemon from it, and print what to change. Exits 1 for problems."""
     from resharder.client.tools.doctor import examine
 
-    if between or sources or targets:
-        if not links:
-            raise UsageError("--between, --from and --to are about links: expected --links")
-        return _doctor_between(endpoint, sources or [], targets or [], as_json)
     if links:
         return _doctor_links(endpoint, node_tls_name, as_json)
     with waiting("measuring memory, connecting to the daemon", as_json):
@@ -78,14 +65,6 @@ def _doctor_links(endpoint: str | None, node_tls_name: str, as_json: bool) -> No
     with waiting("measuring links", as_json):
         found = measure_links(endpoint, node_tls_name)
     _show_links(found, as_json)
-
-
-def _doctor_between(endpoint: str | None, sources: list[str], targets: list[str], as_json: bool) -> None:
-    from resharder.client.tools.links import judged, measure_between
-
-    with waiting("nodes measure their links", as_json):
-        found = sorted(measure_between(endpoint, sources, targets), key=lambda link: (link.source, link.target))
-    _show_links(judged(found), as_json)
 
 
 def _show_links(found: "list[HostLink]", as_json: bool) -> None:

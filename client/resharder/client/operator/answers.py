@@ -611,37 +611,6 @@ class ReplicaShortage:
 
 
 @dataclass(frozen=True)
-class LinkRate:
-    """Bytes received over a number of connections at once, and the time."""
-
-    streams: int = 0
-    """Connections at once."""
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class LinkMeasurement:
-    """A link between two hosts, measured by the node that reads from the other one."""
-
-    source: str = ""
-    """`nodes/{id}` of the node that has measured it."""
-    target: str = ""
-    """`nodes/{id}`, or `daemon`."""
-    data_address: str = ""
-    """`host:port` of the target."""
-    round_trip_seconds: float | None = None
-    """Time of a request for one byte; of a connection if no byte may be read; absent without a connection."""
-    rates: tuple[LinkRate, ...] = ()
-    problem: str = ""
-    """Reason for which it is not measured; empty for none."""
-    mend: str = ""
-    """Advice."""
-    unread: str = ""
-    """Reason for which the target sends no piece, although it answers; empty if it does."""
-
-
-@dataclass(frozen=True)
 class RetireVersionsResponse:
     """Versions that a call has deleted, and those that it has kept."""
 

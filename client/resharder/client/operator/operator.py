@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,6 @@ from resharder.client.operator.answers import (
     Event,
     ExportedVersion,
     Fleet,
-    LinkMeasurement,
     Node,
     PauseMode,
     Power,
@@ -709,34 +708,6 @@ class Operator:
             NotFound: No such node.
         """
         return self._set_node_drained(node, False)
-
-    def measure_links(
-        self, sources: Iterable[str] = (), targets: Iterable[str] = (), *, timeout: float = 900.0
-    ) -> Iterator[LinkMeasurement]:
-        """Let nodes measure the links to other hosts.
-
-        A node reads at most 64 MiB or for 3 s, over one connection and over four, and discards what it has read. A host takes
-        part in one measurement at a time.
-
-        Args:
-            sources: Ids of the nodes that measure, or `nodes/{id}`; none for all live ones.
-            targets: The same, or `daemon`; none for all nodes and the daemon.
-            timeout: Seconds after which the links that are left are yielded with a problem.
-
-        Returns:
-            Iterator of the measurements, in the order in which they arrive.
-
-        Raises:
-            NotFound: No such node.
-            Refused: NODE: no link between two hosts, or more than 256.
-        """
-        request = operator_pb2.MeasureLinksRequest(
-            sources=map(_node_name, sources),
-            targets=(name if name == "daemon" else _node_name(name) for name in targets),
-            wait_seconds=timeout,
-        )
-        for found in self._channel.stream(self._channel.begin(self._stub.MeasureLinks, request, timeout=timeout + 30)):
-            yield answer(LinkMeasurement, found)
 
     def _call(self, method: Callable[..., Any], request: Any, connect_timeout: float | None = None) -> Any:
         """Return the answer of a call. `connect_timeout` replaces the connection's own."""

@@ -8,12 +8,12 @@ from typing import Literal
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import LinkMeasurement, Node, Version
+from resharder.client.operator.answers import Node, Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.units import size_text
-from resharder.converters.wire.port_probe import LIMIT_SECONDS, PortMeasurement, Problem, StreamRate, measure_port, parts_of
+from resharder.converters.wire.port_probe import LIMIT_SECONDS, PortMeasurement, StreamRate, measure_port, parts_of
 from resharder.converters.wire.range_client import PartRequest
 
 HERE = "here"
@@ -67,28 +67,6 @@ def measure_links(endpoint: str | None, node_tls_name: str = "", limit_seconds: 
         links = [_calls(operator), _daemon_port(operator, channel, manifests, limit_seconds)]
         links += [_node_port(node, channel, manifests, node_tls_name, limit_seconds) for node in nodes]
     return judged([*links, *reported(nodes)])
-
-
-def measure_between(endpoint: str | None, sources: Iterable[str] = (), targets: Iterable[str] = ()) -> Iterator[HostLink]:
-    """Let nodes measure the links from them, and yield them as they are measured, not judged.
-
-    Args:
-        endpoint: The daemon's; by default RESHARDER_ENDPOINT.
-        sources: Ids of the nodes that measure; none for all live ones.
-        targets: Ids of nodes, or `daemon`; none for all.
-
-    Raises:
-        ResharderError: The daemon cannot be reached, or refuses.
-    """
-    with Operator(endpoint) as operator:
-        yield from map(_between, operator.measure_links(sources, targets))
-
-
-def _between(found: LinkMeasurement) -> HostLink:
-    rates = tuple(StreamRate(rate.streams, rate.bytes, rate.seconds) for rate in found.rates)
-    problem = Problem(found.problem, found.mend) if found.problem else None
-    link = HostLink(found.source, found.target, "data", found.data_address)
-    return _measured(link, PortMeasurement(found.round_trip_seconds, rates, problem, found.unread))
 
 
 class _Manifests:

@@ -25,7 +25,6 @@ from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import CopyProblems, HeldVersion, NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.file_sets import FileSets
-from resharder.server.node.link_probe import LinkProbe
 from resharder.server.state.errors import DaemonError
 from resharder.v1 import node_pb2, resources_pb2
 
@@ -109,7 +108,6 @@ class NodeAgent:
         sent: Function that returns (bytes sent, requests being answered) of the data port.
         sets: Files into which ranks write.
         instance: Nonce of the process's lifetime.
-        probe: Measurements of links.
     """
 
     def __init__(
@@ -122,12 +120,11 @@ class NodeAgent:
         sent: Callable[[], tuple[int, int]],
         sets: FileSets,
         instance: str,
-        probe: LinkProbe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity, self._daemon, self._copies = identity, daemon, copies
         self._received, self._sent, self._clock = received, sent, clock
-        self._sets, self._instance, self._probe = sets, instance, probe
+        self._sets, self._instance = sets, instance
         sets.changed.connect(self._report_soon)
         self._changed = threading.Condition()
         self._ended = False
@@ -185,7 +182,6 @@ class NodeAgent:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=15)
-        self._probe.follow(node_pb2.LinkOrder())
         self._swarm.close()
         self._sets.close()
         if self.failure is None:
@@ -230,7 +226,6 @@ class NodeAgent:
                     self._changed.wait_for(lambda: self._ended, backoff(failures, _FIRST_RETRY, _LONGEST_RETRY))
                 continue
             failures = 0
-            self._probe.follow(orders.link)
             with self._changed:
                 self._orders, self._has_orders = orders, True
                 self._sets.follow(orders.reservations, drained=orders.drained or self._ending)

@@ -17,7 +17,7 @@ from resharder.server.holding.part_files import FilesOnNode, files_from_proto
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import PieceTarget
 from resharder.server.ingest.homes import FileProof
-from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
+from resharder.v1 import node_pb2, node_pb2_grpc, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
 _BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
@@ -111,13 +111,6 @@ class DaemonClient:
             unreachable=f"nodes/{unreachable}" if unreachable else "",
         )
         self._call(self._opened().nodes.PutFileProof, request, _CHECKSUM_SECONDS)
-
-    def put_link(self, node: str, instance: str, order: str, measurement: resources_pb2.LinkMeasurement) -> None:
-        """Report the measurement of a link."""
-        request = node_pb2.PutLinkMeasurementRequest(
-            node=f"nodes/{node}", instance=instance, order=order, measurement=measurement
-        )
-        self._call(self._opened().nodes.PutLinkMeasurement, request, _SECONDS)
 
     def certificate(self) -> str:
         """Return `sha256:HEX` of the node's certificate; empty without one. Raises OSError."""

@@ -47,7 +47,6 @@ from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import CheckedPieces, DaemonClient
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
-from resharder.server.node.link_probe import LinkProbe
 from resharder.server.node.mooncake import MooncakeEngine
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
@@ -186,7 +185,6 @@ class Node:
             lambda: (self._sent, self.port.transfers),
             self.sets,
             instance,
-            LinkProbe(self.daemon, config.name, instance, tls),
         )
 
     def start(self) -> None:

@@ -13,7 +13,6 @@ from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.nodes.reports import (
     CopyView,
     HostCopy,
-    LinkOrder,
     PeerSource,
     StateReport,
     bitmap_of,
@@ -39,8 +38,6 @@ class KnownNode:
     """Pieces of each of these versions that workers on the host need."""
     replicas: dict[str, Bitmap] = field(default_factory=dict)
     """Pieces of versions that the node holds as a replica, among `pieces`: other versions do not take their memory."""
-    link: LinkOrder | None = None
-    """Measurement that it should do."""
     changed: ChangeSignal = field(default_factory=ChangeSignal)
     ordered: tuple[int, float] = (0, -inf)
     """Revision of the last orders that this process was sent, and the time at which this revision was sent first."""

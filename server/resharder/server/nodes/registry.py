@@ -29,7 +29,6 @@ from resharder.server.nodes.known_node import (
     revision_of,
     source_of,
 )
-from resharder.server.nodes.link_orders import LinkOrders
 from resharder.server.nodes.pieces import OwnPieces, PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
@@ -103,7 +102,6 @@ class NodeRegistry:
         self._partial, self._lose = partial, lose
         self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
         shared = self._nodes, self._numberings, self._readers, self._tracker.table, self.homes, self._lock
-        self.links = LinkOrders(self._nodes, self._lock, self._numberings, clock)
         self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
 
     # Calls of nodes
@@ -359,9 +357,9 @@ class NodeRegistry:
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self.own.doubts(), node.link])
+            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self.own.doubts()])
             soonest = min((self._longest, *(seconds for _, seconds in answers)))
-            return Orders(stamp, tuple(order for order, _ in answers), node.drained, soonest, reservations, node.link)
+            return Orders(stamp, tuple(order for order, _ in answers), node.drained, soonest, reservations)
 
     def _chosen(self, node: KnownNode) -> list[str]:
         id = node.report.node

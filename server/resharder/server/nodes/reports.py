@@ -120,24 +120,10 @@ class CopyOrder:
 
 
 @dataclass(frozen=True)
-class LinkOrder:
-    """A measurement of the link to `target` (`nodes/{id}` or `daemon`). An empty data address is the daemon's.
-
-    `versions` are some of which the target holds pieces.
-    """
-
-    id: str
-    target: str
-    data_address: str
-    versions: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Orders:
     """Answer to a report.
 
-    `revision` changes with the set of versions, their pieces and readers, reservations, `drained`, `link`, and doubts about
-    pieces.
+    `revision` changes with the set of versions, their pieces and readers, reservations, `drained`, and doubts about pieces.
     """
 
     revision: int
@@ -145,7 +131,6 @@ class Orders:
     drained: bool
     report_seconds: float
     reservations: tuple[ReservationOrder, ...] = ()
-    link: LinkOrder | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.reports import (
     CopyOrder,
     CopyReport,
-    LinkOrder,
     ReportedSet,
     ReservationOrder,
     ReservationReport,
@@ -69,7 +68,6 @@ class NodeService:
             versions=map(_order, orders.versions),
             reservations=map(_reservation, orders.reservations),
             daemon_certificate=self._certificate(),
-            link=_link(orders.link) if orders.link is not None else None,
         )
 
     @medium_errors()
@@ -123,12 +121,6 @@ class NodeService:
         self._nodes.homes.put_proof(*given, CALLER.get(), problem, files, unreachable)
         return node_pb2.PutFileProofResponse()
 
-    def PutLinkMeasurement(self, request: node_pb2.PutLinkMeasurementRequest, call: Call) -> node_pb2.PutLinkMeasurementResponse:
-        """Record the link that a node has measured."""
-        given = node_id(request.node), request.instance, CALLER.get(), request.order
-        self._nodes.links.put(*given, request.measurement)
-        return node_pb2.PutLinkMeasurementResponse()
-
 
 def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
     if not request.instance or len(request.versions) > _MOST_COPIES:
@@ -164,10 +156,6 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
             for each in request.reservations[:_MOST_COPIES]
         ),
     )
-
-
-def _link(order: LinkOrder) -> node_pb2.LinkOrder:
-    return node_pb2.LinkOrder(id=order.id, target=order.target, data_address=order.data_address, versions=order.versions)
 
 
 def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:

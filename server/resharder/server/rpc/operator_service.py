@@ -132,13 +132,6 @@ class OperatorService:
         self._events.add("operator", request.node, "drain" if request.drained else "resume")
         return node_to_proto(view)
 
-    def MeasureLinks(self, request: operator_pb2.MeasureLinksRequest, call: Call) -> Iterator[Message | Pause]:
-        """Let nodes measure links, and stream the results. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
-        newest = filter(None, map(self._store.catalogue.newest, self._store.catalogue.models()))
-        versions = [record.name for record in sorted(newest, key=lambda record: -record.ready_time)]
-        sources = [node_id(name) for name in request.sources]
-        yield from self._nodes.links.measure(sources, request.targets, versions, seconds(request.wait_seconds))
-
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
         """Stream the files of a READY version, which is pinned until the call ends."""
         model, number = parse_name(request.version, "versions")
