@@ -109,7 +109,7 @@ def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install:
     """The group's id, once everybody has the link. What a rank still has of the one before it is told to drop."""
     links = [future.result(LONG) for future in site.join(server, number, install)]
     tasks = [rank.task() for rank in ranks]
-    if tasks[0] and tasks[0].act == direct_pb2.DirectTask.DROP:
+    if tasks[0] and tasks[0].kind == direct_pb2.DirectTask.DROP:
         tasks = [rank.task() for rank in ranks]
     assert [task.kind for task in tasks if task] == [direct_pb2.DirectTask.LINK] * 2
     (group,) = {link.group for link in links} | {task.group for task in tasks if task}  # type: ignore[attr-defined]

@@ -112,8 +112,8 @@ class VersionLifecycle:
                 self._pool.top_up(model)
                 self._changed.notify_all()
         finally:
-            for record in retired:
-                self._catalogue.version_changed.emit(record)
+            for each in retired:
+                self._catalogue.version_changed.emit(each)
         return record
 
     def _take_set(self, model: StoredModel, reservation: Reservation, retired: list[VersionRecord]) -> Path:
@@ -230,8 +230,8 @@ class VersionLifecycle:
                 failpoint("commit.after-history")
                 retired += self._retain(model)
             self._changed.notify_all()
-        for record in [*ready, *retired]:
-            self._catalogue.version_changed.emit(record)
+        for each in [*ready, *retired]:
+            self._catalogue.version_changed.emit(each)
         return ready[0]
 
     def _write_manifest(self, folder: Path, proven: ProvenVersion) -> VersionRecord:
@@ -330,8 +330,8 @@ class VersionLifecycle:
                 make_folder(part)
                 model.arriving += size
         finally:
-            for record in retired:
-                self._catalogue.version_changed.emit(record)
+            for each in retired:
+                self._catalogue.version_changed.emit(each)
         try:
             write(part)
             failpoint("adopt.before-proof")
@@ -417,8 +417,8 @@ class VersionLifecycle:
             model.holders.pop(number, None)
             retired = self._retain(model)
             self._changed.notify_all()
-        for record in retired:
-            self._catalogue.version_changed.emit(record)
+        for each in retired:
+            self._catalogue.version_changed.emit(each)
 
     def holders(self, name: str, number: int) -> list[str]:
         """Return the names of the holders that pin the version."""
