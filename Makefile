@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-configuration docs-messages docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -168,6 +168,14 @@ soak: setup
 # Generated: what the daemon and the plugin count, and a picture of the status page (needs Debian's Chromium).
 docs-metrics: setup
 	$(BIN)/python -m tools.metrics_page
+
+# Options and variables: their tables in docs/, and deploy/resharderd.yaml.
+docs-configuration: setup
+	$(BIN)/python -m tools.configuration_page
+
+# Every message, in docs/reference/messages.txt: its diff is what a reviewer reads aloud.
+docs-messages: setup
+	$(BIN)/python -m tools.messages
 
 docs-picture: setup
 	$(BIN)/python -m tools.screenshot

@@ -15,6 +15,8 @@ from tests.support.megatron_models import build_model, fill_from_hf, logits, wra
 import resharder.client.trainer.connect as resharder
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from resharder.client.trainer.fill import fill
 from resharder.converters.models import local_layout
 from transformers import AutoModelForCausalLM
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny_hf import load_checkpoint
 
 Config = dict[str, Any]
+STEPS = 20
 
 
 def publish(endpoint: str, source: Path, config: Config, layout: dict[str, Any], wrapped: bool) -> None:
@@ -37,6 +40,44 @@ def publish(endpoint: str, source: Path, config: Config, layout: dict[str, Any],
             for parameter in chunk.parameters():
                 parameter.data.fill_(9)
         handle.wait_ready(120)
+
+
+def train(endpoint: str, source: Path, config: Config, layout: dict[str, Any]) -> None:
+    """Publish before and after 20 steps with dropout and frozen embeddings, and from a new job that resumes."""
+
+    def built() -> list[Any]:
+        chunks = build_model(config, **layout, dtype=torch.bfloat16, hidden_dropout=0.1, attention_dropout=0.1)
+        fill_from_hf(chunks, config, load_checkpoint(source))
+        chunks[0].embedding.requires_grad_(False)
+        return [chunk.train() for chunk in wrap_ddp(wrap_float16(chunks))]
+
+    chunks = built()
+    torch.manual_seed(parallel_state.get_data_parallel_rank())  # tensor-parallel ranks drop out the same
+    with resharder.connect(endpoint, model=source.name) as publisher:
+        publisher.attach(chunks, config, tokenizer=source, check_replicas=True)
+        publisher.publish(step=0).wait_ready(120)
+        take_steps(chunks, config)
+        publisher.publish(step=STEPS).wait_ready(120)
+    resumed = built()
+    resumed[0].load_state_dict(chunks[0].state_dict())
+    with resharder.connect(endpoint, model=source.name) as publisher:
+        publisher.attach(resumed, config, tokenizer=source, check_replicas=True)
+        publisher.publish(step=STEPS).wait_ready(120)
+
+
+def take_steps(chunks: list[Any], config: Config) -> None:
+    trained = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.01)
+    tokens = torch.randint(0, config["vocab_size"], (2, 16))
+    positions, future = torch.arange(16).expand(2, 16), torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+    for _ in range(STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        chunks[0](tokens, positions, future, labels=tokens).mean().backward()
+        finalize_model_grads(chunks)
+        for parameter in trained:
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+        optimizer.step()
 
 
 def go_on(endpoint: str, source: Path, config: Config, published: dict[str, Any], filled: dict[str, Any]) -> dict[str, float]:
@@ -99,7 +140,7 @@ def divided(endpoint: str, source: Path, config: Config, layout: dict[str, Any],
                 handle.wait_ready(120)
 
 
-ACTS = {"publish": publish, "go_on": go_on, "cast": cast, "divided": divided}
+ACTS = {"publish": publish, "train": train, "go_on": go_on, "cast": cast, "divided": divided}
 
 
 def main(endpoint: str, path: str) -> None:

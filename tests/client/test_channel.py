@@ -16,7 +16,7 @@ def test_waiting_leaves_the_random_numbers_of_a_trainer_alone() -> None:
     assert random.getstate() == before
 
 
-CLOSED = r"expected an open connection to 127\.0\.0\.1:1, got one that was closed"
+CLOSED = r"the connection to 127\.0\.0\.1:1 was closed"
 
 
 def test_a_closed_channel_refuses_calls_and_stubs() -> None:

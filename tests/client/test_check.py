@@ -74,7 +74,7 @@ def test_a_stage_that_is_missing_is_named_by_its_first_tensor(monkeypatch: pytes
         return ((rank, layout if rank < 2 else Layout({}, ())) for rank, layout in everyone(config, trainer, **options))
 
     monkeypatch.setattr("resharder.converters.models.megatron.worlds.world_layouts", without_the_last_stage)
-    with pytest.raises(LayoutError, match=r"model\.norm\.weight: expected by the targets, but no source has it"):
+    with pytest.raises(LayoutError, match=r"model\.norm\.weight is missing: no source has it"):
         checked("qwen3", 4, tp=2, pp=2)
 
 

@@ -53,7 +53,7 @@ def said(*arguments: object) -> str:
 
 
 def test_a_fleet_is_made_moved_pinned_and_rolled_back(daemon: Daemon) -> None:
-    assert "expected a fleet, the daemon has no moved" in resharder("update", 1, "--fleet", "moved").err
+    assert "there is no fleet moved" in resharder("update", 1, "--fleet", "moved").err
     assert (
         said("fleet", "set", "moved", "--model", "policy", "--want", 1)
         == "moved targets version 1, is at 1: pinned to version 1\n"
@@ -166,7 +166,7 @@ def test_versions_are_archived_dropped_and_restored() -> None:
     dropped = answer("gc", 1, *policy, "--yes")
     assert [version["number"] for version in dropped["retired"]] == [1]
     done = resharder("restore", 2, *policy)
-    assert (done.code, "there are models/policy/versions/1" in done.err) == (4, True)
+    assert (done.code, "archived versions: models/policy/versions/1" in done.err) == (4, True)
     assert answer("restore", "latest", *policy)["state"] == "READY"
     assert {version["number"]: version["state"] for version in answer("versions", *policy)["versions"]}[1] == "READY"
 
@@ -184,7 +184,7 @@ def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
     trainer.close()
     assert (refused.code, "would fence that trainer" in refused.err) == (4, True)
     assert resharder("import", tmp_path / "config", "--model", "imported").code == 2
-    assert "expected --model NAME: the daemon has " in resharder("import", tmp_path / "two", "--step", 7).err
+    assert "pass --model NAME: the daemon has " in resharder("import", tmp_path / "two", "--step", 7).err
 
 
 def test_a_pipe_that_watches_gets_a_picture_for_every_change() -> None:
@@ -228,5 +228,5 @@ def test_what_grpcs_core_logs_stays_out_of_what_the_command_says(daemon: Daemon,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (3, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("resharder: expected a Resharder daemon at ")
+    assert line.startswith("resharder: cannot reach a Resharder daemon at ")
     assert line.endswith("it does not speak TLS, this client does; unset RESHARDER_TLS_CA, or secure the daemon")

@@ -92,7 +92,7 @@ def test_what_does_not_come_in_time_exits_6_with_the_reason(fake: FakeOperator) 
     fake.fleet.reason = "canaries serve; an operator is waited for"
     done = resharder("update", "--wait", "--timeout", 0.1)
     assert (done.code, done.out) == (6, "")
-    assert "expected the move's end within 0.1 s; canaries serve; an operator is waited for" in done.err
+    assert "the move has not ended after 0.1 s; canaries serve; an operator is waited for" in done.err
 
 
 def test_pin_takes_what_is_served_and_update_keeps_the_pace(fake: FakeOperator) -> None:
@@ -130,7 +130,7 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
         ["serve_ahead_setting"],
         resources_pb2.SERVE_AHEAD_AUTO,
     )
-    assert "expected one of --serve-ahead" in resharder("fleet", "set", "--serve-ahead-auto", "--no-serve-ahead").err
+    assert "pass only one of --serve-ahead" in resharder("fleet", "set", "--serve-ahead-auto", "--no-serve-ahead").err
 
 
 @pytest.mark.parametrize(
@@ -168,22 +168,30 @@ def test_what_is_served_ahead_is_shown_as_such() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("fleet", "set"), 2, "expected something to set"),
+        (("fleet", "set"), 2, "nothing to set was given"),
         (("fleet", "set", "--rolling", "0"), 2, "'--rolling'"),
         (("fleet", "set", "--pause-mode", "maybe"), 2, "maybe"),
-        (("fleet", "set", "polcy", "--want", "3"), 4, "no polcy: it has policy; with --model MODEL it would be a new one"),
+        (
+            ("fleet", "set", "polcy", "--want", "3"),
+            4,
+            "there is no fleet polcy: the daemon has policy. To create it, pass --model MODEL",
+        ),
         (("update", "newest"), 2, "expected `latest`"),
-        (("update", "--fleet", "other"), 4, "no other: it has policy"),
+        (("update", "--fleet", "other"), 4, "there is no fleet other: the daemon has policy"),
         (("pin", "x"), 2, "'N'"),
-        (("approve",), 4, "has made none"),
-        (("sleep",), 2, "expected --server ID, or --fleet NAME"),
-        (("drain",), 2, "expected --server ID, or --fleet NAME"),
-        (("sleep", "--server", "c"), 4, "no servers/c: it has servers/a, servers/b"),
-        (("drain", "--server", "a", "--fleet", "other"), 2, "servers/a is of policy"),
+        (("approve",), 4, "has made no move yet"),
+        (("sleep",), 2, "servers stop answering: pass --server ID, or --fleet NAME"),
+        (("drain",), 2, "servers stop answering: pass --server ID, or --fleet NAME"),
+        (("sleep", "--server", "c"), 4, "there is no server servers/c: the daemon has servers/a, servers/b"),
+        (
+            ("drain", "--server", "a", "--fleet", "other"),
+            2,
+            "servers/a is not a server of fleet other: it belongs to fleet policy",
+        ),
         (("sleep", "--fleet", "policy", "--level", "3"), 2, "'--level'"),
         (("gc",), 2, "--keep N"),
         (("gc", "1", "--keep", "1"), 2, "--keep N"),
-        (("gc", "1", "--json"), 2, "expected --yes or --dry-run with --json"),
+        (("gc", "1", "--json"), 2, "--json cannot ask for confirmation: pass --yes or --dry-run"),
         (("nonsense",), 2, "nonsense"),
     ],
 )
@@ -199,7 +207,7 @@ def test_a_mistake_is_said_in_one_place_and_asks_for_nothing(
 def test_a_fleet_has_to_be_named_where_there_are_several(fake: FakeOperator) -> None:
     fake.fleets.append(Fleet(name="tests", model="policy"))
     done = resharder("update")
-    assert (done.code, done.err) == (2, "resharder: expected a fleet's name, the daemon has policy, tests: pass --fleet\n")
+    assert (done.code, done.err) == (2, "resharder: the daemon has several fleets, policy, tests: pass --fleet\n")
     assert resharder("update", "--fleet", "tests").code == 0
 
 
@@ -228,7 +236,7 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
     fake.retired.kept.add(name="models/policy/versions/2", number=2, step=20, state=Version.READY, used_by=["servers/a"])
     fake.retired.freed_bytes = 3 << 20
     done = resharder("gc", "--keep", 1)
-    assert (done.code, "expected --yes" in done.err) == (2, True)
+    assert (done.code, "pass --yes or --dry-run" in done.err) == (2, True)
     assert done.out.splitlines() == [
         "models/policy/versions/2 (step 20) is kept: in use by servers/a",
         "models/policy/versions/1 (step 10) would be dropped",

@@ -81,7 +81,7 @@ def test_the_step_is_the_number_at_the_end_of_the_folders_name(name: str, step: 
 
 def test_the_step_of_a_megatron_checkpoint_is_its_recorded_iteration(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("310\n")
-    with pytest.raises(UsageError, match="found no metadata"):
+    with pytest.raises(UsageError, match="it has no metadata"):
         step_of(tmp_path)
     newest = tmp_path / "iter_0000310"
     newest.mkdir()
@@ -93,7 +93,7 @@ def test_the_step_of_a_megatron_checkpoint_is_its_recorded_iteration(tmp_path: P
 def test_what_cannot_be_derived_is_asked_for_in_one_line(folder: Path, tmp_path: Path) -> None:
     nameless = shutil.copytree(folder, tmp_path / "final")
     for arguments, message in (
-        ((nameless,), f"resharder: expected --step N: {nameless} is not named after its step, as step-100 is\n"),
+        ((nameless,), f"resharder: the name of {nameless} has no step, as step-100 has: pass --step N\n"),
         ((tmp_path / "none",), f"resharder: expected a folder with a checkpoint, got {tmp_path / 'none'}\n"),
     ):
         done = resharder("import", *arguments)

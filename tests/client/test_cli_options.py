@@ -53,13 +53,13 @@ def test_a_version_that_is_none_is_refused(text: str) -> None:
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(UsageError, match="--every with `latest` alone, got it with '3'"):
+    with pytest.raises(UsageError, match="--every needs the target `latest`, not '3'"):
         target_of("3", 60)
     several: list[dict[str, Any]] = [{"all_at_once": True, "rolling": 1}, {"atomic": True, "canary": 1}]
     for ways in several:
-        with pytest.raises(UsageError, match="expected one of --all-at-once"):
+        with pytest.raises(UsageError, match="pass only one of --all-at-once"):
             strategy_of(**ways)
-    with pytest.raises(UsageError, match="with --canary K"):
+    with pytest.raises(UsageError, match="pass --canary K too"):
         strategy_of(rolling=1, approve=True)
-    with pytest.raises(UsageError, match="--max-failures with"):
+    with pytest.raises(UsageError, match="--max-failures needs"):
         strategy_of(all_at_once=True, max_failures=2)

@@ -23,7 +23,7 @@ from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.v1 import node_pb2, operator_pb2, operator_pb2_grpc, resources_pb2
 
-CLOSED = r"expected an open connection to 127\.0\.0\.1:\d+, got one that was closed"
+CLOSED = r"the connection to 127\.0\.0\.1:\d+ was closed"
 CALLS: dict[str, Callable[[Operator], Any]] = {
     "approve": lambda operator: operator.approve("rl"),
     "archive": lambda operator: operator.archive(1, model="m"),

@@ -156,7 +156,8 @@ def test_servers_that_lag_are_named_with_their_reason_and_put_to_sleep() -> None
     gpus = Gpus()
     gpus.running["servers/1"].reason = "no room for the KV cache"
     gpus.stuck = {"servers/1"}
-    lag = r"version 7 or newer in 0\.5 s: servers/1: ASLEEP at host:1 with version 7, ASLEEP_2 \(no room for the KV cache\)$"
+    late = r"servers/1: ASLEEP at host:1 with version 7, ASLEEP_2 \(no room for the KV cache\)$"
+    lag = rf"waited 0\.5 s for .* version 7 or newer: {late}"
     with pytest.raises(WaitTimeout, match=lag), generation(gpus, timeout=SHORT):
         pass
     assert gpus.log == ["aside", "AWAKE", "ASLEEP_2", "back"]
@@ -186,7 +187,7 @@ def test_a_fleet_that_will_not_take_the_version_is_an_error_at_once(policy: reso
     gpus = Gpus()
     policy.name = "policy"
     gpus.policy, gpus.stuck = policy, {"servers/0"}
-    with pytest.raises(UsageError, match=f"to take version 7, {why}"), generation(gpus):
+    with pytest.raises(UsageError, match=f"does not take version 7: {why}"), generation(gpus):
         pass
     assert gpus.log[-2:] == ["ASLEEP_2", "back"]
 
@@ -213,7 +214,7 @@ def test_servers_that_cannot_be_told_to_sleep_keep_memory_aside() -> None:
     def unreachable(fleet: str, *, level: int) -> None:
         raise ResharderError("the daemon is gone")
 
-    with pytest.raises(ServersNotAsleep, match=r"put to sleep, got: the daemon is gone.*bring_back"), generation(gpus):
+    with pytest.raises(ServersNotAsleep, match=r"could not be put to sleep: the daemon is gone.*bring_back"), generation(gpus):
         gpus.sleep = unreachable  # type: ignore[method-assign]
     assert gpus.here == [False]
 
@@ -365,7 +366,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     store = HashStore()
     Ranks(store, 1, 3, "job", 1).say("aside")
     with (
-        pytest.raises(WaitTimeout, match=r"every rank to join this generation in 0\.5 s: ranks 2 have not"),
+        pytest.raises(WaitTimeout, match=r"waited 0\.5 s for every rank to join this generation: ranks 2 have not"),
         generation(gpus, store=store, timeout=SHORT),
     ):
         pass
@@ -373,7 +374,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_several_ranks_without_torch_distributed_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"torch\.distributed over all 2 ranks"):
+    with pytest.raises(UsageError, match=r"torch\.distributed, which is not initialised over all 2 ranks"):
         meet(RankIdentity("job", 0, 2), "policy")
 
 

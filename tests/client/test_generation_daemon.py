@@ -94,7 +94,7 @@ def test_an_error_in_the_block_ends_the_generation_in_order(daemon: Daemon) -> N
     model = trainer_model()
     with published(daemon, model) as publisher, SimulatedServer(daemon, "one"):
         weights = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(UsageError, match="moved them aside"), publisher.generation(2, offload=True):
+        with pytest.raises(UsageError, match="moved the parameters out of GPU memory"), publisher.generation(2, offload=True):
             publisher.publish(3)  # of memory that is not there
         assert powers(daemon) == {("ASLEEP", "ASLEEP_2")}
         assert all(map(torch.equal, model.parameters(), weights))

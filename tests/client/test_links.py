@@ -156,10 +156,10 @@ def test_certificates_of_other_names_and_authorities_are_said_as_expected_and_fo
                 return by_target(measure_links(daemon.endpoint, node_tls_name))["here", "nodes/one", "data"]
 
             wrong = found()
-            assert (wrong.verdict, wrong.found) == ("fail", "expected a certificate for 127.0.0.1, got one for one.hosts.test")
+            assert (wrong.verdict, wrong.found) == ("fail", "its certificate is for one.hosts.test, not for 127.0.0.1")
             refused = found("one.hosts.test")
             assert refused.verdict == "ok"
-            assert "may not read model policy: the daemon lets no such node" in refused.found
+            assert "may not read model policy: the daemon allows no such node" in refused.found
             assert refused.round_trip is not None
 
             def at_port(tls: Tls | None) -> str:
@@ -173,7 +173,7 @@ def test_certificates_of_other_names_and_authorities_are_said_as_expected_and_fo
                 "expected a valid certificate of the authority in RESHARDER_TLS_CA, got: "
             )
             assert "refuses this client's certificate" in at_port(authority.tls())
-            assert at_port(None) == "expected HTTP, the port closes the connection"
+            assert at_port(None) == "the port closed the connection without an HTTP answer"
 
 
 def test_tls_to_a_port_without_it_is_told_from_other_problems(daemon: Daemon, version: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_tls_to_a_port_without_it_is_told_from_other_problems(daemon: Daemon, ve
     assert address is not None
     problem = measure_port(replace(address, tls_context=Authority(tmp_path).tls(PROBE).context), []).problem
     assert problem is not None
-    assert problem.found == "expected TLS, the port closes the connection"
+    assert problem.found == "the port closed the connection during the TLS handshake"
 
 
 @pytest.mark.parametrize(

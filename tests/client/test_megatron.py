@@ -11,6 +11,7 @@ from tests.support import megatron_shim  # noqa: F401
 
 # isort: split
 import torch
+from resharder.client.operator import Operator
 from transformer_engine.pytorch.tensor import quantized
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +21,10 @@ from tests.support.fp8_reference import FP8, cast
 from tests.support.ranks import torchrun
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
-FAMILIES = {"tied-padded-pipeline": "qwen3_tied", "experts-bf16-ddp": "qwen3_moe", "dense": "qwen3_tied", "experts": "qwen3_moe"}
+FAMILIES = {
+    "tied-padded-pipeline": "qwen3_tied", "experts-bf16-ddp": "qwen3_moe", "dense": "qwen3_tied", "experts": "qwen3_moe",
+    "trained": "qwen3_tied",
+}  # fmt: skip
 PUBLISHED = {
     "tied-padded-pipeline": {"layout": {"tp": 2, "pp": 2, "vocab_multiple": 128}, "wrapped": False},
     "experts-bf16-ddp": {"layout": {"tp": 2, "ep": 2}, "wrapped": True},
@@ -29,7 +33,8 @@ GONE_ON = {
     "dense": {"published": {"tp": 2, "pp": 2, "vocab_multiple": 128}, "filled": {"tp": 4}},
     "experts": {"published": {"tp": 2, "pp": 2}, "filled": {"tp": 2, "ep": 2}},
 }
-
+TRAINED = {"trained": {"layout": {"tp": 2, "vocab_multiple": 128}}}
+IN_BF16 = {"experts-bf16-ddp", "trained"}
 
 CAST = {"cast": ("qwen3_moe", {"moe_intermediate_size": 160}, {"tp": 4, "etp": 4})}  # every expert's blocks are of two ranks
 DIVIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # two ranks of data parallelism; blocks of two ranks each
@@ -53,8 +58,7 @@ class World(NamedTuple):
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     for model, family in FAMILIES.items():
-        wrapped = model in PUBLISHED and PUBLISHED[model]["wrapped"]
-        seed, dtype = 3 if model in PUBLISHED else 5, torch.bfloat16 if wrapped else torch.float32
+        seed, dtype = 3 if model in PUBLISHED else 5, torch.bfloat16 if model in IN_BF16 else torch.float32
         save_checkpoint(folder / model, tiny_config(family), seed=seed, dtype=dtype)
     for model, (family, changes, _) in (CAST | DIVIDED).items():
         save_checkpoint(folder / model, tiny_config(family, **changes), seed=7, dtype=torch.bfloat16)
@@ -62,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     cast, divided = (
         {model: {"layout": layout, "options": options} for model, (_, _, layout) in cases.items()} for cases in (CAST, DIVIDED)
     )
-    acts = {"publish": PUBLISHED, "go_on": GONE_ON, "cast": cast, "divided": divided}
+    acts = {"publish": PUBLISHED, "train": TRAINED, "go_on": GONE_ON, "cast": cast, "divided": divided}
     (folder / "cases.json").write_text(json.dumps(acts))
     with Daemon() as daemon:
         torchrun("tests.client.megatron_ranks", daemon.endpoint, folder)
@@ -77,6 +81,24 @@ def test_the_exported_checkpoint_is_the_source_bit_for_bit(world: World, model: 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == tiny_config(FAMILIES[model])["vocab_size"]
     exported_model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", source))
     assert equal(exported_model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_twenty_steps_change_all_that_is_trained_and_a_job_that_resumes_publishes_what_was_saved(
+    world: World, model: str, tmp_path: Path
+) -> None:
+    names = [f"models/{model}/versions/{number}" for number in (1, 2, 3)]
+    before, after, resumed = (exported(world.endpoint, name, tmp_path / name.rpartition("/")[2]) for name in names)
+    assert equal(before, load_checkpoint(world.folder / model))
+    assert [name for name in before if torch.equal(before[name], after[name])] == ["model.embed_tokens.weight"]
+    assert equal(resumed, after)
+
+
+def test_no_version_of_a_healthy_job_has_a_warning(world: World) -> None:
+    with Operator(world.endpoint) as operator:
+        found = {version.name: version.warnings for version in operator.versions()}
+    assert len(found) > len(FAMILIES)
+    assert set(found.values()) == {()}
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -41,6 +41,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         yield Job(daemon, folder, load_model(folder))
 
 
+@pytest.fixture(autouse=True)
+def without_warnings(job: Job) -> Iterator[None]:
+    """After the test, no version has a warning in its record."""
+    yield
+    with Operator(job.daemon.endpoint) as operator:
+        assert {version.name: version.warnings for version in operator.versions() if version.warnings} == {}
+
+
 def train(
     callback: PublishCallback, model: torch.nn.Module, iterations: int, skipped: tuple[int, ...] = (), first: int = 0
 ) -> None:
@@ -79,7 +87,7 @@ def test_wrong_use_is_one_clear_error(job: Job) -> None:
     with pytest.raises(UsageError, match="expected every to be 1 or more, got 0"):
         job.callback("wrong", every=0)
     context = SimpleNamespace(state=SimpleNamespace(train_state=SimpleNamespace(step=0)), model=[job.model], skipped_iter=False)
-    with pytest.raises(UsageError, match="expected on_train_start before the first step"):
+    with pytest.raises(UsageError, match="on_train_start was not called before the first step"):
         job.callback("wrong").on_train_step_end(context)
 
 

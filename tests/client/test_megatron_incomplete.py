@@ -50,7 +50,7 @@ def test_a_pipeline_stage_that_lacks_a_layer_registers_no_smaller_model(daemon: 
     stage: Any = ranks[1][0]
     del stage.decoder.layers[1]
     said = register(daemon, "forgotten-layer", CONFIG, ranks)
-    assert "model.layers.3.self_attn.q_proj.weight: expected [256, 128], no rank holds it" in said
+    assert "model.layers.3.self_attn.q_proj.weight [256, 128] is held by no rank" in said
     assert "and 3 more" in said, "of the layer's eleven tensors eight are shown"
     assert versions(daemon) == {}
 

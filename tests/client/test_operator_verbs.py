@@ -63,12 +63,12 @@ def test_update_and_pin_name_a_version_by_its_number(fake: FakeOperator, operato
     operator.pin("policy")
     assert target() == VersionTarget(kind=VersionTarget.NUMBER, version=3), "the version that it serves"
     fake.fleet.settled_version = 0
-    with pytest.raises(UsageError, match="serves none yet"):
+    with pytest.raises(UsageError, match="serves no version yet"):
         operator.pin("policy")
 
 
 def test_approve_and_back_decide_the_current_move(fake: FakeOperator, operator: Operator) -> None:
-    with pytest.raises(NotFound, match="has made none"):
+    with pytest.raises(NotFound, match="has made no move yet"):
         operator.approve("policy")
     fake.fleet.move.CopyFrom(Move(id=7, state=Move.HOLDING))
     operator.approve("policy", reason="good")
@@ -78,7 +78,7 @@ def test_approve_and_back_decide_the_current_move(fake: FakeOperator, operator: 
 
 
 def test_a_wait_without_a_timeout_has_no_bound_and_with_0_looks_once(fake: FakeOperator, operator: Operator) -> None:
-    with pytest.raises(WaitTimeout, match="expected ASLEEP_2 within 0 s"):
+    with pytest.raises(WaitTimeout, match="its servers are not ASLEEP_2 after 0 s"):
         operator.wait_power("policy", Power.ASLEEP_2, timeout=0)
 
     def asleep() -> None:

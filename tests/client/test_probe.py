@@ -101,13 +101,13 @@ def test_a_server_that_stays_behind_gets_no_requests_and_the_others_do(daemon: D
     with SimulatedServer(daemon, "late", fleet="apart") as late, SimulatedServer(daemon, "early", fleet="apart"):
         late.broken = {2}
         wait_until(lambda: all(s["version"] == 1 for s in answer("servers", "--fleet", "apart")["servers"]), "both serve 1")
-        assert probe("--server", "late", "--max-lag-versions", 1).out == "ready: servers/late serves version 1, as it is to\n"
+        assert probe("--server", "late", "--max-lag-versions", 1).out == "ready: servers/late serves version 1, its target\n"
         assert resharder("update", 2, "--fleet", "apart").code == 0
         with Operator(daemon.endpoint) as operator:
             wait_until(lambda: operator.server("early").version == 2, "one arrives")
         monkeypatch.setenv("RESHARDER_SERVER_ID", "late")
         done = probe("--max-lag-seconds", 0.001)
-        assert (done.code, done.out.partition(": servers/late serves version 1, is to serve 2: 1 behind for ")[0]) == (
+        assert (done.code, done.out.partition(": servers/late serves version 1, its target is 2: 1 behind for ")[0]) == (
             1,
             "not ready",
         )
@@ -165,7 +165,7 @@ def test_without_a_daemon_the_gate_alone_decides(monkeypatch: pytest.MonkeyPatch
     with health(200) as url:
         done = probe("--url", url, *bounds)
     assert done.code == 0
-    assert done.out.startswith("ready: the gate alone decides: expected a Resharder daemon at ")
+    assert done.out.startswith("ready: the gate alone decides: cannot reach a Resharder daemon at ")
     assert probe("--server", "stranger").code == 1, "there is no gate"
 
 

@@ -34,9 +34,9 @@ def test_a_lost_server_is_forgotten_and_its_fleet_deleted(daemon: Daemon, operat
     assert resharder("fleet", "set", "apart", "--model", "policy", "--want", 1).code == 0
     with SimulatedServer(daemon, "one", fleet="apart"):
         wait_serving(daemon, 1)
-        with pytest.raises(Refused, match="expected server one to be LOST"):
+        with pytest.raises(Refused, match="server one is not LOST"):
             operator.forget("one")
-        with pytest.raises(Refused, match="expected fleet apart to have no servers, it has one"):
+        with pytest.raises(Refused, match="fleet apart still has servers one"):
             operator.delete_fleet("apart")
     wait_until(lambda: operator.server("one").state == Server.State.LOST, "its lease ends")
     assert resharder("forget", "one").out == "one: forgotten\n"

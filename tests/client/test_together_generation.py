@@ -80,7 +80,7 @@ def test_a_fleet_of_a_third_model_takes_no_version_of_the_two(daemon: Daemon) ->
         third.publish(1).wait_ready(60)
     with published(daemon, 2) as (publisher, _), SimulatedServer(daemon, "r", model="reward"):
         with (
-            pytest.raises(UsageError, match="expected a fleet that follows keep or serve, fleet reward follows reward"),
+            pytest.raises(UsageError, match="fleet reward follows reward, not keep or serve"),
             publisher.generation(2, fleet="reward"),
         ):
             pass

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from resharder.client.trainer.model_files import Tokenizer, refuse_ids_in_padding, tokenizer_files
+from resharder.converters.allowances import collecting
 from resharder.converters.errors import LayoutError
 from transformers import AutoTokenizer
 
@@ -99,4 +100,7 @@ def test_no_tokenizer_is_taken() -> None:
 def test_the_environment_allows_ids_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tokenizer(tmp_path, 1013)
     monkeypatch.setenv("RESHARDER_ALLOW", "tokenizer-ids")
-    assert not refused(tmp_path)
+    with collecting() as texts:
+        assert not refused(tmp_path)
+    (text,) = texts
+    assert "ids up to 1012" in text

@@ -10,6 +10,8 @@ import torch
 from tests.support import fakepg, tiny_hf
 
 # isort: split
+from resharder.converters.allowances import collecting
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, TensorSpec
 from resharder.converters.geometry.tiling import Held, check_tiling
@@ -241,7 +243,7 @@ def test_whole_parameters_left_by_a_forward_pass_are_sharded_again() -> None:
 def test_quantities_that_are_partial_are_refused() -> None:
     fakepg.enter(0, 2)
     part = DTensor.from_local(numbers(4, 4), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
-    with pytest.raises(LayoutError, match=r"w: expected Shard or Replicate, found .*P"):
+    with pytest.raises(LayoutError, match=r"w has the placement .*P"):
         local_layout({"w": part}, NOBODY)
 
 
@@ -271,6 +273,28 @@ def test_names_that_are_not_those_on_disk_are_refused_with_the_difference() -> N
     assert "model.layers.0.mlp.gate_proj.weight" in layout.tensors
     with pytest.raises(UnknownTensor, match="1 missing"):
         local_layout(full, config, rename=lambda name: None if name.endswith("gate_up") else name)
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [
+        ("deepseek_v3", "num_nextn_predict_layers"),
+        ("glm4_moe", "num_nextn_predict_layers"),
+        ("mimo", "num_nextn_predict_layers"),
+        ("qwen3_next", "num_nextn_predict_layers"),
+        ("qwen3_5", "mtp_num_hidden_layers"),
+        ("qwen3_5_moe", "mtp_num_hidden_layers"),
+    ],
+)
+def test_mtp_layers_that_transformers_does_not_build_are_refused_with_the_field_that_counts_them(family: str, count: str) -> None:
+    config = tiny_hf.tiny_config(family) | {count: 1}
+    built = {name: torch.empty(shape) for name, shape in expected_shapes(config | {count: 0}).items()}
+    with pytest.raises(UnknownTensor, match=f"the config counts MTP layers that the model does not have: attach .* {count} is 0"):
+        local_layout(built, config)
+    assert local_layout(built, config | {count: 0})[0].tensors.keys() == built.keys()
+    del built["model.norm.weight"]
+    with pytest.raises(UnknownTensor, match=r"[0-9]+ missing: .*pass rename="):
+        local_layout(built, config)
 
 
 def test_another_shape_than_the_config_says_is_refused_with_both() -> None:
@@ -304,7 +328,10 @@ def test_a_head_that_to_empty_untied_is_refused_for_every_family_until_it_is_tie
     if not table:
         assert "lm_head.weight" in local_layout(model, NOBODY | {"tie_word_embeddings": False})[0].tensors
     monkeypatch.setenv("RESHARDER_ALLOW", "second-head")
-    assert "lm_head.weight" not in local_layout(model, family)[0].tensors
+    with collecting() as texts:
+        assert "lm_head.weight" not in local_layout(model, family)[0].tensors
+    (text,) = texts
+    assert "lm_head.weight has memory of its own" in text
     monkeypatch.delenv("RESHARDER_ALLOW")
     model.tie_weights()
     assert "lm_head.weight" not in local_layout(model, family)[0].tensors
@@ -331,7 +358,7 @@ def test_what_holds_no_plain_values_is_refused() -> None:
         local_layout({"w": torch.zeros(4, dtype=torch.float8_e4m3fn)}, NOBODY)
     with pytest.raises(UnknownTensor, match="w: expected a tensor, found int"):
         local_layout({"w": 3}, NOBODY)  # type: ignore[dict-item]
-    with pytest.raises(UnsupportedModel, match=r"w: expected a plain tensor or a DTensor of plain ones, found Quantised"):
+    with pytest.raises(UnsupportedModel, match=r"w is a Quantised"):
         local_layout({"w": torch.zeros(4).as_subclass(Quantised)}, NOBODY)
     with pytest.raises(UnsupportedModel, match="expected a module, a list of them or a state dict, found int"):
         local_layout([3], NOBODY)  # type: ignore[list-item]
@@ -369,7 +396,7 @@ def test_two_tensors_of_one_name_are_refused_but_for_one_memory() -> None:
     tensor = numbers(3, 2)
     layout, _ = local_layout({"w": tensor, "module.w": tensor.detach()}, NOBODY)
     assert set(layout.tensors) == {"w"}
-    with pytest.raises(UnknownTensor, match=r"w: expected one tensor of this name, found two: the second is module\.w"):
+    with pytest.raises(UnknownTensor, match=r"w: two tensors have this name, the second is module\.w"):
         local_layout({"w": tensor, "module.w": tensor.clone()}, NOBODY)
 
 

@@ -167,7 +167,7 @@ def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         content = header({"w": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}})
         (tmp_path / f"{name}.safetensors").write_bytes(content + b"\0")
-    with pytest.raises(ValueError, match=r"expected w in one file, found it in a\.safetensors and b\.safetensors"):
+    with pytest.raises(ValueError, match=r"w is in two files, .*a\.safetensors and .*b\.safetensors"):
         read_layout(tmp_path)
 
 

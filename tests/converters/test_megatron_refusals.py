@@ -55,13 +55,17 @@ def test_rows_that_the_table_leaves_out_are_refused_by_name(chunk: Any, monkeypa
 
 def test_a_parameter_that_is_not_placed_is_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(3)))  # MLP lists its linears only
-    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
+    with pytest.raises(
+        LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: sharded_state_dict does not say where it belongs"
+    ):
         layout_of(chunk)
 
 
 def test_a_parameter_without_elements_is_not_taken_for_a_freed_one(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(0)))
-    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
+    with pytest.raises(
+        LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: sharded_state_dict does not say where it belongs"
+    ):
         layout_of(chunk)
 
 
@@ -214,18 +218,18 @@ def test_a_factory_may_build_views_in_lists_tuples_and_dicts(chunk: Any) -> None
 )
 def test_state_that_is_not_sharded_is_refused_by_name(chunk: Any, change: Callable[[Any], Any], found: str) -> None:
     with_state(chunk, change)
-    with pytest.raises(UnknownTensor, match=rf"linear_fc2\.weight: expected a sharded tensor in .*, found {found}"):
+    with pytest.raises(UnknownTensor, match=rf"linear_fc2\.weight: sharded_state_dict has {found} instead of a sharded tensor"):
         layout_of(chunk)
 
 
 def test_what_is_not_a_megatron_module_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="found Linear"):
+    with pytest.raises(UnsupportedModel, match="megatron-core modules, not Linear"):
         local_layout([torch.nn.Linear(2, 2)], tiny_hf.tiny_config("qwen3"))
 
 
 def test_a_buffer_that_is_not_placed_is_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_buffer("scale", torch.ones(3))
-    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.scale: .* found none"):
+    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.scale: sharded_state_dict does not say where it belongs"):
         layout_of(chunk)
 
 
@@ -237,7 +241,7 @@ def test_a_wrapper_that_may_shard_parameters_is_refused(chunk: Any) -> None:
 
 def test_parameters_that_fsdp_has_sharded_are_refused_by_name(chunk: Any) -> None:
     fully_shard(chunk.decoder.layers[2], mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.2\.\S+: .* found a DTensor: .*FSDP"):
+    with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.2\.\S+ is a DTensor: .*FSDP"):
         layout_of(chunk)
 
 
@@ -255,5 +259,5 @@ def test_grouped_experts_that_are_not_contiguous_are_refused_by_name() -> None:
 
 def test_parameters_whose_memory_is_freed_are_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[2].mlp.linear_fc2.weight.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.2\.mlp\.linear_fc2\.weight: .* in memory, found none"):
+    with pytest.raises(UnsupportedModel, match=r"0\.decoder\.layers\.2\.mlp\.linear_fc2\.weight: none of its .* in memory"):
         layout_of(chunk)

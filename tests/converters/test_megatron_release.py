@@ -10,6 +10,7 @@ from tests.support.megatron_models import build_model
 # isort: split
 from megatron.core import package_info
 from resharder.client.tools import check
+from resharder.converters.allowances import collecting
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.models import local_layout
 from resharder.converters.models.megatron import build
@@ -33,7 +34,9 @@ def test_an_untested_release_is_refused_by_name_unless_allowed(monkeypatch: pyte
     with pytest.raises(UnsupportedModel, match=f"megatron-core {release} is not tested"):
         check.parallel(2, tp=2, pp=1, vpp=0, cp=1, ep=1, etp=0)
     monkeypatch.setenv("RESHARDER_ALLOW", "tokenizer-ids,megatron-release")
-    local_layout(chunks, config)
+    with collecting() as texts:
+        local_layout(chunks, config)
+    assert [text for text in texts if f"megatron-core {release} is not tested" in text] == texts != []
 
 
 def test_a_release_whose_modules_changed_is_no_traceback_in_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
 def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: BareVenv, name: str) -> None:
     assert bare.run("-c", "from resharder.client import Tls, UsageError").stderr == ""
     last = bare.run("-c", f"from resharder.client import {name}").stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: expected the package")
+    assert last.startswith("ModuleNotFoundError: the package")
     assert "pip install" in last
 
 
@@ -116,7 +116,7 @@ def test_with_the_extra_server_the_daemon_starts(server: BareVenv, tmp_path: Pat
     (tmp_path / "file").touch()
     ended = server.run("-m", "resharder.server", "--store", str(tmp_path / "file"))
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert "--store: expected a folder" in ended.stderr
+    assert "file is a file, not a folder" in ended.stderr
 
 
 def test_a_wheel_has_the_packages_their_types_and_both_programs_but_no_tests(tmp_path: Path) -> None:

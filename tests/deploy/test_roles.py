@@ -82,7 +82,7 @@ def test_trainer_fleet_operator_and_prometheus_do_their_work_and_no_more(
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("RESHARDER_SERVER_ID", "fleet-0")
         done = resharder("probe", "--max-lag-versions", 5, "--endpoint", daemon.endpoint)
-        assert (done.code, done.out) == (0, "ready: servers/fleet-0 serves version 1, as it is to\n")
+        assert (done.code, done.out) == (0, "ready: servers/fleet-0 serves version 1, its target\n")
     for name in (TRAINER, FLEET, PROMETHEUS):
         with Operator(daemon.endpoint, tls=tls(name)) as other, pytest.raises(AccessDenied):
             other.set_fleet("policy", max_skew=2)

@@ -58,7 +58,7 @@ def test_weights_that_change_before_they_are_sent_are_noticed_and_come_from_the_
     system.trainer.ask(do="fault", rank=1, what="change")
     version = system.publish(5)
     assert not system.sent(version)
-    assert "expected the digests of the store" in system.failures()[-1]
+    assert "differ from the store's digests" in system.failures()[-1]
     assert system.sent(system.publish(6)), system.transfers()
 
 
@@ -100,7 +100,7 @@ def test_weights_that_change_before_they_are_delivered_are_noticed_and_the_store
         assert system.trainer.requests.reply(asked)["version"] == version
         assert system.wait_proven(version).install.id != server.install.id
         assert system.fingerprints() != held
-        assert "expected the digests of the store" in system.happened("differs")[-1]
+        assert "differ from the store's digests" in system.happened("differs")[-1]
 
 
 @pytest.mark.full
@@ -110,7 +110,8 @@ def test_a_transfer_ahead_that_fails_leaves_what_was_served_before(system: Syste
         system.trainer.ask(do="fault", rank=1, what="change")
         version, asked, go = system.publish_held(22)
         wait_until(
-            lambda: len(system.failures()) > 0 and "expected the digests of the ranks" in system.failures()[-1], "it is noticed"
+            lambda: len(system.failures()) > 0 and "differ from the digests of the ranks" in system.failures()[-1],
+            "it is noticed",
         )
         server = wait_serving(system.daemon, before)
         assert "the direct transfer failed" in server.reason

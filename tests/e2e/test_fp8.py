@@ -89,7 +89,7 @@ def test_a_scale_of_another_block_or_version_in_a_transfer_is_noticed_and_the_st
     system.trainer.ask(do="fault", rank=0, what=fault)
     version = system.publish(step + 1)
     assert not system.sent(version)
-    assert "expected the digests of the store" in system.failures()[-1]
+    assert "differ from the store's digests" in system.failures()[-1]
     assert system.fingerprints() == held
 
 

@@ -101,7 +101,7 @@ def test_every_rollout_receives_every_tensor_of_every_update(engine: str, daemon
 
 def test_workers_of_following_servers_copy_nothing_and_fail_where_none_follows(daemon: Daemon, folder: Path) -> None:
     with Job("megatron", folder, model="followed", endpoint=daemon.endpoint, follow=True, timeout=5.0) as job:
-        expected = "expected models/followed/versions/1 to be served in 5 s, it is by 0 of 0 servers"
+        expected = "models/followed/versions/1 is not served by all after 5 s: it is by 0 of 0 servers"
         with pytest.raises(RayTaskError, match=expected):
             job.manager.update_weights()
         assert job.rollouts.count() == [0] * ROLLOUTS

@@ -58,7 +58,7 @@ def test_a_rollback_of_latest_keeps_the_target_with_its_pace() -> None:
 @pytest.mark.parametrize("known", [fleet(), moving(resources_pb2.Move.DONE), moving(resources_pb2.Move.FAILED)])
 @pytest.mark.parametrize("go_on", [True, False])
 def test_without_a_move_there_is_nothing_to_decide(known: Fleet, go_on: bool) -> None:
-    with pytest.raises(ValueError, match="expected a move that goes on"):
+    with pytest.raises(ValueError, match="no move is under way"):
         decide(known, go_on, "", seen())
 
 
@@ -110,7 +110,7 @@ def test_an_approved_canary_stays_in_its_phase(state: resources_pb2.Move.State) 
     "state", [resources_pb2.Move.MOVING, resources_pb2.Move.STAGING, resources_pb2.Move.APPLYING, resources_pb2.Move.BACK]
 )
 def test_a_move_that_goes_on_by_itself_needs_no_approval(state: resources_pb2.Move.State) -> None:
-    with pytest.raises(ValueError, match=f"{resources_pb2.Move.State.Name(state)} goes on by itself"):
+    with pytest.raises(ValueError, match=f"{resources_pb2.Move.State.Name(state)} continues by itself"):
         decide(moving(state), True, "", seen())
 
 

@@ -104,7 +104,7 @@ def test_a_file_that_was_cut_short_is_no_digest(tmp_path: Path, folder: Path) ->
     with mapped(tmp_path) as files:
         assert files.small_pages
         os.truncate(tmp_path / "a.safetensors", 200)
-        with pytest.raises(OSError, match="the file ends after"):
+        with pytest.raises(OSError, match=r"the file ends [0-9]+ bytes after"):
             digest_tensors(files, 2)
 
 

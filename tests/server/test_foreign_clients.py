@@ -74,7 +74,7 @@ def test_doctor_tells_a_missing_token_a_wrong_authority_and_a_firewall_apart(aut
         said, mend = found(secured.endpoint, **ca, RESHARDER_TOKEN="of-somebody-else-and-long-enough")
         assert "TOKEN_UNKNOWN" in said
         said, mend = found(secured.endpoint, RESHARDER_TLS_CA=other.folder / "ca.pem")
-        assert said.endswith("its certificate is not of the authority in RESHARDER_TLS_CA")
+        assert said.endswith("its certificate is not from the authority in RESHARDER_TLS_CA")
         said, mend = found(secured.endpoint)
         assert said.endswith("it closes the connection at once")
         assert "does it expect TLS" in mend

@@ -111,7 +111,7 @@ def test_a_count_of_starts_of_too_many_digits_begins_again(tmp_path: Path) -> No
 
 def test_a_configuration_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"[" * 3000)
-    with pytest.raises(ConfigError, match="expected options in YAML"):
+    with pytest.raises(ConfigError, match="is not a YAML file with options"):
         config.load(tmp_path / "config.yaml", {})
 
 
@@ -120,7 +120,7 @@ def test_a_configuration_that_is_nested_too_deeply_is_refused(tmp_path: Path) ->
 )
 def test_an_index_with_other_content_is_refused(tmp_path: Path, index: object) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match=r"expected|does not name the file of each tensor"):
         read_checkpoint_layout(tmp_path)
 
 

@@ -3,7 +3,8 @@
 import pytest
 from resharder.server.config import ConfigError
 from resharder.server.node import main as node_main
-from resharder.server.node.main import load
+from resharder.server.node.main import NodeConfig, load
+from typer.testing import CliRunner
 
 TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls.key"}
 
@@ -16,17 +17,32 @@ TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls
         ({"listen": "nonsense"}, "--listen: expected host:port, got 'nonsense'"),
         ({"endpoint": "daemon"}, "--endpoint: expected host:port, got 'daemon'"),
         ({"log_level": "loud"}, "--log-level: expected .*got 'loud'"),
-        ({"tls_ca": "/tls/ca.crt"}, "expected tls_ca, tls_cert and tls_key together"),
+        ({"tls_ca": "/tls/ca.crt"}, "tls_ca, tls_cert and tls_key are needed together"),
         ({"transfer": "carrier pigeon"}, "--transfer: expected .*'http' or 'mooncake', got 'carrier pigeon'"),
-        ({"transfer": "mooncake"}, "expected insecure and no certificates with transfer mooncake"),
-        ({"transfer": "mooncake", "insecure": True, **TLS}, "expected insecure and no certificates with transfer mooncake"),
-        ({"token_file": "/token"}, "expected tls_ca, tls_cert and tls_key beside token_file: a token is sent over TLS alone"),
+        ({"transfer": "mooncake"}, "transfer mooncake needs insecure, and no certificates"),
+        ({"transfer": "mooncake", "insecure": True, **TLS}, "transfer mooncake needs insecure, and no certificates"),
+        ({"token_file": "/token"}, "token_file needs tls_ca, tls_cert and tls_key: a token is sent over TLS alone"),
         ({"listen": "0.0.0.0:7679"}, "expected a loopback address without certificates, got 0.0.0.0:7679"),
     ],
 )
 def test_a_wrong_option_is_named(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(flags)
+
+
+def test_every_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "endpoint": "daemon:1", "name": "n", "listen": "0.0.0.0:2", "address": "host:3", "folder": "/elsewhere", "limit_bytes": 4,
+        **TLS, "tls_name": "d", "tls_peer_name": "p", "token_file": "/token", "insecure": True, "drain_seconds": 5.5,
+        "transfer": "http", "transfer_protocol": "tcp", "log_format": "json", "log_level": "debug",
+    }  # fmt: skip
+    assert given.keys() == NodeConfig.model_fields.keys()
+    started: list[NodeConfig] = []
+    monkeypatch.setattr(node_main, "serve", started.append)
+    flags = [(f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])) for name, value in given.items()]
+    ended = CliRunner().invoke(node_main.app, [word for flag in flags for word in flag])
+    assert ended.exit_code == 0, ended.output
+    assert [config.model_dump(mode="json") for config in started] == [given]
 
 
 def test_flags_precede_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +74,7 @@ def test_a_loopback_address_is_refused_if_the_daemon_is_on_another_host(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, object]
 ) -> None:
     monkeypatch.setattr(node_main, "_route", lambda endpoint: "10.0.0.5")
-    with pytest.raises(ConfigError, match=r"--listen: .* the daemon at daemon:7677 is on another host, got (127|localhost)"):
+    with pytest.raises(
+        ConfigError, match=r"--listen: other hosts cannot reach (127|localhost).* the daemon at daemon:7677 is on another host"
+    ):
         node_main._address(load({"endpoint": "daemon:7677"} | flags), 1)

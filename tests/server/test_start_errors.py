@@ -1,5 +1,6 @@
 """A daemon that cannot start says why in one line that names the option; no library's words are in it."""
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,8 @@ def missing_key(folder: Path) -> list[str]:
 
 
 CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "a file as store": (file_as_store, "--store: expected a folder, "),
-    "a store below a file": (below_a_file, "--store: expected a folder, "),
+    "a file as store": (file_as_store, "--store: .*/file is a file, not a folder"),
+    "a store below a file": (below_a_file, "--store: .*/file is a file, not a folder"),
     "a folder that cannot be made": (lambda _: ["--store", "/proc/nowhere/store"], "--store: "),
     "no address": (lambda _: ["--listen", "nonsense"], "--listen: expected host:port, got 'nonsense'"),
     "an address of another host": (
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda _: ["--listen", "127.0.0.1:99999"],
         "--listen: expected host:port, got '127.0.0.1:99999'",
     ),
-    "a missing file": (lambda folder: ["--config", str(folder / "none.yaml")], "--config: expected a YAML file"),
+    "a missing file": (lambda folder: ["--config", str(folder / "none.yaml")], "--config: there is no file .*/none.yaml"),
     "no option": (lambda _: ["--keep-count", "0"], "--keep-count: expected greater than or equal to 1, got 0"),
 }
 
@@ -60,7 +61,7 @@ def test_a_daemon_that_cannot_start_names_the_option_in_one_line(case: str, tmp_
     arguments, said = CASES[case]
     ended = started(*arguments(tmp_path), store=tmp_path / "store")
     assert ended.returncode in (1, 2)
-    assert ended.output.startswith(f"resharderd: {said}"), ended.output
+    assert re.match(f"resharderd: {said}", ended.output), ended.output
     assert ended.output.count("\n") == 1
 
 

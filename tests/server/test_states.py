@@ -351,7 +351,7 @@ def test_stored_states_have_the_names_of_the_protocol() -> None:
 
 def test_an_unknown_server_has_a_reason_and_a_message() -> None:
     error = unknown_server("a")
-    assert (error.reason, str(error)) == ("SERVER_UNKNOWN", "server 'a' is unknown; it has to claim its id first")
+    assert (error.reason, str(error)) == ("SERVER_UNKNOWN", "server 'a' is unknown: it has to claim its id first")
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ def received(connection: socket.socket) -> int:
 
 def test_probes_say_whether_the_process_lives_and_why_publishers_are_not_taken(stand: Stand) -> None:
     assert (stand.get("/healthz")[0].status, stand.get("/readyz")[0].status) == (200, 200)
-    stand.unready = "the daemon goes down"
+    stand.unready = "the daemon is shutting down"
     answer, body = stand.get("/readyz")
-    assert (answer.status, body) == (503, b"the daemon goes down\n")
+    assert (answer.status, body) == (503, b"the daemon is shutting down\n")
     assert stand.get("/healthz")[0].status == 200
 
 
@@ -175,7 +175,7 @@ def test_the_access_check_covers_everything_but_the_probes() -> None:
 def test_an_answer_that_fails_is_one_answer(stand: Stand, error: type[Exception]) -> None:
     stand.error = error
     answer, body = stand.get("/api/status")
-    assert (answer.status, body) == (500, b"the daemon failed; its log has the reason\n")
+    assert (answer.status, body) == (500, b"the daemon failed: its log has the reason\n")
     assert stand.get("/healthz")[0].status == 200
 
 

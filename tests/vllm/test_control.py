@@ -124,7 +124,7 @@ def test_a_side_that_does_not_lead_refuses_to_stage_and_to_apply(order: ControlO
     assert outcome is not None
     assert (outcome.ok, outcome.error) == (
         False,
-        f"expected the leading control side for {Order.Kind.Name(order.kind)}, this one does not lead",
+        f"{Order.Kind.Name(order.kind)} is for the leading control side, and this one does not lead",
     )
     assert side.engine.calls == []
 

@@ -54,10 +54,8 @@ def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine(ca
         side.engine.engine_core.meanwhile["resume_scheduler"] = side.past_its_lease
         assert await side.do(Order.RESUME, 1) is None
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
-        assert side.reattached == [
-            "RESUME was refused: expected an order on a living lease, got one whose lease ended 1.000 s ago"
-        ]
-        assert "RESUME of version 1 (i1) was refused: expected an order on a living lease" in caplog.text
+        assert side.reattached == ["RESUME was refused: the lease of the order ended 1.000 s ago"]
+        assert "RESUME of version 1 (i1) was refused: the lease of the order ended" in caplog.text
 
     asyncio.run(play())
 
@@ -175,7 +173,7 @@ def test_a_side_that_led_before_leaves_the_engine_to_the_one_that_leads_now() ->
         server.core.done.clear()
         refused = await old.do(Order.STAGE, 3, term=NEXT_TERM)
         assert refused is not None
-        assert refused.error == "expected the leading control side for STAGE, this one does not lead"
+        assert refused.error == "STAGE is for the leading control side, and this one does not lead"
         assert await old.do(Order.RESUME, 2, term=NEXT_TERM) == Outcome(Order.RESUME, "i2", pause_seconds=0.0)
         assert (server.core.paused, server.core.done) == (True, [])
         assert (old.gate.position, old.gate.version) == (Position.OPEN, 2)

@@ -60,7 +60,7 @@ def test_after_a_sleep_at_level_2_nothing_is_resumed_before_a_version_is_install
     refused = side.do(resume(1, "i2"))
     assert refused is not None
     assert (refused.ok, side.gate.position, side.engine.paused) == (False, Position.SHUT, True)
-    assert refused.error == "expected a version to be installed first: a sleep at level 2 dropped the weights"
+    assert refused.error == "a sleep at level 2 dropped the weights: install a version first"
     side.do(stage(1, "i3"), apply(1, "i3"))
     assert side.gate.position is Position.SHUT
     assert side.do(resume(1, "i3")) == Outcome(Order.RESUME, "i3")
@@ -75,7 +75,7 @@ def test_an_install_with_the_weights_awake_and_the_kv_cache_asleep_asks_for_no_p
     assert side.engine.calls == [("resharder_apply", "i1"), *RESETS]
     too_early = side.do(resume(2))
     assert too_early is not None
-    assert (too_early.ok, too_early.error) == (False, "expected the engine to be awake, it is WEIGHTS_AWAKE")
+    assert (too_early.ok, too_early.error) == (False, "the engine is not awake: it is WEIGHTS_AWAKE")
     side.do(wake(change="p3"), resume(2))
     assert (side.gate.position, side.gate.version, side.engine.paused) == (Position.OPEN, 2, False)
 
@@ -132,7 +132,7 @@ def test_a_side_that_does_not_lead_refuses_to_put_to_sleep_to_wake_and_to_unstag
     for order in (sleep(1), wake(), ControlOrder(Order.UNSTAGE, "i1", 2)):
         outcome = side.do(order)
         assert outcome is not None
-        assert outcome.error == f"expected the leading control side for {Order.Kind.Name(order.kind)}, this one does not lead"
+        assert outcome.error == f"{Order.Kind.Name(order.kind)} is for the leading control side, and this one does not lead"
     assert side.engine.calls == []
 
 
@@ -155,7 +155,7 @@ def test_a_worker_that_does_not_wake_fails_the_order_and_the_next_one_tries_agai
     side.do(sleep(1))
     side.engine.others = [{"ok": True, "power": Power.ASLEEP_1, "asleep": ["weights"], "dropped": False}]
     failed = side.do(wake())
-    assert failed == Outcome(Order.WAKE, "p2", False, "expected the engine to be AWAKE, it is ASLEEP_1")
+    assert failed == Outcome(Order.WAKE, "p2", False, "the engine is ASLEEP_1, not AWAKE")
     assert side.do(wake()) == failed
     side.engine.others = []
     assert side.do(wake(change="p3")) == Outcome(Order.WAKE, "p3")
@@ -289,7 +289,7 @@ def test_a_wait_of_a_handle_that_is_closed_meanwhile_ends() -> None:
         await asyncio.sleep(0)
         handle.close()
         assert await handle.wait(1) == 1
-        with pytest.raises(UsageError, match="expected an attached engine to wait for version 2, got a closed handle"):
+        with pytest.raises(UsageError, match="cannot wait for version 2: the engine is detached"):
             await asyncio.wait_for(waiting, 30)
 
     run(wait())

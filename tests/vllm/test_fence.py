@@ -40,7 +40,7 @@ def test_the_engine_core_obeys_the_newest_term_on_a_living_lease_alone(engine: E
 
     marker, reason, term = ask(engine, 1, "resume_scheduler", left=-0.5)
     assert (marker, term) == ("resharder: refused", 1)
-    assert reason.startswith("expected an order on a living lease, got one whose lease ended 0.5")
+    assert reason.startswith("the lease of the order ended 0.5")
     assert engine.core("is_scheduler_paused") is True
 
     (described,) = ask(engine, 2, "collective_rpc", "resharder_describe", None, [], None, left=None)

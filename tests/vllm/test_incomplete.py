@@ -69,7 +69,7 @@ def test_a_server_does_not_boot_a_version_without_k_proj_and_a_running_one_keeps
         answer = running.one("resharder_stage", "lacking", version)
         assert not answer["ok"]
         assert LEFT_OUT.replace("k_proj", "qkv_proj") in answer["error"]
-        assert "expected install lacking to be staged" in running.one("resharder_apply", "lacking")["error"]
+        assert "install lacking is not staged" in running.one("resharder_apply", "lacking")["error"]
         assert (running.one("resharder_fingerprint")["tensors"], running.logprobs(PROMPT)) == before
         (whole,) = publish(daemon, "lacking", b)
         assert running.install(whole, "whole")["ok"], "a version that is complete is installed afterwards"

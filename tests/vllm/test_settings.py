@@ -8,8 +8,8 @@ import pytest
 import vllm
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.settings import fault as asked_fault
 from resharder.client.inference.vllm import register
+from resharder.client.settings import FAULT
 
 ENVIRONMENT = {"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s"}
 
@@ -34,7 +34,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RESHARDER_ENDPOINT": ""}, "expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got none"),
+        ({"RESHARDER_ENDPOINT": ""}, "RESHARDER_ENDPOINT is not set: set it to the daemon's host:port"),
         ({"RESHARDER_ENDPOINT": "daemon"}, "RESHARDER_ENDPOINT: expected host:port, got 'daemon'"),
         ({"RESHARDER_ENDPOINT": "daemon:77777"}, "RESHARDER_ENDPOINT: expected host:port, got 'daemon:77777'"),
         ({"RESHARDER_SERVER_ID": ""}, "expected the server's id in RESHARDER_SERVER_ID .*, got none"),
@@ -63,12 +63,12 @@ def test_a_wrong_environment_is_refused_by_name(change: dict[str, str], message:
 
 
 def test_faults_name_the_tensors_that_they_need() -> None:
-    assert asked_fault({}) == ("", ())
-    assert asked_fault({"RESHARDER_FAULT": "half-way"}) == ("half-way", ())
-    assert asked_fault({"RESHARDER_FAULT": "swap:a,b"}) == ("swap", ("a", "b"))
+    assert FAULT.read({}) == ("", ())
+    assert FAULT.read({"RESHARDER_FAULT": "half-way"}) == ("half-way", ())
+    assert FAULT.read({"RESHARDER_FAULT": "swap:a,b"}) == ("swap", ("a", "b"))
     for wrong in ("swap:a", "skip", "half-way:a"):
         with pytest.raises(UsageError, match=wrong):
-            asked_fault({"RESHARDER_FAULT": wrong})
+            FAULT.read({"RESHARDER_FAULT": wrong})
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
         proxy = proxy_address()
         what, hint = cause_of(details, proxy)
         through = f" through the proxy {proxy} ({PROXY})" if proxy else ""
-        return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}{through}, got {code.name}: {what}; {hint}")
+        return DaemonUnreachable(f"cannot reach a Resharder daemon at {endpoint}{through}: {code.name}: {what}; {hint}")
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 
 

@@ -5,23 +5,24 @@ record of the version, where it is seen later.
 """
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-VARIABLE = "RESHARDER_ALLOW"
+from resharder.converters.environment import ALLOW
+
+VARIABLE = ALLOW.name
 UNWRITTEN = "unwritten-parameters"
 REFUSALS: Mapping[str, str] = {
-    "config-mismatch": "a model that computes otherwise than its config.json says",
+    "config-mismatch": "a model that computes otherwise than its `config.json` says ([What attach compares](agreement.md))",
     "megatron-release": "a release of megatron-core that Resharder was not tested with",
-    "no-gate": "an API server that boots from the daemon without the gate and the control side: its program attaches the engine",
-    "second-head": "an output layer with memory of its own under a config that ties it; it is not published",
-    "server-config": "a version whose config.json differs from the one that the server computes with",
+    "no-gate": "an API server with `--load-format resharder` [without the gate](vllm.md), whose program attaches the engine",
+    "second-head": "an output layer with memory of its own under a config that ties it to the embeddings. It is not published",
+    "server-config": "a version whose `config.json` [differs](vllm.md#the-versions-config) from the one that the server has",
     "tokenizer-ids": "a tokenizer with ids that the model has no rows for",
     UNWRITTEN: "a version that does not write all parameters of a vLLM server; the rest keep what is in memory",
 }
-"""Name of each refusal, and what is accepted when it is allowed. docs/configuration.md lists them."""
+"""Name of each refusal, and what is accepted when it is allowed. docs/configuration.md has a table made from it."""
 
 _log = logging.getLogger("resharder")
 _collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
@@ -31,7 +32,7 @@ def refuse(name: str, error: Exception) -> None:
     """Raise `error`, or log and record its text if the environment allows the refusal `name`, one of REFUSALS."""
     if name not in REFUSALS:
         raise KeyError(f"{name} is not in REFUSALS")
-    if name not in _allowed(os.environ):
+    if name not in ALLOW.read():
         raise error
     text = f"allowed by {VARIABLE}={name}: {error}"
     _log.warning("%s", text)
@@ -50,12 +51,8 @@ def collecting() -> Iterator[list[str]]:
         _collected.reset(token)
 
 
-def unknown_names(environment: Mapping[str, str] = os.environ) -> str:
+def unknown_names(environment: Mapping[str, str] | None = None) -> str:
     """Return what is wrong with RESHARDER_ALLOW; empty if all of its names are in REFUSALS."""
-    unknown = [name for name in _allowed(environment) if name not in REFUSALS]
+    unknown = [name for name in ALLOW.read(environment) if name not in REFUSALS]
     known = ", ".join(sorted(REFUSALS))
     return f"{VARIABLE}: no refusal is called {', '.join(unknown)}; this release has {known}" if unknown else ""
-
-
-def _allowed(environment: Mapping[str, str]) -> list[str]:
-    return [name for part in environment.get(VARIABLE, "").split(",") if (name := part.strip())]

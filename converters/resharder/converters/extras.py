@@ -25,10 +25,10 @@ def explain(error: ModuleNotFoundError, role: str) -> str | None:
     package = (error.name or "").partition(".")[0]
     extras = [extra for extra, packages in _PACKAGES.items() if package in packages.split()]
     if package == "torch":
-        return f"expected the package torch, it is not installed: {_TORCH}"
+        return f"the package torch is not installed: {_TORCH}"
     if package == "vllm":
-        return f"expected the package vllm, it is not installed: {_VLLM}"
+        return f"the package vllm is not installed: {_VLLM}"
     if not extras:
         return None
     extra = role if role in extras else extras[0]
-    return f"expected the package {package}, it is not installed: pip install 'resharder[{extra}]'"
+    return f"the package {package} is not installed: pip install 'resharder[{extra}]'"

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from resharder.converters.environment import FAILPOINT, FAILPOINT_MARK
+
 DaemonPoint = Literal[
     "serve.listen", "begin.after-number", "begin.after-rename", "seal.after-slot", "commit.before-proof",
     "commit.after-proof", "commit.before-manifest", "commit.after-manifest", "commit.after-rename", "commit.after-sync",
@@ -132,7 +134,7 @@ def _action(name: str, kind: str) -> Callable[[], None]:
 def stop(seconds: float) -> None:
     """Stop this process with SIGSTOP; a shell, which outlives it, sends SIGCONT after `seconds`."""
     me = os.getpid()
-    watcher = os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep {seconds}; kill -CONT {me}"], os.environ)
+    watcher = os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep {seconds}; kill -CONT {me}"], {"PATH": os.defpath})
     os.kill(me, signal.SIGSTOP)
     os.waitpid(watcher, 0)
 
@@ -142,4 +144,4 @@ def refuse(number: int, name: str) -> None:
     raise OSError(number, os.strerror(number), f"failpoint {name}")
 
 
-arm(os.environ.get("RESHARDER_FAILPOINT", ""), os.environ.get("RESHARDER_FAILPOINT_MARK", ""))
+arm(FAILPOINT.text(), FAILPOINT_MARK.text())

@@ -16,7 +16,7 @@ def parse_json(content: bytes | str) -> Any:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("expected JSON, got values that are nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def is_count(value: object) -> bool:

@@ -46,7 +46,6 @@ class OutputStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -58,7 +57,6 @@ class OutputStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the stream."""
         try:
             self._stream.flush()
         except OSError as error:

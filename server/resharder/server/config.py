@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 from resharder.server.infra.addresses import is_loopback, parse_listen
+from resharder.server.options import options
 from resharder.server.security.settings import Security
 from yaml import YAMLError
 
-_FILE_ONLY = ("security", "checks")
 DEFAULT_STORE = Path(f"/dev/shm/resharder-{os.getuid()}")
 
 
@@ -26,55 +26,133 @@ class Config(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="RESHARDERD_", extra="forbid")
 
-    listen: str = Field("127.0.0.1:7677", description="host:port")
-    security: Security | None = Field(None, description="certificates, tokens, and the roles of callers (file only)")
-    insecure: bool = Field(False, description="whether to listen beyond the loopback without security")
-    caller_rate: float = Field(1000.0, ge=0, description="calls per second of one caller; 0: no bound")
-    caller_calls: int = Field(1024, ge=1, description="open calls of one caller that wait or transfer data")
-    web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
-    data_listen: str = Field("", description="host:port at which other hosts read and write versions by HTTP; empty: none")
-    data_address: str = Field("", description="host:port at which they reach it, if it is another one, as behind a port mapping")
-    store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
-    store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
-    keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
-    keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
+    listen: str = Field(
+        "127.0.0.1:7677",
+        description="host:port of the gRPC port. Without `security` it must be a loopback address",
+    )
+    security: Security | None = Field(None, description="certificates, tokens and roles: [Security](security.md)")
+    insecure: bool = Field(
+        False,
+        description="listen beyond the loopback interface without `security`. Every client that reaches the port may then make "
+        "every call",
+    )
+    caller_rate: float = Field(
+        1000.0,
+        ge=0,
+        description="calls per second that one caller may begin; 0: no bound. Bursts may have ten times as many; lease "
+        "renewals are counted apart. Others are refused with `TOO_FAST`",
+    )
+    caller_calls: int = Field(
+        1024,
+        ge=1,
+        description="open calls of one caller that wait or transfer data. Others are refused with `TOO_MANY_CALLS`",
+    )
+    web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, `/metrics` and the probes; empty: none")
+    data_listen: str = Field(
+        "",
+        description="host:port of the [data port](operator.md#beyond-one-host), by which other hosts read and write versions "
+        "over HTTP; empty: none",
+    )
+    data_address: str = Field(
+        "",
+        description="host:port at which they reach it, if it is another one, as behind a port mapping. By default the host of "
+        "their endpoint, or the one that `data_listen` names",
+    )
+    store: Path = Field(
+        DEFAULT_STORE,
+        description="folder of the versions, in shared memory or on disk. In shared memory it outlives every process, on disk "
+        "the host too",
+        json_schema_extra={"default": "`/dev/shm/resharder-UID`"},
+        examples=["/dev/shm/resharder"],
+    )
+    store_limit_bytes: int = Field(
+        0, ge=0, description="bound on the bytes of all versions; 0: 80 % of the space that is free at the start"
+    )
+    keep_count: int = Field(
+        3,
+        ge=1,
+        description="READY versions retained of each model. Room for one more, at least three in all, is reserved when a "
+        "publisher registers",
+    )
+    keep_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes of READY versions retained of each model; 0: no bound. The newest and those in use always stay",
+    )
     replicas: int = Field(
         1,
         ge=1,
         le=16,
-        description="holders, at READY, of each piece that ranks write on nodes; 2: READY waits for the daemon's copy; more: and "
-        "for those of further nodes, of all pieces",
+        description="holders, at READY, of each piece that ranks write on [nodes](nodes.md#replicas). 1: the daemon copies it "
+        "after READY, and a version whose only holder dies before is LOST. 2: READY waits for the daemon's copy. 3 "
+        "to 16: and for copies of further nodes, of all pieces",
     )
     replica_seconds: float = Field(
-        60.0, gt=0, description="time without a further piece on nodes after which a version that waits for replicas is aborted"
+        60.0,
+        gt=0,
+        description="time without a further piece on nodes after which a version that waits for more than two replicas is "
+        "ABORTED",
     )
     shared_memory: bool = Field(
-        True, description="whether clients on this host may map the store; false: all data goes over the network"
+        True, description="whether clients on this host may map the store. Otherwise all data goes over the network"
     )
     lease_seconds: float = Field(15.0, gt=0, description="duration of the leases of ranks and servers")
-    forget_seconds: float = Field(86400.0, gt=0, description="time after which a LOST server is forgotten")
-    chunk_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="largest chunk")
-    max_message_bytes: int = Field(96 << 20, ge=2 << 20, description="largest message; large models register with some 10 MiB")
-    threads: int = Field(256, ge=8, description="control sides attached at once, and calls that wait; a model may hold half")
-    transfers: int = Field(24, ge=4, description="uploads at once, downloads, and calls that compute; a model may hold half")
+    forget_seconds: float = Field(
+        86400.0, gt=0, description="time after which a LOST server is forgotten. `resharder forget` does so at once"
+    )
+    chunk_bytes: int = Field(
+        1 << 20, ge=1 << 10, le=16 << 20, description="largest chunk that a publisher sends; 1 KiB to 16 MiB"
+    )
+    max_message_bytes: int = Field(
+        96 << 20, ge=2 << 20, description="largest message; at least 2 MiB. A rank of a large model registers with some 10 MiB"
+    )
+    threads: int = Field(
+        256,
+        ge=8,
+        description="attached control sides, and open calls of each waiting method; at least 8. One model may use half of "
+        "them, the next model half of the rest, and so on; others are refused with `TOO_MANY_CALLS`",
+    )
+    transfers: int = Field(
+        24,
+        ge=4,
+        description="concurrent uploads, and concurrent calls of each other heavy method; at least 4. Models share them in the "
+        "same way. An upload takes up to 8 MiB of memory",
+    )
     digest_threads: int = Field(
-        min(8, os.cpu_count() or 1), ge=1, description="threads that digest versions, for verification and for servers"
+        min(8, os.cpu_count() or 1),
+        ge=1,
+        description="threads that compute digests",
+        json_schema_extra={"default": "cores, at most 8"},
+        examples=[8],
     )
-    direct_staging_bytes: int = Field(1 << 30, ge=4 << 20, description="memory of each GPU that the direct path may use")
-    direct_seconds: float = Field(10.0, gt=0, description="bound on one transfer of the direct path")
-    drain_seconds: float = Field(30.0, ge=0, description="time for UPLOADING versions to finish after SIGTERM")
+    direct_staging_bytes: int = Field(
+        1 << 30, ge=4 << 20, description="memory of each GPU that the direct path may use; at least 4 MiB"
+    )
+    direct_seconds: float = Field(
+        10.0, gt=0, description="bound on the set-up of a group, and on one transfer, of the direct path"
+    )
+    drain_seconds: float = Field(30.0, ge=0, description="time for uploads to finish after SIGTERM")
     pause_mode: Literal["keep", "wait", "abort"] = Field(
-        "keep", description="treatment of requests during installs, in new fleets"
+        "keep",
+        description="`keep`, `wait` or `abort`: what installs do to requests in flight, in new fleets. [vLLM servers](vllm.md) "
+        "explains them",
     )
-    archive_url: str = Field("", description="folder or fsspec URL that versions are archived in; empty: none")
+    archive_url: str = Field("", description="folder or fsspec URL of the archive; empty: none")
     archive_every: int = Field(0, ge=0, description="archive every n-th READY version of a model; 0: on command")
-    archive_restore: bool = Field(True, description="at start, restore the newest archived version of models without a READY one")
-    check_seconds: float = Field(600.0, gt=0, description="bound on a check")
-    checks: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
-        {}, description="commands that canaries may wait for, by name (file only)"
+    archive_restore: bool = Field(
+        True, description="at the start, restore the newest archived version of each model that has no READY version"
     )
-    log_format: Literal["console", "json"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    check_seconds: float = Field(600.0, gt=0, description="bound on a check. One that takes longer fails")
+    checks: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
+        {},
+        description="commands that canaries can wait for, by name: `checks: {answers: /opt/checks/answers.sh --quick}`",
+    )
+    log_format: Literal["console", "json"] = Field(
+        "console",
+        description="`console` or `json`, on standard error. Each change of a state is logged once, with its reason. On the "
+        "console, texts of clients are shown with escape sequences and line breaks escaped",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="`debug`, `info`, `warning` or `error`")
 
     @field_validator("data_listen", "data_address")
     @classmethod
@@ -112,7 +190,7 @@ class Config(BaseSettings):
 def load(file: Path | None, flags: dict[str, Any]) -> Config:
     """Load the options. Raises ConfigError."""
     if file is not None and not file.is_file():
-        raise ConfigError(f"--config: expected a YAML file, there is none at {file}")
+        raise ConfigError(f"--config: there is no file {file}")
 
     class Loaded(Config):
         @classmethod
@@ -125,20 +203,20 @@ def load(file: Path | None, flags: dict[str, Any]) -> Config:
     try:
         return Loaded(**flags)
     except ValidationError as error:
-        options = [name for name in Config.model_fields if name not in _FILE_ONLY]
-        raise ConfigError(problem_of(error, options)) from None
+        raise ConfigError(problem_of(error, Config)) from None
     except (OSError, YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config: expected options in YAML in {file}, got: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config: {file} is not a YAML file with options: {' '.join(str(error).split())}") from None
 
 
-def problem_of(error: ValidationError, options: Collection[str]) -> str:
-    """Return pydantic's errors as a line. `options` are the names of fields that are flags."""
-    return "; ".join(_problem(dict(found), options) for found in error.errors())
+def problem_of(error: ValidationError, model: type[BaseSettings]) -> str:
+    """Return the errors of a model's values as a line."""
+    flags = {option.name for option in options(model) if option.flag}
+    return "; ".join(_problem(dict(found), flags) for found in error.errors())
 
 
-def _problem(found: dict[str, Any], options: Collection[str]) -> str:
+def _problem(found: dict[str, Any], flags: Collection[str]) -> str:
     place = ".".join(map(str, found["loc"]))
-    option = f"--{place.replace('_', '-')}" if place in options else place
+    option = f"--{place.replace('_', '-')}" if place in flags else place
     message = found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
         return f"{option}: there is no such option"
@@ -151,9 +229,9 @@ def check_store(folder: Path) -> None:
     """Raise ConfigError unless the store can be a folder here that this process may write."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"--store: expected a folder, {existing} is a file")
+        raise ConfigError(f"--store: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"--store: expected a folder that this user may write, {existing} is not")
+        raise ConfigError(f"--store: this user may not write to {existing}")
 
 
 def why_not_bound(listen: str) -> str:

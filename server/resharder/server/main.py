@@ -44,6 +44,7 @@ from resharder.server.nodes.records import DrainedNodes, LostNodes
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
+from resharder.server.options import flags_of
 from resharder.server.own_fetcher import certificate_of, fetcher, node_tls
 from resharder.server.rpc.convert import Views
 from resharder.server.rpc.direct_service import DirectService
@@ -259,7 +260,9 @@ class Daemon:
         failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
-            say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
+            say, whom = (
+                (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "that reaches the port")
+            )
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         records = (record for model in self.store.catalogue.models() for record in self.store.catalogue.versions(model))
         self.nodes.replication.start(record.name for record in records if record.state == READY)
@@ -319,47 +322,15 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.command()
+@flags_of(Config)
 def run(
     config: Annotated[Path | None, typer.Option(help="YAML file; keys are these options", envvar="RESHARDERD_CONFIG")] = None,
-    listen: Annotated[str | None, typer.Option(help="host:port")] = None,
-    web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
-    data_listen: Annotated[str | None, typer.Option(help="host:port of versions by HTTP, for other hosts; empty: none")] = None,
-    data_address: Annotated[str | None, typer.Option(help="host:port at which they reach it, if it is another one")] = None,
-    store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
-    store_limit_bytes: Annotated[int | None, typer.Option(help="bound on versions' bytes; 0: 80 % of the free space")] = None,
-    keep_count: Annotated[int | None, typer.Option(help="READY versions retained of each model")] = None,
-    keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions retained of each model; 0: no bound")] = None,
-    replicas: Annotated[int | None, typer.Option(help="holders, at READY, of what ranks write on nodes")] = None,
-    replica_seconds: Annotated[float | None, typer.Option(help="time without progress of replicas before READY")] = None,
-    shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
-    lease_seconds: Annotated[float | None, typer.Option(help="duration of leases")] = None,
-    forget_seconds: Annotated[float | None, typer.Option(help="time after which a LOST server is forgotten")] = None,
-    insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without security")] = None,
-    caller_rate: Annotated[float | None, typer.Option(help="calls per second of one caller; 0: no bound")] = None,
-    caller_calls: Annotated[int | None, typer.Option(help="open long calls of one caller")] = None,
-    chunk_bytes: Annotated[int | None, typer.Option(help="largest chunk")] = None,
-    max_message_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
-    threads: Annotated[int | None, typer.Option(help="attached control sides, and waiting calls of each method")] = None,
-    transfers: Annotated[int | None, typer.Option(help="concurrent uploads, downloads, and computing calls")] = None,
-    digest_threads: Annotated[int | None, typer.Option(help="threads for digests")] = None,
-    direct_staging_bytes: Annotated[int | None, typer.Option(help="GPU memory for the direct path")] = None,
-    direct_seconds: Annotated[float | None, typer.Option(help="bound on a transfer of the direct path")] = None,
-    drain_seconds: Annotated[float | None, typer.Option(help="time for uploads to finish after SIGTERM")] = None,
-    pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,
-    archive_url: Annotated[str | None, typer.Option(help="folder or fsspec URL of the archive")] = None,
-    archive_every: Annotated[int | None, typer.Option(help="archive every n-th version; 0: on command")] = None,
-    archive_restore: Annotated[bool | None, typer.Option(help="restore models without a version from the archive")] = None,
-    check_seconds: Annotated[float | None, typer.Option(help="bound on a check")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the release")] = False,
+    **given: Any,
 ) -> None:
     """Store versions of models and install them on vLLM servers. Every option is also RESHARDERD_NAME in the environment."""
-    flags: dict[str, Any] = {
-        name: value for name, value in locals().items() if value is not None and name not in ("config", "version")
-    }
     try:
-        serve(load(config, flags))
+        serve(load(config, given))
     except ConfigError as error:
         print(f"resharderd: {error}", file=sys.stderr)
         sys.exit(2)

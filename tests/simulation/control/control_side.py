@@ -195,8 +195,8 @@ class World:
         self.schedule.after(0, self.daemon.process, publish)
 
     def _set_power(self, power: Power) -> None:
-        self.schedule.trace(f"operator sets {power.name}")
-        request = operator_pb2.SetPowerRequest(fleet=FLEET, power=int(power))  # type: ignore[arg-type]
+        self.schedule.trace(f"operator sets {Power.Name(power)}")
+        request = operator_pb2.SetPowerRequest(fleet=FLEET, power=power)
         self._ask(lambda: self.daemon.operations.set_power(request))
 
     def _drain(self, server: str, drained: bool) -> None:

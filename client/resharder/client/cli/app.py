@@ -7,17 +7,18 @@ from typing import Annotated, Any
 
 import typer
 from resharder.client.cli import complete
+from resharder.client.settings import ENDPOINT
 from typer.core import TyperGroup
 
 EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    `doctor` found something that must be mended; `probe`: no requests for this server; `verify` found other weights
-  2    the command itself cannot work
+  1    `doctor` found a problem; `probe`: no requests for this server; `verify` found other weights
+  2    the command cannot run as it was given
   3    the daemon cannot be reached
-  4    the daemon refuses, or has no such thing; or what `check` was asked about does not fit
+  4    the daemon refuses, or does not have it; or trainer and server do not fit (`check`)
   5    the move ended FAILED or STOPPED, or servers failed or were lost on the way
-  6    what was waited for did not come within --timeout
+  6    --timeout ended the wait
   130  ended by Ctrl-C (`watch` and `events --follow`: 0)
   141  the reader of the output has gone, as in `resharder events | head -1`
 
@@ -58,7 +59,7 @@ def _print_version(wanted: bool) -> None:
 app = typer.Typer(
     cls=Sections,
     no_args_is_help=True,
-    help="What a Resharder daemon holds and serves: looking at it, moving fleets, copies of versions.",
+    help="Inspect and operate a Resharder daemon: versions, fleets and vLLM servers.",
     epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -82,17 +83,19 @@ def command(section: Section, name: str | None = None) -> Callable[[Callable[...
 
 Endpoint = Annotated[
     str | None,
-    typer.Option("--endpoint", envvar="RESHARDER_ENDPOINT", metavar="HOST:PORT", help="The daemon; by default 127.0.0.1:7677."),
+    typer.Option(
+        "--endpoint", envvar=ENDPOINT.name, metavar="HOST:PORT", help="Address of the daemon; by default 127.0.0.1:7677."
+    ),
 ]
-Wide = Annotated[bool, typer.Option("--wide", help="All columns and full names, however wide; as in a pipe.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns and full names, as in a pipe.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ModelName = Annotated[
     str,
-    typer.Option("--model", metavar="NAME", help="Not needed where the daemon has one model.", autocompletion=complete.models),
+    typer.Option("--model", metavar="NAME", help="Not needed if the daemon has one model.", autocompletion=complete.models),
 ]
 FleetName = Annotated[
     str,
-    typer.Option("--fleet", metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=complete.fleets),
+    typer.Option("--fleet", metavar="NAME", help="Not needed if the daemon has one fleet.", autocompletion=complete.fleets),
 ]
 VersionName = Annotated[
     str,
@@ -101,7 +104,7 @@ VersionName = Annotated[
     ),
 ]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason for the journal (`events`).")]
-Wait = Annotated[bool, typer.Option("--wait", help="Until it is done; progress goes to standard error.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is done; progress goes to standard error.")]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", min=0, help="--wait, but no longer, and exit 6 then. 0: no bound.")
+    float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Bound on --wait, which then exits 6. 0: no bound.")
 ]

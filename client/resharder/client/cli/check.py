@@ -1,6 +1,5 @@
 """Checks of this host, of layouts in advance, and of one server: `doctor`, `check`, `probe`, `verify`, `profile`."""
 
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from resharder.client import settings
 from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, app, command
 from resharder.client.cli.terminal import Columns, Row, console, count_up, paint, print_json, print_table, say, waiting
@@ -38,7 +38,9 @@ def doctor(
     node_tls_name: Annotated[
         str,
         typer.Option(
-            metavar="NAME", envvar="RESHARDER_NODE_TLS_PEER_NAME", help="Name in the certificates of nodes, if not their address."
+            metavar="NAME",
+            envvar=settings.NODE_TLS_PEER_NAME.name,
+            help="Name in the certificates of nodes, if not their address.",
         ),
     ] = "",
     endpoint: Endpoint = None,
@@ -109,16 +111,16 @@ def check(
 ) -> None:
     """Check in advance whether a trainer and a server fit a model.
 
-    And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
+    Also shows what each process sends and receives. Reads the config alone: no weights, no GPU. Exits 4 with the
     reason if something does not fit.
     """
     with waiting("importing torch", as_json):
         from resharder.client.tools import check as checking
 
     if svg_file is not None and not (world and server_tp):
-        raise UsageError("--svg draws bytes from ranks to workers: expected --world and --server-tp")
+        raise UsageError("--svg draws the bytes from ranks to workers: pass --world and --server-tp too")
     warnings.filterwarnings("ignore", module="megatron")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    settings.VLLM_LOGGING_LEVEL.set_default("ERROR")
     report = checking.check(
         checking.read_config(config),
         checking.parallel(world, tp, pp, vpp, cp, ep, etp) if world else None,
@@ -180,7 +182,9 @@ class ServerLag(NamedTuple):
 
 @command(Section.CHECK)
 def probe(
-    url: Annotated[str, typer.Option("--url", metavar="URL", help="Also asked: must answer 200. vLLM's own /health.")] = "",
+    url: Annotated[
+        str, typer.Option("--url", metavar="URL", help="Also require that this URL answers 200, as vLLM's /health.")
+    ] = "",
     max_lag_versions: Annotated[int, typer.Option(metavar="N", min=0, help="Versions it may be behind; 0: any number.")] = 0,
     max_lag_seconds: Annotated[float, typer.Option(metavar="S", min=0, help="Seconds it may be behind; 0: any time.")] = 0,
     server: Annotated[
@@ -195,12 +199,12 @@ def probe(
     and others of its fleet are closer. A server that waits for its turn in a move does not lag. If the daemon cannot be
     reached, only the gate decides. A server that is unknown to the daemon is not ready.
     """
-    if not url and not (server or os.environ.get("RESHARDER_SERVER_ID")):
-        raise UsageError("expected a server or an address, got neither: pass --server or --url, or set RESHARDER_SERVER_ID")
+    if not url and not (server or settings.SERVER_ID.text()):
+        raise UsageError("no server was named: pass --server or --url, or set RESHARDER_SERVER_ID")
     ready, reason = _gate(url) if url else (True, "")
     found: ServerLag | None = ServerLag()
     if ready and (max_lag_versions or max_lag_seconds or not url):
-        found, reason = _lag_of(server or os.environ.get("RESHARDER_SERVER_ID", ""), endpoint, gated=bool(url))
+        found, reason = _lag_of(server or settings.SERVER_ID.text(), endpoint, gated=bool(url))
         ready = found is not None and not found.beyond(max_lag_versions, max_lag_seconds)
     lag = found or ServerLag()
     if as_json:
@@ -231,7 +235,7 @@ def _lag_of(server: str, endpoint: str | None, *, gated: bool) -> tuple[ServerLa
     The lag is None for a server that is unknown to the daemon, and, unless `gated`, if the daemon cannot be reached.
     """
     if not server:
-        raise UsageError("expected a server, got none: pass --server or set RESHARDER_SERVER_ID")
+        raise UsageError("no server was named: pass --server or set RESHARDER_SERVER_ID")
     try:
         with Operator(endpoint, timeout=_PROBE_SECONDS, connect_timeout=0) as operator:
             try:
@@ -241,7 +245,7 @@ def _lag_of(server: str, endpoint: str | None, *, gated: bool) -> tuple[ServerLa
                     return ServerLag(), "the gate alone decides: the daemon has just started"
                 return None, f"{server_name(server)} is unknown to the daemon"
             if found.version == found.wanted_version:
-                return ServerLag(), f"{found.name} serves version {found.version}, as it is to"
+                return ServerLag(), f"{found.name} serves version {found.version}, its target"
             behind = server_lag(
                 found,
                 operator.fleet(found.fleet),
@@ -252,7 +256,7 @@ def _lag_of(server: str, endpoint: str | None, *, gated: bool) -> tuple[ServerLa
     except (DaemonUnreachable, WaitTimeout) as error:
         return (ServerLag(), f"the gate alone decides: {error}") if gated else (None, str(error))
     far = f"{behind.versions} behind for {behind.seconds:.0f} s" if behind.versions else "no server of its fleet is closer"
-    return behind, f"{found.name} serves version {found.version}, is to serve {found.wanted_version}: {far}; {found.reason}"
+    return behind, f"{found.name} serves version {found.version}, its target is {found.wanted_version}: {far}; {found.reason}"
 
 
 def _has_just_started(operator: Operator) -> bool:
@@ -304,7 +308,9 @@ def _anyone_nearer(server: Server, others: Iterable[Server]) -> bool:
 @command(Section.CHECK)
 def verify(
     server: Annotated[str, typer.Argument(metavar="SERVER", help="Its id.", autocompletion=complete.servers)],
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="For all workers.")] = 600,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="Bound on the wait for all workers.")
+    ] = 600,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
@@ -344,7 +350,7 @@ def _verify_line(one: Verification) -> str:
     elif _compared_nothing(one):
         result = f"not verified: nothing of version {one.version} could be compared"
     elif one.covered_bytes < one.total_bytes:
-        result = f"a part of version {one.version} was compared, and is as it should be"
+        result = f"a part of version {one.version} was compared, and is correct"
     else:
         result = f"holds version {one.version}"
     return "\n".join([f"worker {one.rank}: {result} ({covered})", *_left_out(one)])
@@ -360,7 +366,7 @@ def _left_out(one: Verification) -> list[str]:
     return lines
 
 
-profile = typer.Typer(help="Where the time goes: an install under torch.profiler.", no_args_is_help=True)
+profile = typer.Typer(help="Profile an install with torch.profiler.", no_args_is_help=True)
 app.add_typer(profile, name="profile", rich_help_panel=Section.CHECK)
 
 
@@ -372,10 +378,14 @@ def _group() -> None: ...
 def install(
     name: Annotated[
         str,
-        typer.Argument(metavar="SERVER", help="Its id, or a fleet: its servers in turn.", autocompletion=complete.servers),
+        typer.Argument(
+            metavar="SERVER", help="A server's id, or a fleet for all its servers in turn.", autocompletion=complete.servers
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")] = Path("."),
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="For each server.")] = 600,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files.")] = Path("."),
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="Bound on the wait for each server.")
+    ] = 600,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,12 +12,12 @@ Question = Callable[[Operator], Iterable[str]]
 
 
 def fleets(context: typer.Context, incomplete: str) -> list[str]:
-    """Return names of fleets."""
+    """Return the names of the daemon's fleets, as suggestions of the shell."""
     return _known(context, incomplete, lambda operator: (fleet.name for fleet in operator.fleets()))
 
 
 def models(context: typer.Context, incomplete: str) -> list[str]:
-    """Return names of models."""
+    """Return the names of the daemon's models, as suggestions of the shell."""
     return _known(context, incomplete, lambda operator: operator.daemon().models)
 
 
@@ -27,7 +27,7 @@ def servers(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def nodes(context: typer.Context, incomplete: str) -> list[str]:
-    """Return ids of nodes."""
+    """Return the ids of the daemon's nodes, as suggestions of the shell."""
     return _known(context, incomplete, lambda operator: (node.name.partition("/")[2] for node in operator.nodes()))
 
 

@@ -19,16 +19,16 @@ from resharder.client.operator.answers import Fleet, Move, PauseMode, Power, Ser
 from resharder.client.operator.convert import plain
 from resharder.client.operator.waiting import FleetListener, went_well
 
-fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
+fleet = typer.Typer(no_args_is_help=True, help="Create, change and show fleets.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=complete.fleets)
+    str, typer.Argument(metavar="NAME", help="Not needed if the daemon has one fleet.", autocompletion=complete.fleets)
 ]
 Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=complete.numbers)]
-AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget what failed moves and rollbacks have refused.")]
+AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Allow versions that failed moves and rollbacks refused.")]
 ServerName = Annotated[
-    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=complete.servers)
+    str, typer.Option("--server", metavar="ID", help="Only this server, by its id.", autocompletion=complete.servers)
 ]
 Act = Callable[[Operator, str, str], Fleet]
 """Function of the fleet's name, and servers/{id} or nothing for all of them."""
@@ -46,43 +46,56 @@ def _pause_mode(text: str) -> PauseMode:
 @fleet.command("set")
 def set_(
     name: Name = "",
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=complete.models)] = "",
-    want: Annotated[str, typer.Option("--want", metavar="latest|N|none", help="Which version; none: no other by itself.")] = "",
-    every: Annotated[float | None, typer.Option("--every", metavar="SECONDS", min=0, help="At most one move in so long.")] = None,
-    all_at_once: Annotated[bool, typer.Option("--all-at-once", help="Each server for itself.")] = False,
-    rolling: Annotated[int | None, typer.Option("--rolling", metavar="N", min=1, help="At most N servers at a time.")] = None,
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Model of a new fleet.", autocompletion=complete.models)
+    ] = "",
+    want: Annotated[
+        str, typer.Option("--want", metavar="latest|N|none", help="Version to serve; none: keep the present one.")
+    ] = "",
+    every: Annotated[
+        float | None, typer.Option("--every", metavar="SECONDS", min=0, help="Minimum time between two moves.")
+    ] = None,
+    all_at_once: Annotated[bool, typer.Option("--all-at-once", help="Update servers independently.")] = False,
+    rolling: Annotated[
+        int | None, typer.Option("--rolling", metavar="N", min=1, help="Update at most N servers at a time.")
+    ] = None,
     max_failures: Annotated[
-        int | None, typer.Option("--max-failures", metavar="M", min=1, help="Stop when M of them failed; 1 if not given.")
+        int | None, typer.Option("--max-failures", metavar="M", min=1, help="Stop after M failures; by default 1.")
     ] = None,
     canary: Annotated[
         int | None,
-        typer.Option("--canary", metavar="K", min=1, help="K servers first; the others as with --rolling, or all back."),
+        typer.Option("--canary", metavar="K", min=1, help="Update K servers first, then the others, or roll back."),
     ] = None,
-    hold: Annotated[float | None, typer.Option("--hold", metavar="SECONDS", min=0, help="Canaries serve so long first.")] = None,
-    approve: Annotated[bool, typer.Option("--approve", help="Canaries wait for `resharder approve`, or `back`.")] = False,
+    hold: Annotated[
+        float | None, typer.Option("--hold", metavar="SECONDS", min=0, help="Time that canaries serve before the others.")
+    ] = None,
+    approve: Annotated[
+        bool, typer.Option("--approve", help="Wait for `resharder approve` or `back` after the canaries.")
+    ] = False,
     check: Annotated[
-        str, typer.Option("--check", metavar="NAME", help="And for this command of the daemon's configuration to end with 0.")
+        str, typer.Option("--check", metavar="NAME", help="Wait for this check of the daemon's configuration to pass.")
     ] = "",
-    atomic: Annotated[bool, typer.Option("--atomic", help="All servers switch at once, or none.")] = False,
+    atomic: Annotated[bool, typer.Option("--atomic", help="Switch all servers at once, or none.")] = False,
     pause_mode: Annotated[
         PauseMode | None,
         typer.Option(
             "--pause-mode",
             parser=_pause_mode,
             metavar=f"<{'|'.join(PAUSE_MODES)}>",
-            help="Requests in flight: freeze and go on, finish first, or end.",
+            help="Requests in flight: freeze and continue them, finish them first, or abort them.",
             autocompletion=lambda incomplete: [mode for mode in PAUSE_MODES if mode.startswith(incomplete)],
         ),
     ] = None,
     max_skew: Annotated[
-        int | None, typer.Option("--max-skew", metavar="N", min=0, help="Between versions served at once; 0: no bound.")
+        int | None,
+        typer.Option("--max-skew", metavar="N", min=0, help="Largest gap between versions served at once; 0: no bound."),
     ] = None,
     serve_ahead: Annotated[
         bool | None,
-        typer.Option("--serve-ahead/--no-serve-ahead", help="Take versions that are not READY yet, over the direct path."),
+        typer.Option("--serve-ahead/--no-serve-ahead", help="Serve versions before they are READY, over the direct path."),
     ] = None,
     serve_ahead_auto: Annotated[
-        bool, typer.Option("--serve-ahead-auto", help="The default: with --all-at-once and without a skew bound.")
+        bool, typer.Option("--serve-ahead-auto", help="Serve ahead with --all-at-once and no skew bound (default).")
     ] = False,
     accept_refused: AcceptRefused = False,
     endpoint: Endpoint = None,
@@ -101,11 +114,11 @@ def set_(
         approve=approve, check=check,
     )  # fmt: skip
     if serve_ahead_auto and serve_ahead is not None:
-        raise UsageError("expected one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto, got two")
+        raise UsageError("pass only one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto")
     ahead = ServeAhead.AUTO if serve_ahead_auto else serve_ahead
     given = (target, strategy, pause_mode, max_skew, ahead)
     if not model and not accept_refused and all(value is None for value in given):
-        raise UsageError("expected something to set: see resharder fleet set --help")
+        raise UsageError("nothing to set was given: see resharder fleet set --help")
     with Operator(endpoint) as operator:
         name = name if model else _known(operator, name)
         asked = operator.set_fleet(
@@ -124,7 +137,7 @@ def set_(
 @fleet.command("show")
 def show_(
     name: Name = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Draw the move alone, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show only the move, until Ctrl-C.")] = False,
     wide: Wide = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -149,7 +162,7 @@ def show_(
 
 @fleet.command("delete")
 def delete_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Without servers.", autocompletion=complete.fleets)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A fleet without servers.", autocompletion=complete.fleets)],
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
@@ -217,7 +230,7 @@ def approve(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Complete a move: a canary that waits, or a move that has STOPPED."""
+    """Complete a move that waits after its canaries, or has STOPPED."""
     with Operator(endpoint) as operator:
         _end_move(operator, operator.approve(fleet, reason=reason), wait, timeout, as_json)
 
@@ -243,7 +256,7 @@ def _known(operator: Operator, name: str) -> str:
     try:
         return operator.fleet(name).name
     except NotFound as error:
-        raise NotFound(f"{error}; with --model MODEL it would be a new one") from error
+        raise NotFound(f"{error}. To create it, pass --model MODEL") from error
 
 
 def _facts(fleet: Fleet) -> list[tuple[str, str]]:
@@ -274,7 +287,7 @@ def sleep(
     server: ServerName = "",
     level: Annotated[
         int,
-        typer.Option("--level", min=1, max=2, help="Weights come back from 1: host memory; 2: the daemon."),
+        typer.Option("--level", min=1, max=2, help="Wake the weights from 1: host memory; 2: the daemon."),
     ] = 1,
     wait: Wait = False,
     timeout: Timeout = 0,
@@ -307,7 +320,7 @@ def forget(
 def wake(
     fleet: FleetName = "",
     server: ServerName = "",
-    tag: Annotated[Tag | None, typer.Option("--tag", help="Only these; `wake` without it brings the rest.")] = None,
+    tag: Annotated[Tag | None, typer.Option("--tag", help="Wake only these; `wake` without it wakes the rest.")] = None,
     wait: Wait = False,
     timeout: Timeout = 0,
     endpoint: Endpoint = None,
@@ -330,7 +343,7 @@ def drain(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before maintenance: accept no new requests; those in flight complete. --wait until the last one has."""
+    """Accept no new requests, before maintenance; those in flight complete. --wait until the last one has."""
     _require_name(fleet, server)
     _maintain(
         Operator.drain,
@@ -348,7 +361,7 @@ def resume(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """After `drain`: accept requests again."""
+    """Accept requests again, after `drain`."""
     _maintain(
         Operator.resume,
         lambda operator, name, one, listener, seconds: operator.wait_serving(name, one, listener, timeout=seconds),
@@ -363,13 +376,13 @@ def _at(power: Power) -> Until:
 def _require_name(fleet: str, server: str) -> None:
     """Guard against taking all servers out of service by omission. Raises UsageError."""
     if not fleet and not server:
-        raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")
+        raise UsageError("servers stop answering: pass --server ID, or --fleet NAME for all of its servers")
 
 
 def target_of(text: str, every: float | None = None) -> VersionTarget:
     """Return the target for `latest`, a version's number, or `none`. `every` is the least interval between moves in seconds."""
     if every is not None and text != "latest":
-        raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
+        raise UsageError(f"--every needs the target `latest`, not {text!r}")
     if text.isdigit() and int(text):
         return VersionTarget(VersionTarget.Kind.NUMBER, int(text))
     kinds = {"latest": VersionTarget.Kind.LATEST, "none": VersionTarget.Kind.NONE}
@@ -393,12 +406,12 @@ def strategy_of(
     ways = [all_at_once, rolling is not None or canary is not None, atomic]
     if sum(ways) > 1:
         raise UsageError(
-            "expected one of --all-at-once, --rolling N, --canary K and --atomic (--canary K --rolling N go together)"
+            "pass only one of --all-at-once, --rolling N, --canary K and --atomic (--canary K --rolling N go together)"
         )
     if canary is None and (hold is not None or approve or check):
-        raise UsageError("expected --hold, --approve and --check with --canary K: they say when the rest follows it")
+        raise UsageError("--hold, --approve and --check say when the other servers follow the canaries: pass --canary K too")
     if max_failures is not None and not ways[1]:
-        raise UsageError("expected --max-failures with --rolling N or --canary K")
+        raise UsageError("--max-failures needs --rolling N or --canary K")
     if not any(ways):
         return None
     if canary is not None:
@@ -461,7 +474,7 @@ def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
         return operator.fleet(fleet).name, ""
     found = operator.server(server)
     if fleet and fleet != found.fleet:
-        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
+        raise UsageError(f"{found.name} is not a server of fleet {fleet}: it belongs to fleet {found.fleet}")
     return found.fleet, found.name
 
 

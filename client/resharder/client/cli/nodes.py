@@ -53,7 +53,7 @@ def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False
 
 @command(Section.MAINTAIN, "drain-node")
 def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Before maintenance of a host: take no further version there, and drop versions that no worker maps."""
+    """Let a node take no further version, before maintenance, and drop those that no worker maps."""
     with Operator(endpoint) as operator:
         found = operator.drain_node(node)
     print_json(plain(found)) if as_json else say(f"{found.name}: drained")
@@ -61,7 +61,7 @@ def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False)
 
 @command(Section.MAINTAIN, "resume-node")
 def resume_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """After `drain-node`: take versions again."""
+    """Let a node take versions again, after `drain-node`."""
     with Operator(endpoint) as operator:
         found = operator.resume_node(node)
     print_json(plain(found)) if as_json else say(f"{found.name}: resumed")

@@ -16,6 +16,7 @@ from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
 from resharder.client.operator.convert import plain
+from resharder.client.settings import FLEET
 from resharder.converters.checkpoint_files import missing_files
 from resharder.converters.units import size_text as size
 
@@ -25,7 +26,7 @@ _NAME = re.compile(r"models/(?P<model>[^/]+)/versions/(?P<number>\d+)")
 @command(Section.VERSIONS)
 def export(
     version: VersionName,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or an empty folder.")],
     model: ModelName = "",
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -43,7 +44,9 @@ def export(
 
 @command(Section.VERSIONS, "import")
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="With safetensors, or a torch_dist checkpoint of Megatron.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of safetensors, or a torch_dist checkpoint of Megatron.")
+    ],
     model: ModelName = "",
     step: Annotated[
         int | None,
@@ -53,14 +56,14 @@ def import_(
         Path | None, typer.Option("--config", metavar="PATH", help="config.json or its folder; Megatron checkpoints need it.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="DIR", help="If neither DIR nor --config has the tokenizer.")
+        Path | None, typer.Option("--tokenizer", metavar="DIR", help="The tokenizer, if neither DIR nor --config has it.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="`latest` takes the version; without it, it is set aside.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Let `latest` select the version; otherwise it is set aside.")] = False,
     take_over: Annotated[bool, typer.Option("--take-over", help="Also fence a live trainer, which then cannot publish.")] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a version of a checkpoint folder, without a trainer. Megatron's may have any parallel layout.
+    """Create a version from a checkpoint folder, without a trainer. Megatron's may have any parallel layout.
 
     Fleets with the target `latest` skip the version, unless --serve is given or the model has no other: `update N` serves it.
 
@@ -74,7 +77,7 @@ def import_(
     warnings.filterwarnings("ignore", module="megatron")
     number = step_of(folder) if step is None else step
     if number is None:
-        raise UsageError(f"expected --step N: {folder} is not named after its step, as step-100 is")
+        raise UsageError(f"the name of {folder} has no step, as step-100 has: pass --step N")
     with Operator(endpoint) as operator, waiting(f"connecting to {operator.endpoint}", as_json):
         model = model or _import_model(operator)
     if not as_json:
@@ -100,7 +103,7 @@ def _import_model(operator: Operator) -> str:
     """Return the daemon's only model. Raises UsageError."""
     models = operator.daemon().models
     if len(models) != 1:
-        raise UsageError(f"expected --model NAME: the daemon has {', '.join(models) or 'no model'}")
+        raise UsageError(f"pass --model NAME: the daemon has {', '.join(models) or 'no model'}")
     return models[0]
 
 
@@ -108,7 +111,7 @@ def _import_model(operator: Operator) -> str:
 def fetch_config(
     arguments: Annotated[list[str], typer.Argument(metavar="[MODEL] DIR", help="MODEL is not needed where the daemon has one.")],
     fleet: Annotated[
-        str, typer.Option(envvar="RESHARDER_FLEET", metavar="NAME", help="The server's fleet; by default the model's.")
+        str, typer.Option(envvar=FLEET.name, metavar="NAME", help="The server's fleet; by default the model's.")
     ] = "",
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -176,20 +179,20 @@ def restore(
 @command(Section.VERSIONS)
 def gc(
     versions: Annotated[
-        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=complete.numbers)
+        list[int] | None, typer.Argument(metavar="N…", help="Versions to drop.", autocompletion=complete.numbers)
     ] = None,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Or all but the N newest READY ones.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Drop all but the N newest READY versions.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be dropped, and drop nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     model: ModelName = "",
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete unused versions after a confirmation, and list the users of the others."""
     if bool(versions) == bool(keep):
-        raise UsageError("expected the numbers of versions, or --keep N for all but the N newest")
+        raise UsageError("pass the numbers of versions to drop, or --keep N for all but the N newest")
     if as_json and not (dry_run or yes):
-        raise UsageError("expected --yes or --dry-run with --json")
+        raise UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     with Operator(endpoint) as operator:
         model = model or operator.only_model()
         if not (dry_run or yes):
@@ -231,7 +234,7 @@ def _last_resort(operator: Operator, model: str, foreseen: RetireVersionsRespons
 def _agreed(count: int, warning: str) -> bool:
     """Return the operator's confirmation. Raises UsageError without a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError("expected --yes or --dry-run without a terminal")
+        raise UsageError("there is no terminal to ask for confirmation: pass --yes or --dry-run")
     return typer.confirm(shown(f"{warning}Drop {several(count, 'version')}?"))
 
 
@@ -253,10 +256,10 @@ def archived_version(archived: Sequence[ArchivedVersion], text: str) -> Archived
     chosen = [one for one in archived if text in ("latest", one.name, str(one.number))]
     if not chosen:
         found = ", ".join(one.name for one in archived) or "none"
-        raise NotFound(f"expected a version that is archived, got {text}: there are {found}")
+        raise NotFound(f"{text} is not archived; archived versions: {found}")
     if len({one.model for one in chosen}) > 1:
         names = ", ".join(one.name for one in chosen)
-        raise UsageError(f"expected one model's version, the archive has {names}: pass --model")
+        raise UsageError(f"several models have this version archived ({names}): pass --model")
     return max(chosen, key=lambda one: one.number)
 
 

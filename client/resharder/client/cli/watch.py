@@ -20,7 +20,9 @@ from resharder.converters.units import size_text as size
 from rich.console import Group
 from rich.live import Live
 
-OfFleet = Annotated[str, typer.Option("--fleet", metavar="NAME", help="Only of this fleet.", autocompletion=complete.fleets)]
+OfFleet = Annotated[
+    str, typer.Option("--fleet", metavar="NAME", help="Only servers of this fleet.", autocompletion=complete.fleets)
+]
 
 
 def picture(operator: Operator, daemon: Daemon, fleets: list[Fleet], servers: list[Server], wide: bool = False) -> Group:
@@ -95,13 +97,13 @@ def versions(model: ModelName = "", wide: Wide = False, endpoint: Endpoint = Non
 
 @command(Section.LOOK)
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, over restarts of the daemon too.")] = False,
-    last: Annotated[int, typer.Option("--last", metavar="N", min=1, help="How many of the newest to begin with.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until Ctrl-C, across restarts of the daemon.")] = False,
+    last: Annotated[int, typer.Option("--last", metavar="N", min=1, help="Number of past events to print first.")] = 20,
     subject: Annotated[
-        str, typer.Option("--subject", metavar="NAME", help="Only about this: servers/ID, fleets/NAME, models/M/versions/N, …")
+        str, typer.Option("--subject", metavar="NAME", help="Only events of this resource: servers/ID, fleets/NAME, …")
     ] = "",
     endpoint: Endpoint = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """Show events, oldest first: of versions, servers and fleets, and operators' requests."""
     with Operator(endpoint) as operator:
@@ -122,10 +124,10 @@ def events(
 
 @command(Section.LOOK)
 def watch(
-    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Time between two updates.")] = 1.0,
     wide: Wide = False,
     endpoint: Endpoint = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for every change.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, for every change.")] = False,
 ) -> None:
     """Show `status`, updated until Ctrl-C; in a pipe, once for every change."""
     with Operator(endpoint) as operator:

@@ -1,7 +1,6 @@
 """Group of the direct path on CPUs, over gloo."""
 
 import datetime
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ import torch
 import torch.distributed as dist
 from resharder.client.direct.base import DirectFailed, PeerMessage
 from resharder.client.gpu.streams import WorkStream
+from resharder.client.settings import GLOO_INTERFACES
 
 _UNUSED = 0x7FFFFFFF  # tag that no message has
-_INTERFACES = "GLOO_SOCKET_IFNAME"  # as torch reads it: names, separated by commas
 _PATIENCE = datetime.timedelta(milliseconds=1)
 
 
@@ -32,15 +31,15 @@ class GlooGroup:
         self._lock = threading.Lock()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=timeout)
-        where = os.environ.get(_INTERFACES, "")
+        where = GLOO_INTERFACES.text()
         try:
             options._devices = _devices(where, address)
             self._gloo: Any = dist.ProcessGroupGloo(store, self._place[rank], size, options)
         except RuntimeError as error:
-            at = f"{_INTERFACES}={where}" if where else address or "the address of its host's name"
+            at = f"{GLOO_INTERFACES.name}={where}" if where else address or "the address of its host's name"
             raise DirectFailed(
-                f"expected {size} processes to meet within {timeout:g} s, this one at {at}; "
-                f"each has to reach the others, at any port: {error}"
+                f"{size} processes did not meet within {timeout:g} s, this one is at {at}; each has to reach the others, at "
+                f"any port: {error}"
             ) from error
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":

@@ -203,7 +203,7 @@ class TransferLinks:
         met = self._met.get(group)
         link = met.result() if met is not None else None
         if link is None:
-            raise DirectFailed(f"expected a link of group {group}, found none")
+            raise DirectFailed(f"there is no link of group {group}")
         return link
 
     def prepare(self, failed: Failed) -> None:
@@ -241,7 +241,6 @@ class TransferLinks:
             met.add_done_callback(lambda done: link.close() if (link := done.result()) is not None else None)
 
     def close(self) -> None:
-        """Drop all links."""
         for group in list(self._met):
             self.drop(group)
 

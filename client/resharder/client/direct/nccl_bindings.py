@@ -66,7 +66,7 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise DirectFailed(f"expected NCCL beside torch {torch.__version__}: {error}") from error
+        raise DirectFailed(f"there is no usable NCCL beside torch {torch.__version__}: {error}") from error
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
@@ -100,7 +100,7 @@ class PairCommunicator:
         self._nccl, self._communicator = _library(), ctypes.c_void_p()
         self._place = int(rank > peer)
         deadline = time.monotonic() + timeout
-        late = f"expected ranks {rank} and {peer} to meet within {timeout:g} s"
+        late = f"ranks {rank} and {peer} did not meet within {timeout:g} s"
         name = _UniqueId()
         if self._place == 0:
             self._called("ncclGetUniqueId", ctypes.byref(name))

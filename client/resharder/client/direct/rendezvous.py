@@ -58,7 +58,7 @@ class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
             found = self._ask(key, min(left, _ASK))
             if found is not None:
                 return found
-        raise RuntimeError(f"group {self._group}: expected a member to set {key} within {timeout.total_seconds():g} s")
+        raise RuntimeError(f"group {self._group}: no member has set {key} within {timeout.total_seconds():g} s")
 
     def _ask(self, key: str, seconds: float) -> bytes | None:
         request = direct_pb2.GetGroupKeyRequest(group=self._group, key=key, wait_seconds=seconds)
@@ -137,7 +137,7 @@ def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> l
                 found.add(each)
                 left += json.loads(store.get(f"peers/{each}"))
     except (RuntimeError, ValueError) as error:
-        raise DirectFailed(f"expected rank {each} to store its peers in time: {error}") from error
+        raise DirectFailed(f"rank {each} did not store its peers in time: {error}") from error
     return sorted(found)
 
 

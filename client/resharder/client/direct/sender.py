@@ -174,7 +174,7 @@ class Sender:
             if task.HasField("sent"):
                 self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
-                raise DirectFailed(f"rank {self._rank}: expected boxes in the first DIGEST task of group {task.group}, got none")
+                raise DirectFailed(f"rank {self._rank}: the first DIGEST task of group {task.group} has no boxes")
             failpoint("sender.digest")
             digests = self._sent[task.group].digests(self._tensors)
             said = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)

@@ -54,7 +54,7 @@ def _check_inside(sent: Pieces[int], tensors: Mapping[str, torch.Tensor]) -> Non
         tensor = tensors[sent.locals[number]]
         room[number] = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     if len(outside := np.flatnonzero(ends >= room[sent.local])):
-        raise ValueError(f"expected boxes inside of {sent.locals[sent.local[outside[0]]]}, got one that ends after it")
+        raise ValueError(f"a box ends outside of {sent.locals[sent.local[outside[0]]]}")
 
 
 def _take(sent: Pieces[int], which: Ints) -> Pieces[int]:

@@ -80,7 +80,7 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise DriverFailed(f"expected CUDA's driver: {error}") from error
+        raise DriverFailed(f"CUDA's driver cannot be loaded: {error}") from error
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, ctypes.c_int

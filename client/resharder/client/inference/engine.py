@@ -37,7 +37,7 @@ _REFUSAL = "server-config"
 
 @dataclass
 class SleepState:
-    """The sleep of one worker."""
+    """Which of a worker's memory sleeps, by vLLM's tags, and how deeply."""
 
     level: int = 0
     """Level of the last sleep."""

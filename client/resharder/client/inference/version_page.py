@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from resharder.client.settings import PAGE
 from resharder.converters.json_input import is_number, parse_json
 
-VARIABLE = "RESHARDER_PAGE"  # inherited by all processes of the server
+VARIABLE = PAGE.name  # inherited by all processes of the server
 _FOLDER = Path("/dev/shm")
 _PREFIX = "resharder-page"
 _MAX_CHANGES = 64  # a token that is older than the first change has no version
@@ -142,9 +143,7 @@ class Page:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{self.path}: expected its lock within {_LOCK_SECONDS:g} s, another process holds it"
-                    ) from None
+                    raise TimeoutError(f"{self.path}: another process has held its lock for {_LOCK_SECONDS:g} s") from None
                 time.sleep(0.001)
         try:
             yield
@@ -152,18 +151,18 @@ class Page:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
-def provide(server: str, environment: MutableMapping[str, str] = os.environ, folder: Path = _FOLDER) -> Path | None:
+def provide(server: str, environment: MutableMapping[str, str] | None = None, folder: Path = _FOLDER) -> Path | None:
     """Name a new page for `server` in the environment, and remove the pages of dead servers.
 
     Returns:
         The page's path; `None` if a parent process named one.
     """
-    if Path(environment.get(VARIABLE, "")).name.rpartition("-")[0] == f"{_PREFIX}-{server}":
+    if Path(PAGE.text(environment)).name.rpartition("-")[0] == f"{_PREFIX}-{server}":
         return None
     for path in folder.glob(f"{_PREFIX}-*"):
         remove_stale(path)
     path = folder / f"{_PREFIX}-{server}-{uuid.uuid4().hex}"
-    environment[VARIABLE] = str(path)
+    PAGE.set(str(path), environment)
     atexit.register(_remove_at_end, path, os.getpid())
     return path
 
@@ -191,7 +190,9 @@ def page() -> Page:
     Raises:
         KeyError: `provide` was not called in this process or a parent.
     """
-    return Page(Path(os.environ[VARIABLE]))
+    if not (path := PAGE.text()):
+        raise KeyError(VARIABLE)
+    return Page(Path(path))
 
 
 def _open(path: Path) -> int:

@@ -29,7 +29,7 @@ class TrainState(Protocol):
 
 
 class LoopState(Protocol):
-    """State of a training loop."""
+    """Megatron-Bridge's state of a training loop, as far as it is used."""
 
     train_state: TrainState
 
@@ -112,6 +112,6 @@ class PublishCallback:
 
     def _publish(self, step: int) -> None:
         if self._publisher is None:
-            raise UsageError("expected on_train_start before the first step")
+            raise UsageError("on_train_start was not called before the first step: register the callback before training starts")
         self.handle = self._publisher.publish(step, sync=True)
         self._changed = False

@@ -197,7 +197,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _connected(self) -> Publisher:
         if self._publisher is None:
             if self._rank < 0:
-                raise UsageError("expected init_process_group in an actor rank before send_weights")
+                raise UsageError("send_weights was called in an actor rank before init_process_group")
             self._publisher = connect(
                 self._endpoint, model=self._model, job=self._job, rank=self._rank, world_size=self._world_size, **self._options
             )
@@ -210,9 +210,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return AutoConfig.from_pretrained(self._path), self._path
         model_config: Any = getattr(engine, "model_config", None)
         if getattr(model_config, "hf_config", None) is None:
-            raise UsageError(
-                f"expected engine_kwargs.{BACKEND}.path, since {type(engine).__name__} has no model_config.hf_config"
-            )
+            raise UsageError(f"{type(engine).__name__} has no model_config.hf_config: set engine_kwargs.{BACKEND}.path")
         return model_config.hf_config, model_config.tokenizer
 
     def _wait(self, step: int) -> Version:
@@ -234,11 +232,11 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _late(self, version: Version | None, step: int) -> WaitTimeout | NotServed:
         if version is None:
-            return WaitTimeout(f"expected the actor to publish step {step} of model {self._model!r} in {self._timeout:g} s")
+            return WaitTimeout(f"the actor has not published step {step} of model {self._model!r} after {self._timeout:g} s")
         if version.state is not Version.State.READY:
-            return WaitTimeout(f"expected {version.name} to be READY in {self._timeout:g} s, it is {version.state.name}")
+            return WaitTimeout(f"{version.name} is not READY after {self._timeout:g} s: it is {version.state.name}")
         counts = f"{version.servers_serving} of {version.servers_following} servers that follow the model"
-        return NotServed(f"expected {version.name} to be served in {self._timeout:g} s, it is by {counts}")
+        return NotServed(f"{version.name} is not served by all after {self._timeout:g} s: it is by {counts}")
 
 
 def _arrived(version: Version, follow: bool) -> bool:

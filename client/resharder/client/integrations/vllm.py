@@ -9,7 +9,6 @@
 among them; vLLM's calls only wait for these. Importing this module registers the backend.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from resharder.client.errors import NotServed, UsageError
 from resharder.client.integrations.weight_sources import DividedStream, declared, gathered_holders, owned_names
+from resharder.client.settings import MODEL
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import identify
@@ -96,7 +96,7 @@ class ResharderTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             ResharderError: As in `connect` and `Publisher.attach`.
         """
         if source is None:
-            raise UsageError("expected a WeightSource as source, got none")
+            raise UsageError("no source was given: pass a WeightSource")
         rank, world_size = init_info.rank, _world_size(init_info)
         publisher = connect(
             init_info.endpoint,
@@ -179,8 +179,8 @@ def _sharded(source: Any) -> ShardSource | None:
 
 
 def _model(info: ResharderTrainerInitInfo) -> str:
-    if not (model := info.model or os.environ.get("RESHARDER_MODEL", "")):
-        raise UsageError("expected the model's name in ResharderTrainerInitInfo(model=…) or RESHARDER_MODEL, got none")
+    if not (model := info.model or MODEL.text()):
+        raise UsageError("the model has no name: set ResharderTrainerInitInfo(model=…) or RESHARDER_MODEL")
     return model
 
 
@@ -194,8 +194,8 @@ def _config(info: ResharderTrainerInitInfo, shards: ShardSource | None) -> Confi
     config = info.config if info.config is not None else getattr(shards and shards.model, "config", None)
     if config is None or not (isinstance(config, Mapping) or hasattr(config, "save_pretrained")):
         raise UsageError(
-            "expected the model's Hugging Face config in ResharderTrainerInitInfo(config=…), got none, "
-            "and the source has no module with a transformers config"
+            "the model's Hugging Face config is missing, and the source has no module with a transformers config: set "
+            "ResharderTrainerInitInfo(config=…)"
         )
     return config
 

@@ -33,7 +33,7 @@ def owned_names(names: Sequence[str], holders: Holders, rank: int) -> frozenset[
     for number, name in enumerate(names):
         ranks = [at for at, found in enumerate(held) if found is None or name in found]
         if not ranks:
-            raise UsageError(f"{name}: expected at least one of {len(held)} ranks to hold it, got none")
+            raise UsageError(f"{name}: none of the {len(held)} ranks holds it")
         if ranks[number % len(ranks)] == rank:
             owned.add(name)
     return frozenset(owned)
@@ -54,7 +54,9 @@ def gathered_holders(held: Collection[str] | None, world_size: int) -> Holders:
         dist.all_gather_object(found, None if held is None else sorted(held))
         return found
     if held is not None:
-        raise UsageError(f"expected torch's default process group of {world_size} ranks to exchange held_names, got none")
+        raise UsageError(
+            f"exchanging held_names needs torch's default process group of {world_size} ranks: call init_process_group first"
+        )
     return [None] * world_size
 
 
@@ -73,7 +75,7 @@ class DividedStream:
         for name, tensor in self._pairs:
             if name in self._owned:
                 if tensor is None:
-                    raise UsageError(f"{name}: expected a tensor, since this rank holds it, got None")
+                    raise UsageError(f"{name}: this rank holds it, but its tensor is None")
                 yield name, tensor.detach()
 
     def drain(self) -> None:

@@ -28,12 +28,12 @@ def appearing(folder: Path) -> Iterator[Path]:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"expected a new or an empty folder, {folder} is {'not empty' if folder.is_dir() else 'a file'}")
     if not folder.parent.is_dir():
-        raise UsageError(f"expected a folder to write into, {folder.parent} does not exist")
+        raise UsageError(f"{folder.parent} does not exist: create it first")
     _remove_abandoned(folder)
     try:
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
-        raise UsageError(f"expected to write into {folder.parent}: {error.strerror}") from error
+        raise UsageError(f"cannot write into {folder.parent}: {error.strerror}") from error
     try:
         with _locked(beside):
             yield beside

@@ -89,7 +89,8 @@ class Operator:
         """Return the name of the daemon's model. Raises UsageError unless there is exactly one."""
         models = self.daemon().models
         if len(models) != 1:
-            raise UsageError(f"expected a model's name, the daemon has {', '.join(models) or 'none'}: pass --model")
+            there = f"several models, {', '.join(models)}" if models else "no model yet"
+            raise UsageError(f"the daemon has {there}: pass --model")
         return models[0]
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ class Operator:
         model = model or self.only_model()
         ready = [version for version in self.versions(model) if version.state == Version.State.READY]
         if not ready:
-            raise NotFound(f"expected a READY version of model {model!r}, found none yet")
+            raise NotFound(f"model {model!r} has no READY version yet")
         return max(ready, key=lambda version: version.number)
 
     def servers(self, fleet: str = "") -> list[Server]:
@@ -191,7 +192,7 @@ class Operator:
         """
         fleets = {fleet.name: fleet for fleet in self.fleets()}
         if not name and len(fleets) > 1:
-            raise UsageError(f"expected a fleet's name, the daemon has {', '.join(fleets)}: pass --fleet")
+            raise UsageError(f"the daemon has several fleets, {', '.join(fleets)}: pass --fleet")
         return one_of(fleets, name or next(iter(fleets), ""), "fleet")
 
     def events(self, *, after: int = 0, last: int = 0, subject: str = "", follow: bool = False) -> Iterator[Event]:
@@ -219,7 +220,7 @@ class Operator:
                 if not follow:
                     raise
             if not lost.wait():
-                raise DaemonUnreachable(f"expected the daemon at {self.endpoint} to be reachable again within {_RESTART:g} s")
+                raise DaemonUnreachable(f"the daemon at {self.endpoint} did not come back within {_RESTART:g} s")
 
     def export(
         self,
@@ -413,7 +414,7 @@ class Operator:
         found = self.fleet(fleet)
         number = version or found.settled_version
         if not number:
-            raise UsageError(f"expected a version's number: fleet {found.name} serves none yet")
+            raise UsageError(f"fleet {found.name} serves no version yet: give a version's number")
         return self.set_fleet(found.name, target=VersionTarget(VersionTarget.Kind.NUMBER, number))
 
     def rollback(self, fleet: str = "", version: int | None = None, *, reason: str = "", request_id: str = "") -> Fleet:
@@ -539,7 +540,7 @@ class Operator:
         Raises:
             WaitTimeout: `timeout` seconds have passed.
         """
-        return self._until(waiting.moved(asked), asked.name, "the move's end", listener, timeout)
+        return self._until(waiting.moved(asked), asked.name, "the move has not ended", listener, timeout)
 
     def wait_power(
         self,
@@ -565,7 +566,8 @@ class Operator:
         Raises:
             WaitTimeout: `timeout` seconds have passed.
         """
-        return self._until(waiting.powered(power, server_name(server)), fleet, power.value, listener, timeout)
+        awaited = f"its servers are not {power.value}"
+        return self._until(waiting.powered(power, server_name(server)), fleet, awaited, listener, timeout)
 
     def wait_drained(
         self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
@@ -584,7 +586,7 @@ class Operator:
         Raises:
             WaitTimeout: `timeout` seconds have passed.
         """
-        return self._until(waiting.drained(server_name(server)), fleet, "the last answers", listener, timeout)
+        return self._until(waiting.drained(server_name(server)), fleet, "requests are still being answered", listener, timeout)
 
     def wait_serving(
         self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
@@ -603,7 +605,7 @@ class Operator:
         Raises:
             WaitTimeout: `timeout` seconds have passed.
         """
-        return self._until(waiting.serving(server_name(server)), fleet, "SERVING", listener, timeout)
+        return self._until(waiting.serving(server_name(server)), fleet, "its servers are not SERVING", listener, timeout)
 
     def delete_fleet(self, fleet: str) -> None:
         """Delete a fleet without servers. A model's default fleet has default settings from then on.
@@ -743,7 +745,7 @@ class Operator:
     def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> Fleet:
         found = self.fleet(fleet)
         if move is None and found.move is None:
-            raise NotFound(f"expected a move to decide, fleet {found.name} has made none")
+            raise NotFound(f"fleet {found.name} has made no move yet: there is nothing to decide")
         id = move if move is not None else found.move.id if found.move else 0
         request = operator_pb2.DecideMoveRequest(fleet=found.name, move=id, go_on=go_on, reason=reason)
         return self._fleet(self._stub.DecideMove, request)
@@ -770,7 +772,7 @@ class Operator:
             if done(fleet, servers):
                 return fleet
             if end is not None and time.monotonic() > end:
-                raise WaitTimeout(f"fleet {name}: expected {what} within {timeout:g} s; {waiting.why(fleet, servers)}")
+                raise WaitTimeout(f"fleet {name}: {what} after {timeout:g} s; {waiting.why(fleet, servers)}")
             time.sleep(_POLL)
 
     def _set_node_drained(self, node: str, drained: bool) -> Node:
@@ -778,10 +780,15 @@ class Operator:
         return answer(Node, self._call(self._stub.SetNodeDrained, request))
 
 
+_FIRST = {"fleet": ". A fleet appears when the first vLLM server connects, or with `resharder fleet set NAME --model MODEL`"}
+
+
 def one_of(found: dict[str, Found], name: str, kind: str) -> Found:
     """Return the resource with this name. Raises NotFound, with the names that exist."""
     if name not in found:
-        raise NotFound(f"expected a {kind}, the daemon has no {name or 'such thing'}: it has {', '.join(found) or 'none'}")
+        if found:
+            raise NotFound(f"there is no {kind} {name}: the daemon has {', '.join(found)}")
+        raise NotFound(f"there are no {kind}s yet{_FIRST.get(kind, '')}")
     return found[name]
 
 

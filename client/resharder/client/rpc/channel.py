@@ -4,7 +4,6 @@ A channel is created at its first use, never at import: processes that fork late
 """
 
 import importlib.metadata
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import grpc.experimental
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
 from resharder.client.rpc.secure_channel import SecureChannel
 from resharder.client.rpc.tls import Tls
+from resharder.client.settings import ENDPOINT
 from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, check_endpoint, route_options
 from resharder.v1.revision import user_agent
 
@@ -39,7 +39,7 @@ _INTERRUPTIBLE = (
 
 def endpoint_or_default(endpoint: str | None) -> str:
     """Return `endpoint`, else RESHARDER_ENDPOINT, else the address on which a daemon listens by default."""
-    return endpoint or os.environ.get("RESHARDER_ENDPOINT") or DEFAULT_ENDPOINT
+    return endpoint or ENDPOINT.text() or DEFAULT_ENDPOINT
 
 
 def bound(timeout: float | None) -> float:
@@ -92,7 +92,7 @@ class _Closed(grpc.Channel):  # type: ignore[misc]
 
 
 def _closed(endpoint: str) -> UsageError:
-    return UsageError(f"expected an open connection to {endpoint}, got one that was closed")
+    return UsageError(f"the connection to {endpoint} was closed")
 
 
 class Channel:

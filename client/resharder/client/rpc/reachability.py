@@ -23,7 +23,7 @@ _CAUSES = (
     ("DNS resolution failed|[Dd]omain name not found", "the name does not resolve", "correct the endpoint"),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "its certificate is not of the authority in RESHARDER_TLS_CA",
+        "its certificate is not from the authority in RESHARDER_TLS_CA",
         "pass the daemon's authority",
     ),
     (
@@ -48,9 +48,9 @@ _CAUSES = (
 def cause_of(details: str, proxy: str = "") -> Cause:
     """Return the cause of a failed call, which goes through `proxy` if there is one."""
     if proxy and (answered := re.search(r"HTTP proxy returned response code (\d+)", details)):
-        return Cause(f"the proxy answered {answered[1]}", f"correct {PROXY}, or unset it to connect straight")
+        return Cause(f"the proxy answered {answered[1]}", f"correct {PROXY}, or unset it to connect directly")
     if proxy and re.search(rf"{re.escape(proxy)}.*Connection refused|DNS resolution failed", details):
-        return Cause("the proxy is out of reach", f"correct {PROXY}, or unset it to connect straight")
+        return Cause("the proxy cannot be reached", f"correct {PROXY}, or unset it to connect directly")
     for pattern, what, hint in _CAUSES:
         if re.search(pattern, details):
             return Cause(what, hint)

@@ -28,7 +28,7 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
         try:
             self._stamp, self._current = tls.stamp(), self._open()
         except (OSError, ValueError) as error:
-            raise UsageError(f"expected certificates in {', '.join(map(str, tls.files))}, got: {error}") from error
+            raise UsageError(f"cannot load the certificates in {', '.join(map(str, tls.files))}: {error}") from error
         try:
             self._metadata = tls.metadata()
         except (OSError, ValueError) as error:
@@ -41,7 +41,7 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
         """Return the channel for new calls, opened anew if the files have changed. Raises ValueError once it is closed."""
         with self._lock:
             if self._closed:
-                raise ValueError("expected an open channel, got one that was closed")
+                raise ValueError("the channel was closed")
             try:
                 stamp = self._tls.stamp()
                 if stamp != self._stamp:

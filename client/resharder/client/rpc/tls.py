@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Self
 
 import grpc
+from resharder.client import settings
 from resharder.client.errors import UsageError
-
-_OTHERS = ("RESHARDER_TLS_CERT", "RESHARDER_TLS_KEY", "RESHARDER_TLS_NAME", "RESHARDER_TOKEN", "RESHARDER_TOKEN_FILE")
 
 
 @dataclass(frozen=True)
@@ -41,33 +40,31 @@ class Tls:
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
-            raise UsageError("expected a certificate and its key, got one of them: RESHARDER_TLS_CERT and RESHARDER_TLS_KEY")
+            raise UsageError("a certificate needs its key: set both RESHARDER_TLS_CERT and RESHARDER_TLS_KEY")
         if self.token and self.token_file:
-            raise UsageError("expected a token or a token file, got both: RESHARDER_TOKEN and RESHARDER_TOKEN_FILE")
+            raise UsageError("a token and a token file were given: set only one of RESHARDER_TOKEN and RESHARDER_TOKEN_FILE")
         if not _is_token(self.token):
-            raise UsageError("expected a token of printable letters and digits in RESHARDER_TOKEN")
+            raise UsageError("the token in RESHARDER_TOKEN has characters other than printable letters and digits")
         for file in self.files:
             if not os.access(file, os.R_OK):
-                raise UsageError(
-                    f"expected a file that can be read, got {file}: RESHARDER_TLS_CA, _CERT, _KEY, RESHARDER_TOKEN_FILE"
-                )
+                raise UsageError(f"{file} cannot be read: check RESHARDER_TLS_CA, _CERT, _KEY and RESHARDER_TOKEN_FILE")
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self | None:
         """Return the settings in the environment, or None without RESHARDER_TLS_CA. An empty variable counts as unset.
 
         Args:
-            environment: Variables by name.
+            environment: Variables by name; by default those of this process.
 
         Raises:
             UsageError: The settings contradict each other, or a file cannot be read.
         """
-        given = {name: value for name, value in environment.items() if value}
-        if "RESHARDER_TLS_CA" not in given:
-            if without := [name for name in _OTHERS if name in given]:
-                raise UsageError(f"expected RESHARDER_TLS_CA, the authority of the daemon's certificate, beside {without[0]}")
+        given = [variable.text(environment) for variable in settings.TLS]
+        if not given[0]:
+            if without := [variable.name for variable, text in zip(settings.TLS, given, strict=True) if text]:
+                raise UsageError(f"{without[0]} needs RESHARDER_TLS_CA, the authority of the daemon's certificate")
             return None
-        return cls(given["RESHARDER_TLS_CA"], *(given.get(name, "") for name in _OTHERS))
+        return cls(*given)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -105,7 +102,7 @@ class Tls:
         if self.token_file:
             token = Path(self.token_file).read_text(encoding="latin-1").strip()
             if not token or not _is_token(token):
-                raise ValueError(f"expected a token of printable letters and digits in {self.token_file}")
+                raise ValueError(f"{self.token_file} has no token of printable letters and digits")
         return (("authorization", f"Bearer {token}"),) if token else ()
 
 

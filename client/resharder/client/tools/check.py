@@ -112,7 +112,7 @@ def read_config(path: Path) -> Config:
     try:
         config = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"expected a config.json at {file}: {error}") from error
+        raise UsageError(f"cannot read the config at {file}: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"expected an object in {file}, found {type(config).__name__}")
     return config

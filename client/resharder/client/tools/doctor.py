@@ -1,7 +1,6 @@
 """Diagnosis of a host, and of the daemon as seen from it: problems for Resharder, and their solutions."""
 
 import importlib.metadata
-import os
 import platform
 import resource
 import shutil
@@ -16,6 +15,7 @@ from resharder.client.errors import AccessDenied, CorruptData, ResharderError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
+from resharder.client.settings import ENDPOINT
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import FileRange
@@ -131,7 +131,7 @@ def shared_memory_speed(folder: Path) -> Check:
         return Check(name, "fail", f"cannot write to {folder}: {error.strerror}", f"make {folder} writable and give it space")
     found = f"{rate / (1 << 30):.1f} GiB/s, one core"
     if rate < _WARM_RATE:
-        return Check(name, "warn", found, "expected at least 2 GiB/s: look for a busy host, swapping or a CPU limit")
+        return Check(name, "warn", found, "2 GiB/s or more is usual: look for a busy host, swapping or a CPU limit")
     return Check(name, "ok", found)
 
 
@@ -210,7 +210,7 @@ def _limit(value: int) -> str:
 
 def daemon(endpoint: str | None) -> Iterator[Check]:
     """Check that the daemon can be reached, and its release, clock and shared memory."""
-    if not (endpoint or os.environ.get("RESHARDER_ENDPOINT")):
+    if not (endpoint or ENDPOINT.text()):
         yield Check("daemon", "warn", "no endpoint given", "pass --endpoint host:port or set RESHARDER_ENDPOINT")
         return
     try:

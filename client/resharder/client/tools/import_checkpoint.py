@@ -91,7 +91,7 @@ def import_checkpoint(
     if megatron is not None and find_spec("megatron") is None:
         raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
     if megatron is not None and config is None:
-        raise UsageError(f"expected the model's config with Megatron's checkpoint {megatron}: pass a folder with config.json")
+        raise UsageError(f"the Megatron checkpoint {megatron} has no config of the model: pass a folder with config.json")
     where = Path(config) if config is not None else place
     hf_config = read_config(where)
     with Operator(endpoint, connect_timeout=60) as operator:
@@ -142,7 +142,7 @@ def _torch_dist_folder(folder: Path) -> Path | None:
         said = tracker.read_text().strip()
         folder = folder / (f"iter_{int(said):07d}" if said.isdigit() else said)
         if not (folder / "metadata.json").is_file():
-            raise UsageError(f"expected a torch_dist checkpoint in {folder} by {tracker}, found no metadata.json")
+            raise UsageError(f"{folder}, which {tracker} names, is not a torch_dist checkpoint: it has no metadata.json")
     return folder if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file() else None
 
 
@@ -174,7 +174,10 @@ def _open_megatron(folder: Path, config: Mapping[str, Any]) -> Iterator[_Opened]
     import torch.distributed as dist
 
     if dist.is_initialized():
-        raise UsageError("expected a process without process groups for Megatron's checkpoint: torch.distributed is initialised")
+        raise UsageError(
+            "a Megatron checkpoint is read without process groups, and torch.distributed is initialised: read it in another "
+            "process"
+        )
     from resharder.converters.models.megatron.torch_dist import open_torch_dist
 
     with open_torch_dist(folder, config) as opened:

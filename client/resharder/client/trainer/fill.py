@@ -108,18 +108,21 @@ def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: WeightSo
     """Return the pieces into which each box of the source goes. Raises the errors that precede the first write."""
     missing = [name for name in layout.tensors if name not in source.specs]
     if missing:
-        raise UnknownTensor(f"{source.name}: expected all tensors of the model, {len(missing)} are missing: {_some(missing)}")
+        raise UnknownTensor(f"{source.name} lacks {len(missing)} tensors of the model: {_some(missing)}")
     for name, spec in layout.tensors.items():
         there = source.specs[name]
         if there.shape != spec.shape:
-            raise LayoutError(f"{name}: expected {list(spec.shape)} as in the model, {source.name} has {list(there.shape)}")
+            raise LayoutError(f"{name}: the model has shape {list(spec.shape)}, {source.name} has {list(there.shape)}")
         if there.dtype != spec.dtype and not (there.dtype in _FLOATS and spec.dtype in _FLOATS):
             raise UnsupportedModel(
-                f"{name}: expected {spec.dtype} or a float that can be cast to it, {source.name} has {there.dtype}"
+                f"{name}: the model has {spec.dtype}, and {there.dtype}, which {source.name} has, cannot be cast to it"
             )
     blank = [name for name, tensor in tensors.items() if tensor.is_meta]
     if blank:
-        raise UnsupportedModel(f"expected a model in memory, {len(blank)} tensors are on the meta device: {_some(blank)}")
+        raise UnsupportedModel(
+            f"{len(blank)} tensors of the model are on the meta device: give them memory first, as with to_empty(): "
+            f"{_some(blank)}"
+        )
     wanted: dict[Wanted, list[Piece]] = {}
     for piece in layout.pieces:
         wanted.setdefault((piece.tensor, piece.box), []).append(piece)

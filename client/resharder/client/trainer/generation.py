@@ -100,7 +100,7 @@ class SharedFleet:
         """Return `lagging` servers. Raises UsageError if they lag because the fleet does not take the version."""
         late = lagging(self.look(), version) | self.returning()
         if late and (why := next((refuses(f, version) for f in self._operator.fleets() if f.name == self.name), "")):
-            raise UsageError(f"expected fleet {self.name} to take version {version}, {why}")
+            raise UsageError(f"fleet {self.name} does not take version {version}: {why}")
         return late
 
 
@@ -210,14 +210,13 @@ class GenerationPart:
             self._until(lambda: not self._fleet.occupying(but_lost=True))
             occupied = self._fleet.occupying()
         except Exception as error:
-            raise ServersNotAsleep(f"expected fleet {self._fleet.name} to be put to sleep, got: {error}; {_ADVICE}") from error
+            raise ServersNotAsleep(f"fleet {self._fleet.name} could not be put to sleep: {error}; {_ADVICE}") from error
         finally:
             if self._ranks.first:
                 self._ranks.say("ended")
         if occupied:
             raise ServersNotAsleep(
-                f"expected every server of fleet {self._fleet.name} to be asleep in {self._timeout:g} s: "
-                f"{listed(occupied)}; {_ADVICE}"
+                f"servers of fleet {self._fleet.name} are still awake after {self._timeout:g} s: {listed(occupied)}; {_ADVICE}"
             )
         self._bring_back()
 
@@ -245,11 +244,11 @@ class GenerationPart:
 
         def over() -> object:
             if self._ranks.said("failed"):
-                raise GenerationEnded(f"expected {what}: another rank has left this generation with an error")
+                raise GenerationEnded(f"stopped waiting for {what}: another rank has left this generation with an error")
             return holds()
 
         if not self._until(over):
-            raise WaitTimeout(f"expected {what} in {self._timeout:g} s: {found()}")
+            raise WaitTimeout(f"waited {self._timeout:g} s for {what}: {found()}")
 
     def _until(self, holds: Callable[[], object], timeout: float | None = 0.0) -> bool:
         """Return whether a condition holds within `_timeout` seconds; with None, wait without a bound."""
@@ -271,7 +270,7 @@ def lent_model(fleet: SharedFleet, models: Sequence[str], *, publish: bool) -> s
     if found in models:
         return found
     if publish:
-        raise UsageError(f"expected a fleet that follows {' or '.join(models)}, fleet {fleet.name} follows {found}")
+        raise UsageError(f"fleet {fleet.name} follows {found}, not {' or '.join(models)}: lend another fleet")
     return ""
 
 
@@ -394,8 +393,8 @@ def _store(identity: RankIdentity) -> "Store":
         return HashStore()
     if not (dist.is_initialized() and dist.get_world_size() == identity.world_size):
         raise UsageError(
-            f"expected torch.distributed over all {identity.world_size} ranks, which report their progress in its store: "
-            "call init_process_group before generation"
+            f"ranks report their progress in the store of torch.distributed, which is not initialised over all "
+            f"{identity.world_size} ranks: call init_process_group before generation"
         )
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -134,10 +134,9 @@ class Handle:
             if time.monotonic() >= end:
                 wanted = f"served by all {version.servers_following} servers" if serving else "READY"
                 raise WaitTimeout(
-                    f"expected {self.name} (step {self.step}) to be {wanted} in {timeout:g} s, "
-                    f"it is {State.Name(version.state)} with "
-                    f"{sum(s.state == resources_pb2.Slot.SEALED for s in version.slots)} of {len(version.slots)} slots sealed, "
-                    f"{version.servers_serving} servers serving"
+                    f"{self.name} (step {self.step}) is not {wanted} after {timeout:g} s: it is {State.Name(version.state)} "
+                    f"with {sum(s.state == resources_pb2.Slot.SEALED for s in version.slots)} of {len(version.slots)} slots "
+                    f"sealed, {version.servers_serving} servers serving"
                 )
 
     def __repr__(self) -> str:

@@ -1,10 +1,10 @@
 """Rank and job of this process, from arguments, torch.distributed, the environment, or as a single rank."""
 
-import os
 import secrets
 from dataclasses import dataclass, field
 
 from resharder.client.errors import UsageError
+from resharder.client.settings import JOB, RANK, WORLD_SIZE
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def identify(job: str | None, rank: int | None, world_size: int | None) -> RankI
     """
     if (rank is None) != (world_size is None):
         raise UsageError(f"expected rank and world_size together, got rank={rank}, world_size={world_size}")
-    job = job or os.environ.get("RESHARDER_JOB")
+    job = job or JOB.text()
     if rank is None or world_size is None:
         rank, world_size = _place()
     if not 0 <= rank < world_size:
@@ -40,12 +40,14 @@ def _place() -> tuple[int, int]:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if given == (None, None):
+    given = RANK.text(), WORLD_SIZE.text()
+    if given == ("", ""):
         return 0, 1
-    if not all(value is not None and value.isdigit() for value in given):
-        raise UsageError(f"expected RANK and WORLD_SIZE in the environment, got RANK={given[0]}, WORLD_SIZE={given[1]}")
-    return int(given[0] or 0), int(given[1] or 1)
+    if not all(value.isdigit() for value in given):
+        raise UsageError(
+            f"expected RANK and WORLD_SIZE in the environment, got RANK={given[0] or None}, WORLD_SIZE={given[1] or None}"
+        )
+    return int(given[0]), int(given[1])
 
 
 def _random_job(world_size: int) -> str:
@@ -57,8 +59,8 @@ def _random_job(world_size: int) -> str:
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
         raise UsageError(
-            f"expected a job id that all {world_size} ranks share, got none, and torch.distributed cannot broadcast one: "
-            "pass job=… or set RESHARDER_JOB, or connect after init_process_group"
+            f"the {world_size} ranks have no job id in common, and torch.distributed cannot broadcast one: pass job=… or set "
+            f"RESHARDER_JOB, or connect after init_process_group"
         )
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend()) else torch.device("cpu")
     shared = torch.tensor(list(mine), dtype=torch.uint8, device=device)

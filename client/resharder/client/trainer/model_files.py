@@ -55,7 +55,8 @@ def config_file(config: Config, scheme: Scheme | None = None) -> resources_pb2.M
         known = [a.name for a in ARCHITECTURES if a.model_type == content.get("model_type")]
         if not known:
             raise UsageError(
-                f"expected `architectures` in the model's config, got none for model_type {content.get('model_type')!r}"
+                f"the config of model_type {content.get('model_type')!r} has no `architectures`, by which servers choose the "
+                f"model's class"
             )
         content["architectures"] = known[:1]
     return resources_pb2.ModelFile(path="config.json", content=json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
@@ -134,7 +135,7 @@ def tokenizer_files(tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile
         if any(fnmatch(path, pattern) for pattern in TOKENIZER_FILES)
     ]
     if not files:
-        raise UsageError(f"expected tokenizer files, got none from {tokenizer!r}")
+        raise UsageError(f"{tokenizer!r} has no tokenizer files: pass the checkpoint's folder as tokenizer")
     return files
 
 

@@ -87,7 +87,7 @@ def set_aside(model: Model) -> Aside:
         if storage.device.type != _DEVICE or not storage.nbytes():
             continue
         if not storage.resizable():
-            raise UsageError(f"{name}: expected memory that torch may free, found memory that is in use elsewhere")
+            raise UsageError(f"{name}: torch cannot free its memory, because something else uses it too")
         storages[storage.data_ptr()] = storage
     return Aside(list(storages.values()))
 
@@ -107,11 +107,9 @@ def _refuse_fixed(module: torch.nn.Module) -> None:
     config, ddp = getattr(module, "config", None), getattr(module, "ddp_config", None)
     graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
     if graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
-        raise UsageError("expected parameters that may change their address, found CUDA graphs, which fix it: use offload=False")
+        raise UsageError("CUDA graphs fix the addresses of parameters, so these cannot be offloaded: use offload=False")
     if getattr(ddp, "nccl_ub", False):
-        raise UsageError(
-            "expected parameters that may change their address, found nccl_ub, which registers them: use offload=False"
-        )
+        raise UsageError("nccl_ub registers the addresses of parameters, so these cannot be offloaded: use offload=False")
 
 
 def _host_blocks(size: int, *, pinned: bool) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from resharder.converters.models.hf_names import Model, Rename
     from resharder.converters.quantization.scheme import Scheme
 
-_ONE_BY_ONE = "expected attach(model, …) with also=…: tensors that are given one by one are published as one model"
+_ONE_BY_ONE = "also=… needs attach(model, …): tensors that are given one by one are published as one model"
 
 
 class Publisher:
@@ -223,7 +223,7 @@ class Publisher:
                 split_item(item)
         with self._alone():
             if self._live is not None:
-                raise UsageError("expected publish(step): a model is attached")
+                raise UsageError("a model is attached: call publish(step) instead")
             once = not callable(items) and iter(items) is items
             if self._session.rank_layout is None:
                 items = list(items) if once and not callable(items) else items
@@ -231,7 +231,7 @@ class Publisher:
                 self._register(declared_rank_layout(declare(opened(items), self._shapes)), wait=True)
             rank_layout = self._session.rank_layout
             if rank_layout is None:
-                raise UsageError("expected registered tensors")
+                raise UsageError("the tensors are not registered: publish them again")
             return self._publish(step, lambda positions: assigned_items(rank_layout, positions, opened(items)), once=once)
 
     @contextmanager
@@ -276,16 +276,16 @@ class Publisher:
 
         step = step_number(step)
         if not self._sharing.acquire(blocking=False):
-            raise UsageError("expected the previous generation of this publisher to have ended")
+            raise UsageError("the previous generation of this publisher has not ended: leave it first")
         model, lent = self._model, ""
 
         def wanted(wake: Wake | None) -> Handle | None:
             nonlocal lent
             with self._alone():
                 if direct and not (publish and self._delivery.offers):
-                    raise UsageError("expected an attached model, publish=True and connect(direct_wait=…) for direct=True")
+                    raise UsageError("direct=True needs an attached model, publish=True and connect(direct_wait=…)")
                 if offload and model is None:
-                    raise UsageError("expected an attached model to offload: call attach, or offload your own tensors")
+                    raise UsageError("there is no attached model to offload: call attach, or offload your own tensors")
                 lent = lent_model(shared, tuple(self._by_model), publish=publish)
                 if publish:
                     self._ensure_published(step, {} if wake is None else {lent: wake})
@@ -353,9 +353,7 @@ class Publisher:
         with self._session.exclusive():
             self._channel.check_open()
             if self._aside is not None:
-                raise UsageError(
-                    "expected parameters in GPU memory, a generation has moved them aside: leave it, or call bring_back()"
-                )
+                raise UsageError("a generation has moved the parameters out of GPU memory: leave it, or call bring_back()")
             yield
 
     def _set_files(self, hf_config: Config, tokenizer: Tokenizer | None, model: "Model | None" = None) -> None:
@@ -368,7 +366,7 @@ class Publisher:
         newest = self._session.newest
         if newest is None or newest.step != step or not newest.is_coming():
             if self._live is None:
-                raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
+                raise UsageError(f"no model is attached: call publish_tensors({step}, …) before generation({step})")
             self._publish_attached(step, wakes=wakes)
 
     def _publish_attached(
@@ -376,7 +374,7 @@ class Publisher:
     ) -> Handle:
         with self._alone():
             if self._live is None:
-                raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
+                raise UsageError("no model is attached: call attach(model_chunks, hf_config) before publish")
             refuse_stale(self._chunks, sync=sync)
             return self._publish(step, self._live.items, direct=direct, wakes=wakes)
 
@@ -392,7 +390,7 @@ class Publisher:
 
     def _register(self, rank_layout: RankLayout, wait: bool, warnings: Sequence[str] = ()) -> None:
         if self._scheme is not None and self._quantised is None:
-            raise UsageError("expected attach(model, …) with quantization_config: tensors that are given one by one are not cast")
+            raise UsageError("quantization_config needs attach(model, …): tensors that are given one by one are not cast")
         self._session.register(self._files, rank_layout, [*self._file_warnings, *warnings])
         self._delivery.declare()
         # Compiles while others register, rather than in a publish.
@@ -507,7 +505,7 @@ def compare_replicas(layout: "Layout", tensors: "Mapping[str, torch.Tensor]", wo
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != world_size:
-        raise UsageError(f"expected torch.distributed over all {world_size} ranks to compare them, found {ranks}")
+        raise UsageError(f"comparing parameters needs torch.distributed over all {world_size} ranks: it has {ranks}")
     check_replicas(layout, tensors)
 
 

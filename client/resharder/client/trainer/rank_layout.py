@@ -297,7 +297,7 @@ def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: "It
             yield number, tensor.reshape(box_shape(box)) if len(tensor.shape) != len(box) else tensor
     if open_:
         names = ", ".join(f"{name}{format_box(box)}" for name, box in list(open_)[:4])
-        raise UsageError(f"expected all tensors that this rank registered, {len(open_)} pieces are missing: {names}")
+        raise UsageError(f"{len(open_)} pieces of tensors that this rank registered were not given: {names}")
 
 
 def _same_shape(tensor: "Elements", box: Box) -> bool:

@@ -61,7 +61,7 @@ class PublisherSession:
     def registration(self) -> Registration:
         """Current registration. Raises UsageError before something is attached."""
         if self._registration is None:
-            raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
+            raise UsageError("no model is attached: call attach or attach_tensors first")
         return self._registration
 
     @contextmanager
@@ -70,7 +70,7 @@ class PublisherSession:
         the error that ended the lease.
         """
         if os.getpid() != self._process:
-            raise UsageError("expected the process that called connect, got a process forked from it: call connect here")
+            raise UsageError("this process was forked from the one that called connect: call connect here")
         with self._lock:
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
@@ -84,7 +84,7 @@ class PublisherSession:
         Raises LayoutRejected, OutOfRoom, StaleEpoch and UsageError.
         """
         if not files:
-            raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
+            raise UsageError("the model's config is missing: pass config to connect, or call attach_config first")
         self._files, self._rank_layout, self._warnings = list(files), rank_layout, list(warnings)
         registration = register(
             self._channel, self._model, self._files, self.identity, rank_layout, shares=self._shares, warnings=self._warnings
@@ -101,7 +101,7 @@ class PublisherSession:
     def register_again(self) -> None:
         """Register the same layout with a restarted daemon, which has lost this publisher."""
         if self._rank_layout is None:
-            raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
+            raise UsageError("no model is attached: call attach or attach_tensors first")
         layout, shares, warnings = self._rank_layout, self._shares, self._warnings
         former = self._registration.nonce_files if self._registration is not None else ()
         self._registration = register(

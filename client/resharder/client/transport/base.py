@@ -30,7 +30,6 @@ class HostArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the elements."""
         return self.array.shape
 
     @property

@@ -59,7 +59,6 @@ class PackedChunk:
 
     @property
     def data(self) -> memoryview:
-        """Bytes of the chunk."""
         return self.memory[: self.size]
 
 
@@ -208,7 +207,6 @@ class ChunkStreams:
         return [chunk for chunk in chunks if chunk.index in lacking]
 
     def header(self, chunk: PackedChunk) -> ChunkHeader:
-        """Return the header of a chunk."""
         return ChunkHeader(self._version.number, self._version.epoch, self._rank, chunk.index, chunk.checksum)
 
     def _messages(self, chunks: Sequence[PackedChunk]) -> Iterator[bytes]:

@@ -59,7 +59,7 @@ class TransportSelector:
             return self._from_memory()
         if self._choice == "shared-memory":
             raise UsageError(
-                f"expected to share memory with the daemon at {self._channel.endpoint}, cannot read {store.nonce_file}"
+                f"cannot share memory with the daemon at {self._channel.endpoint}: {store.nonce_file} cannot be read here"
             )
         if self._choice == "grpc":
             return GrpcChunks(self._channel)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from resharder.client.errors import NotFound
+from resharder.client.settings import LOCAL_WORLD_SIZE
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems, Releases
 from resharder.client.transport.host_buffers import PART_BYTES, HostPart, add_digest, host_batches
 from resharder.converters.failpoints import failpoint
@@ -95,7 +96,7 @@ class SharedMemory:
                 raise FileNotFoundError(f"{len(missing)} tensors are in no file")
             return WritableFiles(folder, files)
         except FileNotFoundError as error:
-            raise NotFound(f"{version.name}: expected its files in {folder}, found none: {error}", "VERSION_GONE") from error
+            raise NotFound(f"{version.name}: its files in {folder} cannot be opened: {error}", "VERSION_GONE") from error
 
 
 class SlotFiles:
@@ -153,5 +154,5 @@ def _shares(box: Box, count: int) -> list[tuple[slice, Box]]:
 
 def copy_threads(most: int = 4) -> int:
     """Return this rank's share of the available cores, at most `most`. More than four do not copy and digest faster."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = max(1, int(LOCAL_WORLD_SIZE.text() or 1))
     return max(1, min(most, len(os.sched_getaffinity(0)) // ranks))

@@ -157,7 +157,7 @@ def _agreed(operator: Operator, model: str, number: str) -> int:
         dist.broadcast(shared, src=0)
         found = int(shared)
     if not found:
-        raise problem or NotFound(f"expected a READY version of model {model!r}, rank 0 found none")
+        raise problem or NotFound(f"model {model!r} has no READY version that rank 0 could find")
     return found
 
 

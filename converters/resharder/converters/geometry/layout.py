@@ -156,7 +156,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 

@@ -157,7 +157,7 @@ def _same_tensors(sources: Pieces[Source], targets: Pieces[Target]) -> Ints:
     numbers = {spec.name: number for number, spec in enumerate(sources.specs)}
     for spec in targets.specs:
         if spec.name not in numbers:
-            raise LayoutError(f"{spec.name}: expected by the targets, but no source has it")
+            raise LayoutError(f"{spec.name} is missing: no source has it")
         if (have := sources.specs[numbers[spec.name]]) != spec:
             wanted, found = f"{spec.dtype} {list(spec.shape)}", f"{have.dtype} {list(have.shape)}"
             raise LayoutError(f"{spec.name}: the targets expect {wanted}, the sources have {found}")
@@ -171,7 +171,7 @@ def _refuse_overlaps(specs: Sequence[TensorSpec], held: Distinct) -> None:
     for i in np.flatnonzero(some)[:1]:
         spec = specs[held.tensor[one[i]]]
         boxes = [format_box(held.boxes.box(int(j[i]), len(spec.shape))) for j in (one, other)]
-        raise LayoutError(f"{spec.name}: expected equal boxes on all ranks that have an element, found {boxes[0]} and {boxes[1]}")
+        raise LayoutError(f"{spec.name}: ranks have the same element in different boxes, {boxes[0]} and {boxes[1]}")
 
 
 def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:

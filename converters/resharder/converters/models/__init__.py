@@ -41,7 +41,7 @@ def local_layout(
         refuse_other_config(model, config_dict(hf_config))
         return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks)
     if rename is not None or ranks is not None:
-        raise UnsupportedModel("expected no rename and no ranks for a Megatron model: its table and process groups have both")
+        raise UnsupportedModel("rename and ranks are not for Megatron models: their table and process groups have both")
     from resharder.converters.models.megatron.release import refuse_untested_release
 
     refuse_untested_release()

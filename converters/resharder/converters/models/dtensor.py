@@ -91,7 +91,7 @@ def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:
 
 def _dtype(name: str, local: torch.Tensor) -> str:
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        raise UnsupportedModel(f"{name}: expected a plain tensor or a DTensor of plain ones, found {type(local).__name__}")
+        raise UnsupportedModel(f"{name} is a {type(local).__name__}: pass a plain tensor, or a DTensor of plain ones")
     if local.dtype not in _PLAIN:
         raise UnsupportedModel(f"{name}: expected one of {', '.join(_PLAIN.values())}, found {local.dtype}")
     return _PLAIN[local.dtype]
@@ -125,7 +125,7 @@ def _range(name: str, tensor: DTensor, dimension: int, size: int, coordinate: Se
             continue
         kind = type(placement).__name__
         if kind not in ("Shard", "_StridedShard"):
-            raise LayoutError(f"{name}: expected Shard or Replicate, found {placement}: redistribute the tensor first")
+            raise LayoutError(f"{name} has the placement {placement}: redistribute it to Shard or Replicate first")
         if placement.dim % tensor.ndim == dimension:  # type: ignore[attr-defined]
             factor = getattr(placement, "split_factor", 1)
             cuts.append((tensor.device_mesh.size(mesh_dimension), factor, coordinate[mesh_dimension]))

@@ -24,6 +24,7 @@ Rename: TypeAlias = Callable[[str], str | None]
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch.compile, activation checkpoints, FSDP
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _EXPERTS = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
 
 
@@ -59,7 +60,7 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
         if name is None:
             continue
         if name in found and memory_of(found[name]) != memory_of(value):
-            raise UnknownTensor(f"{name}: expected one tensor of this name, found two: the second is {key}")
+            raise UnknownTensor(f"{name}: two tensors have this name, the second is {key}")
         found[name] = value
     return found
 
@@ -93,6 +94,11 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
     unknown = [name for name in stored if memory_of(found[name]) not in held]
     given = {part.name: part for parts in stored.values() for part in parts}
     missing = [name for name in expected if name not in given] if whole else []
+    if missing and not unknown and (count := _counts_further_layers(config, missing)):
+        raise UnknownTensor(
+            f"the config counts MTP layers that the model does not have: attach a config in which {count} is 0 ({missing[0]} and "
+            f"{len(missing) - 1} more are missing)"
+        )
     if unknown or missing:
         raise UnknownTensor(
             "expected the names of the checkpoint on disk, found "
@@ -158,6 +164,14 @@ def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int,
             for part, within in sections.items()
         ]
     return []
+
+
+def _counts_further_layers(config: HFConfig, missing: Sequence[str]) -> str:
+    """Return the field of the config without which nothing would be missing: transformers builds no MTP layers. "" for none."""
+    for field in (field for field in _FURTHER_LAYERS if config.get(field)):
+        if expected_shapes({**config, field: 0}).keys().isdisjoint(missing):
+            return field
+    return ""
 
 
 def _is_tied(config: HFConfig) -> bool:

@@ -65,12 +65,12 @@ class LocalTensors(LookedUp):
     def _differences(self, found: Mapping[str, torch.Tensor]) -> Iterable[str]:
         for name, form in self._forms.items():
             if name not in found:
-                yield f"{name} is gone: attach again, after the model has been changed"
+                yield f"{name} is gone: attach again after you change the model"
             elif (now := _form(found[name])) != form:
                 after = " after fully_shard or parallelize_module" if "mesh" in now.keys() - form.keys() else " again"
                 yield f"{name} was {_text(form)}, and is {_text(now)}: attach{after}"
         for name in found.keys() - self._forms.keys():
-            yield f"{name} is new: attach again, after the model has been changed"
+            yield f"{name} is new: attach again after you change the model"
         for name, kept in self._same.items():
             if name in found and kept in found and memory_of(found[name]) != memory_of(found[kept]):
                 yield f"{name} no longer shares the memory of {kept}: tie them again (`model.tie_weights()`), or attach again"

@@ -75,4 +75,4 @@ def _sentence(held: Sequence[tuple[int, HeldDigest]]) -> str:
     others = sorted({rank for rank, found in held if found.digest != expected.digest})
     shown = ", ".join(map(str, others[:_SHOWN])) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
     where = f"{expected.tensor}{format_box(expected.box)}"
-    return f"{where}: expected the values of its owner, rank {owner}; found others on rank {shown or owner}"
+    return f"{where}: the values of its owner, rank {owner}, are not those of rank {shown or owner}"

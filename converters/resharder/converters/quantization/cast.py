@@ -58,7 +58,7 @@ class QuantisedTensors:
         devices = {tensors[part.source.local].device for matrix in self.plan.matrices for part in matrix.pieces}
         if len(devices) > 1:
             raise UnsupportedModel(
-                f"expected the matrices of a rank on one device to cast them, found {sorted(map(str, devices))}"
+                f"the matrices of a rank are on several devices, {sorted(map(str, devices))}: to cast them, put them on one"
             )
         self._device = devices.pop() if devices else torch.device("cpu")
         self._weights = torch.empty(self.plan.weights, dtype=torch.float8_e4m3fn, device=self._device)
@@ -87,7 +87,7 @@ class QuantisedTensors:
                     add_maxima(maxima, matrix.region, read_piece(self._own, part.source), part.source.box)
         if not bool(torch.isfinite(self._maxima).all()):
             bad = next(m.spec.name for m in self.plan.matrices if not bool(torch.isfinite(_region(self._maxima, m)).all()))
-            raise UnsupportedModel(f"{bad}: expected finite values to cast to FP8, found an infinity or NaN")
+            raise UnsupportedModel(f"{bad} has an infinity or NaN, which cannot be cast to FP8")
         return self._at(self.plan.contributed.at)
 
     def _at(self, positions: npt.NDArray[np.int64]) -> Floats:

@@ -123,7 +123,7 @@ def quantised_layout(
             specs[scales.name] = scales
         elif spec.dtype == "F8_E4M3":
             raise UnsupportedModel(
-                f"{name}: expected a matrix that stays unconverted in {', '.join(SOURCES)}, the trainer has FP8"
+                f"{name} stays unconverted, and the trainer has it in FP8: train it in one of {', '.join(SOURCES)}"
             )
     for piece in layout.pieces:
         spec = layout.tensors[piece.tensor]
@@ -185,7 +185,7 @@ def pieces_within(piece: Piece, part: MasterPart) -> list[Piece]:
     """
     (rows, columns), stride = piece.box, piece.strides[0]
     if piece.strides[1] != 1:
-        raise UnsupportedModel(f"{piece.local}: expected contiguous rows of a divided master weight, found {piece.strides}")
+        raise UnsupportedModel(f"{piece.local}: the rows of its divided master weight are not contiguous: {piece.strides}")
     low = min(rows.count, max(0, -((piece.offset - part.start) // stride)))
     high = min(rows.count, max(low, (part.end - columns.count - piece.offset) // stride + 1))
     cuts = [(low, high - low, 0, columns.count)]

@@ -155,6 +155,6 @@ def check_family(config: HFConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]
     stacked = next((name for name, shape in shapes if len(shape) == 3 and ".experts." in name), None)
     if stacked is not None:
         raise UnsupportedModel(
-            f"{stacked}: expected a matrix for each expert, found stacked experts, for which FP8 checkpoints in blocks have no "
-            f"form: publish {config.get('model_type')!r} without quantization_config"
+            f"{stacked} has stacked experts, for which FP8 checkpoints in blocks have no form: publish "
+            f"{config.get('model_type')!r} without quantization_config"
         )

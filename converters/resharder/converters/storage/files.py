@@ -141,7 +141,7 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
         paths = [single] if single.is_file() else _safetensors(folder)
     missing = [path.name for path in paths if not path.is_file()]
     if missing or not paths:
-        raise ValueError(f"{folder}: expected safetensors files, found none named {', '.join(missing[:4]) or '*.safetensors'}")
+        raise ValueError(f"{folder} has no safetensors file named {', '.join(missing[:4]) or '*.safetensors'}")
     return _read_layouts(paths)
 
 
@@ -155,9 +155,7 @@ def _indexed_files(index: Path) -> list[str]:
     try:
         names = set(parse_json(index.read_bytes())["weight_map"].values())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{index}: expected `weight_map` with the file of each tensor, found another content: {error!r}"
-        ) from error
+        raise ValueError(f"{index}: its `weight_map` does not name the file of each tensor: {error!r}") from error
     if strange := [name for name in names if not is_file_name(name)]:
         raise ValueError(f"{index}: expected plain file names, found {str(strange[0])[:80]!r}")
     return sorted(names)
@@ -178,7 +176,7 @@ def check_homes(files: Iterable[FileLayout]) -> None:
     for file in files:
         for name in file.by_name:
             if (home := homes.setdefault(name, file.path)) != file.path:
-                raise ValueError(f"expected {name} in one file, found it in {home} and {file.path}")
+                raise ValueError(f"{name} is in two files, {home} and {file.path}")
 
 
 def _read_header(path: Path) -> bytes:
@@ -206,7 +204,7 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
     try:
         entries = parse_json(header[8:])
     except ValueError as error:
-        raise ValueError(f"{path}: expected a safetensors header, found an invalid one: {error!r}") from error
+        raise ValueError(f"{path}: its safetensors header is invalid: {error!r}") from error
     try:
         placed = []
         for name, entry in entries.items():
@@ -214,13 +212,13 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
                 continue
             spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
             if not all(map(is_count, (*spec.shape, *entry["data_offsets"]))):
-                raise ValueError(f"{path}: expected integers of 0 or more as shape and offsets of {name}")
+                raise ValueError(f"{path}: shape and offsets of {name} are not integers of 0 or more")
             start, end = entry["data_offsets"]
             if end - start != spec.size or not 0 <= start <= end <= size - len(header):
                 raise ValueError(f"expected {spec.size} bytes of {name} in a file of {size}, got {start}:{end}")
             placed.append(Placed(spec, len(header) + start))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected a safetensors header, found an invalid one: {error!r}") from error
+        raise ValueError(f"{path}: its safetensors header is invalid: {error!r}") from error
     return FileLayout(path, header, size, tuple(sorted(placed, key=lambda p: p.offset)))
 
 

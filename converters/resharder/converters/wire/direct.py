@@ -45,7 +45,7 @@ def layout_from_proto(message: direct_pb2.MemoryLayout, process: int) -> Pieces[
     """
     specs = tuple(spec_from_proto(spec) for spec in message.tensors)
     if len({spec.name for spec in specs}) < len(specs):
-        raise LayoutError("expected every tensor once")
+        raise LayoutError("a tensor is given twice")
     n, d = len(message.tensor) // 8, message.dimensions
     if n > MAX_PIECES or not 1 <= d <= _MAX_DIMENSIONS or any(len(spec.shape) > d for spec in specs):
         raise LayoutError(f"expected at most {MAX_PIECES} boxes of at most {_MAX_DIMENSIONS} dimensions, got {n} of {d}")

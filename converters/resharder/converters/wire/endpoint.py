@@ -3,13 +3,14 @@
 Proxies in `http_proxy` and its like are for the web. gRPC's core would send calls to the daemon there, even those to this host.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from ipaddress import AddressValueError, IPv6Address
 from urllib.parse import urlsplit
 
-PROXY = "RESHARDER_PROXY"
+from resharder.converters import environment as variables
+
+PROXY = variables.PROXY.name
 DEFAULT_ENDPOINT = "127.0.0.1:7677"
 """Address on which a daemon listens by default."""
 
@@ -46,10 +47,9 @@ def _advice(endpoint: str) -> str:
     return ""
 
 
-def proxy_address(environment: Mapping[str, str] = os.environ) -> str:
+def proxy_address(environment: Mapping[str, str] | None = None) -> str:
     """Return host:port of the proxy in RESHARDER_PROXY; empty without one. Raises ValueError."""
-    given = environment.get(PROXY, "")
-    if not given:
+    if not (given := variables.PROXY.text(environment)):
         return ""
     try:
         found = urlsplit(given)
@@ -61,8 +61,8 @@ def proxy_address(environment: Mapping[str, str] = os.environ) -> str:
     raise ValueError(f"expected http://host:port in {PROXY}, got {shown!r}")
 
 
-def route_options(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, str | int], ...]:
+def route_options(environment: Mapping[str, str] | None = None) -> tuple[tuple[str, str | int], ...]:
     """Return gRPC's options for a channel to the daemon: straight, or through the proxy. Raises ValueError."""
     if not proxy_address(environment):
         return (("grpc.enable_http_proxy", 0),)
-    return (("grpc.http_proxy", environment[PROXY]),)
+    return (("grpc.http_proxy", variables.PROXY.text(environment)),)

@@ -72,7 +72,6 @@ class PieceNumbering:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each piece."""
         return self._sizes
 
     def size_of(self, pieces: "Bitmap") -> int:
@@ -115,7 +114,6 @@ class Bitmap:
 
     @classmethod
     def full(cls, count: int) -> "Bitmap":
-        """Return the bitmap of all pieces."""
         return cls(count, np.packbits(np.ones(count, np.uint8), bitorder="little"))
 
     @classmethod
@@ -158,7 +156,6 @@ class Bitmap:
         return iter(np.flatnonzero(self.flags()).tolist())
 
     def flags(self) -> npt.NDArray[np.bool_]:
-        """Return one flag for each piece."""
         return unpack(self.bits, self.count)
 
     def whole(self) -> bool:

@@ -247,7 +247,7 @@ def _around(parts: Sequence[PartRequest], first: int) -> Iterable[PartRequest]:
 
 
 def _handshake(options: TlsOptions) -> Problem:
-    return Problem("expected TLS, the port closes the connection", f"give it certificates, or unset {options.ca} here")
+    return Problem("the port closed the connection during the TLS handshake", f"give it certificates, or unset {options.ca} here")
 
 
 def _refused(options: TlsOptions) -> Problem:
@@ -264,16 +264,14 @@ def problem_of(error: BaseException, address: DataAddress, options: TlsOptions =
     if isinstance(error, socket.gaierror):
         return Problem(f"the name {address.host} does not resolve here", "give an address that every host reaches: --address")
     if isinstance(error, TimeoutError):
-        return Problem(
-            "expected an answer, got none in time", "open the port to this host in firewalls, or give another --address"
-        )
+        return Problem("no answer came in time", "open the port to this host in firewalls, or give another --address")
     if isinstance(error, ConnectionRefusedError):
         return Problem("connection refused", "start the process there, with a --listen and --address that other hosts reach")
     if isinstance(error, (ConnectionResetError, http.client.RemoteDisconnected, Cut)):
         if address.tls_context is not None:
             return _refused(options)
         mend = f"does it expect TLS? Set {options.ca}, {options.pair}"
-        return Problem("expected HTTP, the port closes the connection", mend)
+        return Problem("the port closed the connection without an HTTP answer", mend)
     if isinstance(error, http.client.HTTPException):
         return Problem(
             f"expected HTTP, got {type(error).__name__}: {str(error)[:60]!r}", "is this the port of --data-listen or --listen?"
@@ -285,8 +283,8 @@ def _tls_problem(error: ssl.SSLError, address: DataAddress, options: TlsOptions)
     expected, reason = address.server_name or address.host, error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _NAME_CODES:
         return Problem(
-            f"expected a certificate for {expected}, got one for {', '.join(_names(address)) or 'no name'}",
-            f"issue one with that name, or pass the name that it has: {options.peer_name}",
+            f"its certificate is for {', '.join(_names(address)) or 'no name'}, not for {expected}",
+            f"issue one with that name, or pass the name in it: {options.peer_name}",
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return Problem(
@@ -294,7 +292,7 @@ def _tls_problem(error: ssl.SSLError, address: DataAddress, options: TlsOptions)
             "issue its certificate by that authority, or pass its authority",
         )
     if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason:
-        return Problem("expected TLS, got another protocol", _handshake(options).mend)
+        return Problem("it does not speak TLS", _handshake(options).mend)
     if "ALERT" in reason or isinstance(error, ssl.SSLEOFError):
         return _refused(options)
     return Problem(f"TLS failed: {error.reason or error}", "compare the certificates of both sides")

@@ -26,7 +26,8 @@ class Remote:
             self._files, root = url_to_fs(url, **options)
         except ImportError as error:
             raise FailedPrecondition(
-                "NO_ARCHIVE", f"expected fsspec and its plugin for {url}: {error}; pip install 'resharder[archive]'"
+                "NO_ARCHIVE",
+                f"cannot use {url}, because fsspec or its plugin is missing: {error}; pip install 'resharder[archive]'",
             ) from error
         except ValueError as error:
             raise FailedPrecondition("NO_ARCHIVE", f"expected a folder or an fsspec URL, got {url!r}: {error}") from error

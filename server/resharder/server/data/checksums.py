@@ -25,7 +25,6 @@ class PieceChecksums:
         return computed
 
     def put(self, key: tuple[str, str, int], checksum: int) -> None:
-        """Add the checksum of a piece."""
         with self._lock:
             self._known[key] = checksum
             while len(self._known) > self._most:

@@ -247,7 +247,7 @@ class DataConnection:
         """Send boxes of a version as chunks. Raises OSError as `_send` does."""
         manifest = version.served.manifest
         if manifest is None:
-            raise _Refused(HTTPStatus.NOT_FOUND, "expected a range of a file: a node sends no boxes")
+            raise _Refused(HTTPStatus.NOT_FOUND, "a node sends no boxes: ask for a range of a file")
         boxes = version.boxes(part.request, manifest)
         with (
             version.packed(boxes) as chunks,

@@ -186,7 +186,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
     """Apply an operator's decision about the current move. Raises ValueError if there is nothing to decide."""
     move = fleet.moving
     if move is None:
-        raise ValueError("expected a move that goes on, there is none")
+        raise ValueError("no move is under way")
     if not go_on:
         if move.state == resources_pb2.Move.BACK:
             return fleet
@@ -200,7 +200,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
             return replace(fleet, move=replace(move, reason=reason))
         case resources_pb2.Move.TRYING | resources_pb2.Move.HOLDING:
             return replace(fleet, move=replace(move, approved=True, reason=reason))
-    raise ValueError(f"a move that is {resources_pb2.Move.State.Name(move.state)} goes on by itself")
+    raise ValueError(f"a move that is {resources_pb2.Move.State.Name(move.state)} continues by itself")
 
 
 def read_target(message: resources_pb2.VersionTarget) -> VersionTarget:
@@ -237,17 +237,11 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
     if strategy.kind != resources_pb2.UpdateStrategy.CANARY and (
         strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
     ):
-        raise InvalidArgument(
-            "STRATEGY",
-            f"expected canaries, a hold, approval and a check with CANARY alone, got them with {kind}",
-        )
+        raise InvalidArgument("STRATEGY", f"canaries, a hold, approval and a check are for CANARY alone, not for {kind}")
     if strategy.kind in (resources_pb2.UpdateStrategy.ALL_AT_ONCE, resources_pb2.UpdateStrategy.ATOMIC) and (
         strategy.at_a_time or strategy.max_failures
     ):
-        raise InvalidArgument(
-            "STRATEGY",
-            f"expected at_a_time and max_failures with ROLLING or CANARY, got them with {kind}",
-        )
+        raise InvalidArgument("STRATEGY", f"at_a_time and max_failures are for ROLLING and CANARY, not for {kind}")
     if strategy.check and strategy.check not in checks:
         there = sorted(checks)
         raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {strategy.check!r}")
@@ -283,7 +277,7 @@ def _check_ahead(fleet: Fleet) -> None:
         bound = f"a skew bound of {fleet.max_skew}" if fleet.max_skew else "no skew bound"
         raise InvalidArgument(
             "SERVE_AHEAD",
-            f"expected a fleet that serves ahead to move ALL_AT_ONCE without a skew bound, {fleet.name} moves "
+            f"a fleet serves ahead of READY only if it moves ALL_AT_ONCE without a skew bound: {fleet.name} moves "
             f"{resources_pb2.UpdateStrategy.Kind.Name(fleet.strategy.kind)} with {bound}",
         )
 
@@ -293,8 +287,8 @@ def _check_kv(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     if passing and strategy.kind != resources_pb2.UpdateStrategy.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
-            f"servers {listed(passing)} pass KV caches on: expected fleet {fleet.name} to move atomically, "
-            f"got {resources_pb2.UpdateStrategy.Kind.Name(strategy.kind)}",
+            f"servers {listed(passing)} pass KV caches on, so fleet {fleet.name} has to move atomically: it would move "
+            f"{resources_pb2.UpdateStrategy.Kind.Name(strategy.kind)}",
         )
 
 

@@ -273,7 +273,7 @@ def _explain_move(move: Move, view: View) -> str:
             left = move.hold_left(view.now)
             waits = [
                 f"for another {left:.0f} s" if left else "",
-                "for an operator's word" if move.strategy.approval and not move.approved else "",
+                "for an operator's approval" if move.strategy.approval and not move.approved else "",
                 f"for check {move.strategy.check}" if move.checking else "",
             ]
             canaries = ", ".join(move.canaries)

@@ -253,7 +253,7 @@ class Fleets:
             FailedPrecondition: WORLD_SIZE, KV_FLEET.
         """
         if not first.control:
-            raise InvalidArgument("CONTROL", "expected a nonce of the control side in its first report, got none")
+            raise InvalidArgument("CONTROL", "the first report of the control side has no nonce")
         if not 0 <= first.term <= MAX_TERM:
             raise InvalidArgument("CONTROL", f"expected a term of at most {MAX_TERM}, got {first.term}")
         if not 1 <= first.world_size <= MAX_WORLD_SIZE:
@@ -271,8 +271,8 @@ class Fleets:
             if first.passes_kv and strategy != resources_pb2.UpdateStrategy.ATOMIC:
                 raise FailedPrecondition(
                     "KV_FLEET",
-                    f"server {server} transfers KV caches: expected fleet {known.fleet} to update atomically "
-                    f"(`fleet set --atomic`), got {resources_pb2.UpdateStrategy.Kind.Name(strategy)}",
+                    f"server {server} transfers KV caches, so fleet {known.fleet} has to update atomically (`fleet set "
+                    f"--atomic`): it updates {resources_pb2.UpdateStrategy.Kind.Name(strategy)}",
                 )
             former = self._streams.get((server, first.control))
             if former is not None:
@@ -415,9 +415,7 @@ class Fleets:
             install = self.by_id[server].install
             if install is None or install is known.install or not install.profiled:
                 why = f"fleet {fleet.name} moves" if fleet.moving else explain(known, self.clock(), self.settings)
-                raise FailedPrecondition(
-                    "NOT_SERVING", f"expected server {server} to serve its target and do nothing else: {why}"
-                )
+                raise FailedPrecondition("NOT_SERVING", f"server {server} is busy, or does not serve its target: {why}")
             self.note("operator", f"servers/{server}", "profile", version=install.version, install=install.id)
             return install.id, known.world_size
 
@@ -439,7 +437,7 @@ class Fleets:
             if servers := sorted(server.id for server in self._of_fleet(name)):
                 raise FailedPrecondition(
                     "FLEET_IN_USE",
-                    f"expected fleet {name} to have no servers, it has {', '.join(servers[:8])}: stop them, and forget lost ones",
+                    f"fleet {name} still has servers {', '.join(servers[:8])}: stop them, and forget lost ones",
                 )
             self.note("operator", f"fleets/{name}", "delete")
             if self._files is not None:
@@ -460,7 +458,7 @@ class Fleets:
             server = self.server(id)
             if server.lost_at is None:
                 why = explain(server, self.clock(), self.settings)
-                raise FailedPrecondition("NOT_LOST", f"expected server {id} to be LOST, it is not: {why}")
+                raise FailedPrecondition("NOT_LOST", f"server {id} is not LOST: {why}")
             self.note("operator", f"servers/{id}", "forget")
             self._forget(server)
             self._steer(server.fleet)

@@ -62,7 +62,7 @@ class FleetVersions:
         """
         models = self._catalogue.models()
         if len(models) > 1:
-            raise InvalidArgument("MODEL_AMBIGUOUS", f"expected the name of one of the models {models}, got none")
+            raise InvalidArgument("MODEL_AMBIGUOUS", f"no model was named: name one of {models}")
         return models[0] if models else ""
 
     def ready(self, model: str) -> Mapping[int, str]:

@@ -41,7 +41,7 @@ class Verifications:
         if not known.complete or known.lost_at is not None:
             raise FailedPrecondition(
                 "NOT_SERVING",
-                f"expected all {known.world_size} workers of server {server} to report, got {len(known.workers)}"
+                f"{len(known.workers)} of {known.world_size} workers of server {server} have reported"
                 + (", and its lease ended" if known.lost_at is not None else ""),
             )
         request, deadline = secrets.token_hex(8), self._clock() + wait_seconds
@@ -58,8 +58,7 @@ class Verifications:
             if self._clock() > deadline:
                 raise DeadlineExceeded(
                     "NO_VERIFICATION",
-                    f"expected {len(known.workers)} workers of server {server} to verify in {wait_seconds:g} s, "
-                    f"{len(answered)} have",
+                    f"{len(answered)} of {len(known.workers)} workers of server {server} have verified after {wait_seconds:g} s",
                 )
             yield self._fleets.changed.pause(seen, _LOOK)
 

@@ -73,7 +73,6 @@ class FilesOnNode:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files) + sum(part.size for part in self.parts)
 
     def manifest_of_parts(self, model: str, number: int) -> Manifest | None:

@@ -52,7 +52,6 @@ class LinkReport:
     problem: str = ""
 
     def to_proto(self) -> resources_pb2.NodeLink:
-        """Return the report as a message."""
         return resources_pb2.NodeLink(
             peer=self.peer,
             received_bytes=self.received_bytes,

@@ -16,7 +16,7 @@ def fingerprint_of(path: Path) -> str:
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     text = path.read_text()
     if begin not in text or end not in text:
-        raise ValueError(f"expected a certificate in {path}")
+        raise ValueError(f"{path} has no certificate")
     return certificate_id(ssl.PEM_cert_to_DER_cert(text[text.index(begin) : text.index(end) + len(end)]))
 
 
@@ -51,7 +51,7 @@ class NodeTls:
             return {}
         token = self.token_file.read_text(encoding="latin-1").strip()
         if not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise OSError(f"expected a token of printable letters and digits in {self.token_file}")
+            raise OSError(f"{self.token_file} has no token of printable letters and digits")
         return {"authorization": f"Bearer {token}"}
 
     def fingerprint(self) -> str:

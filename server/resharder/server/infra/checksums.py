@@ -16,7 +16,7 @@ def checksum_of(descriptor: int, start: int, end: int) -> int:
     while at < end:
         found = os.preadv(descriptor, [block[: end - at]], at)
         if not found:
-            raise Unavailable("STORE_FAILED", f"expected {end} bytes in a file of the store, it ends at {at}")
+            raise Unavailable("STORE_FAILED", f"a file of the store ends at {at}, before {end} bytes")
         state.update(block[:found])
         at += found
     return state.intdigest()

@@ -35,7 +35,6 @@ class PackedBoxes:
         return replace(self, tensors=np.array(numbers, np.uint32)[self.tensors])
 
     def take(self, positions: Ints) -> "PackedBoxes":
-        """Return the boxes at `positions`."""
         return PackedBoxes(
             self.tensors[positions], self.replicas[positions], self.dimensions[positions], self.boxes.take(positions)
         )
@@ -83,7 +82,6 @@ class Slot:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return len(self.sizes)
 
     def parts(self, chunk: int) -> list[Part]:

@@ -146,11 +146,9 @@ class NoNodes:
     """`HomeNodes` of a daemon without nodes."""
 
     def nonces(self) -> NodeNonces:
-        """Return none."""
         return NodeNonces((), ())
 
     def host_of(self, readable: Readable) -> str | None:
-        """Return None."""
         return None
 
     def reserve(
@@ -159,11 +157,9 @@ class NoNodes:
         """Do nothing: without nodes there are no homes."""
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
-        """Return no home."""
         return ()
 
     def problem(self, version: str) -> str:
-        """Return no problem."""
         return ""
 
     def closed(self, version: str, files: Collection[str]) -> None:
@@ -173,7 +169,6 @@ class NoNodes:
         """Do nothing."""
 
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
-        """Return no proof."""
         return {}
 
     def fetch(

@@ -477,7 +477,9 @@ class Intake:
         self._check_not_draining()
         late = publisher.overtaken(step, (other for other in publisher.senders() if other != rank))
         if late:
-            raise FailedPrecondition("VERSION_ABORTED", f"{publisher.model}: expected no earlier step than other ranks': {late}")
+            raise FailedPrecondition(
+                "VERSION_ABORTED", f"{publisher.model}: this step is earlier than that of other ranks: {late}"
+            )
         others = [upload.record for upload in self.uploads(publisher.model)]
         coming = sum(1 for model, *_ in self._creating if model == publisher.model)
         if len(others) + coming >= MAX_UPLOADING:
@@ -597,7 +599,6 @@ class Intake:
         return self._open.get((model, number))
 
     def uploads(self, model: str = "") -> list[Upload]:
-        """Return the uploads of a model, or of all."""
         return [upload for upload in list(self._open.values()) if model in ("", upload.record.model)]
 
     def open_upload(self, model: str, number: int, epoch: int) -> Upload:
@@ -819,7 +820,9 @@ class Intake:
                 silent = now - max(upload.created, upload.publisher.seen.get(rank, 0.0))
                 if silent > self.lease_seconds:
                     self.rank_lost.emit(upload.record.model)
-                    self._abort(upload, f"rank {rank} was silent for {silent:.1f} s, its lease is {self.lease_seconds} s")
+                    self._abort(
+                        upload, f"rank {rank} was silent for {silent:.1f} s, longer than its lease of {self.lease_seconds} s"
+                    )
                     break
 
     def expire(self) -> None:

@@ -39,7 +39,7 @@ def read_shared(messages: Sequence[publisher_pb2.SharedBlocks], specs: Sequence[
     found = [np.zeros(0, np.int64)]
     for message in messages:
         if message.tensor >= len(specs) or specs[message.tensor].dtype != "F32":
-            raise LayoutError(f"shared blocks name tensor {message.tensor} of {len(specs)}, expected the number of an F32 tensor")
+            raise LayoutError(f"shared blocks name tensor {message.tensor} of {len(specs)}, which is not an F32 tensor")
         spec, blocks = specs[message.tensor], np.array(message.blocks, np.int64)
         if len(blocks) and int(blocks.max()) >= int(np.prod(spec.shape)):
             raise LayoutError(f"{spec.name}: shared block {blocks.max()} lies outside of {list(spec.shape)}")

@@ -172,7 +172,7 @@ class PublisherRecord:
         self.check_usable()
         if self.state != ACTIVE:
             raise FailedPrecondition(
-                "NOT_REGISTERED", f"{self.name}: expected {self.world_size} registered ranks, {len(self.registered)} are"
+                "NOT_REGISTERED", f"{self.name}: {len(self.registered)} of {self.world_size} ranks have registered"
             )
 
     def add_slot(
@@ -193,8 +193,8 @@ class PublisherRecord:
                 have = self.specs[number]
                 raise FailedPrecondition(
                     "TENSOR_MISMATCH",
-                    f"{spec.name}: expected {have.dtype} {list(have.shape)} as another rank has, "
-                    f"rank {rank} has {spec.dtype} {list(spec.shape)}",
+                    f"{spec.name}: rank {rank} has {spec.dtype} {list(spec.shape)}, another rank has {have.dtype} "
+                    f"{list(have.shape)}",
                 )
         numbers = [self._number(spec) for spec in specs]
         self.held[rank] = boxes.renumber(numbers)
@@ -291,7 +291,7 @@ class PublisherRecord:
 
     def _check_names(self) -> None:
         if not self.specs:
-            raise LayoutError("expected at least one tensor, no rank holds any")
+            raise LayoutError("no rank holds any tensor: register at least one")
         try:
             config = json.loads(self.files["config.json"])
             _check_counts(config)
@@ -305,9 +305,7 @@ class PublisherRecord:
             for name, shape in expected.items()
             if name in self.numbers and self.specs[self.numbers[name]].shape != tuple(shape)
         ]
-        wrong += [
-            f"{name}: expected {list(shape)}, no rank holds it" for name, shape in expected.items() if name not in self.numbers
-        ]
+        wrong += [f"{name} {list(shape)} is held by no rank" for name, shape in expected.items() if name not in self.numbers]
         wrong += [f"{spec.name}: not a tensor of this model" for spec in self.specs if spec.name not in expected]
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -275,7 +275,6 @@ class Upload:
 
     @property
     def aborted(self) -> bool:
-        """Whether the version is aborted."""
         return self._aborted
 
     def slot_digests(self) -> tuple[tuple[int, str], ...]:

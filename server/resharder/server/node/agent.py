@@ -142,7 +142,6 @@ class NodeAgent:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 

@@ -147,7 +147,6 @@ class NodeCopies:
             shutil.rmtree(left)
 
     def all(self) -> list[HeldVersion]:
-        """Return the versions."""
         with self._lock:
             return list(self._by_name.values())
 

@@ -141,7 +141,7 @@ class DaemonClient:
             return self._current
 
     def _refusal(self) -> OSError:
-        return OSError(f"expected an open connection to {self.endpoint}, got one that was closed")
+        return OSError(f"the connection to {self.endpoint} was closed")
 
     def _open(self) -> grpc.Channel:
         options: list[tuple[str, Any]] = [

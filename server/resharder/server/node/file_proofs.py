@@ -109,7 +109,7 @@ def _fill(descriptor: int, data: memoryview, at: int, name: str) -> None:
     while data:
         found = os.preadv(descriptor, [data], at)
         if not found:
-            raise OSError(f"{name}: expected {len(data)} bytes at {at}, the file ends there")
+            raise OSError(f"{name} ends at {at}, {len(data)} bytes are missing")
         data, at = data[found:], at + found
 
 

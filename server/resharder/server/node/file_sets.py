@@ -85,7 +85,6 @@ class ReservedSets:
 
     @property
     def size(self) -> int:
-        """Bytes of a set."""
         return self.own.size
 
 
@@ -131,7 +130,6 @@ class FileSets:
         copies.recycle_by(self._take_back)
 
     def report(self) -> list[node_pb2.NodeReservation]:
-        """Return the sets for the report to the daemon."""
         with self._lock:
             return [
                 node_pb2.NodeReservation(

@@ -48,6 +48,7 @@ from resharder.server.node.daemon_client import CheckedPieces, DaemonClient
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
 from resharder.server.node.mooncake import MooncakeEngine
+from resharder.server.options import flags_of
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.settings import Security
@@ -67,30 +68,53 @@ class NodeConfig(BaseSettings):
 
     endpoint: str = Field("127.0.0.1:7677", description="host:port of the daemon")
     name: str = Field(
-        default_factory=socket.gethostname, pattern=_NAME, description="id of this node; by default the host's name"
+        default_factory=socket.gethostname,
+        pattern=_NAME,
+        description="id of this node; by default the host's name",
+        json_schema_extra={"default": "the host's name"},
     )
-    listen: str = Field("127.0.0.1:7679", description="host:port at which other nodes fetch pieces")
+    listen: str = Field(
+        "127.0.0.1:7679",
+        description="host:port at which other nodes and the daemon fetch pieces. If the daemon is on another host, a loopback "
+        "address is refused",
+    )
     address: str = Field(
-        "", description="host:port at which they reach it; by default this host's address on the route to the daemon"
+        "",
+        description="host:port at which they reach it, if it is not the one of `listen`",
+        json_schema_extra={"default": "this host's address on the route to the daemon"},
     )
-    folder: Path = Field(Path(f"/dev/shm/resharder-node-{os.getuid()}"), description="folder in shared memory")
-    limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
-    tls_ca: Path | None = Field(None, description="PEM: the authority of the daemon's and of other nodes' certificates")
-    tls_cert: Path | None = Field(None, description="PEM: this node's certificate")
-    tls_key: Path | None = Field(None, description="PEM: its key")
+    folder: Path = Field(
+        Path(f"/dev/shm/resharder-node-{os.getuid()}"),
+        description="folder in shared memory",
+        json_schema_extra={"default": "`/dev/shm/resharder-node-UID`"},
+    )
+    limit_bytes: int = Field(
+        0, ge=0, description="bound on the bytes of versions; 0: 80 % of the space that is free at the start"
+    )
+    tls_ca: Path | None = Field(
+        None,
+        description="PEM file with the authority of the daemon's and of other nodes' certificates. Read again when it changes",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file with this node's certificate, with which it calls and answers. Read again when it changes"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with its key. Read again when it changes")
     tls_name: str = Field("", description="name in the daemon's certificate, if not the endpoint's host")
-    tls_peer_name: str = Field("", description="name in the certificates of other nodes, if not their address")
-    token_file: Path | None = Field(
-        None, description="file with the token of calls of the daemon, for one that asks for no certificate"
-    )
-    insecure: bool = Field(False, description="whether to listen beyond the loopback without certificates")
+    tls_peer_name: str = Field("", description="name in other nodes' certificates, if not their address")
+    token_file: Path | None = Field(None, description="file with the token of calls of the daemon. Read again for each call")
+    insecure: bool = Field(False, description="listen beyond the loopback interface without certificates")
     drain_seconds: float = Field(
-        60.0, ge=0, description="time after SIGTERM for the daemon to copy what this node alone holds; a second SIGTERM ends it"
+        60.0,
+        ge=0,
+        description="time after SIGTERM for the daemon to copy [what this node alone holds](#stop-a-node). A second SIGTERM "
+        "ends it",
     )
-    transfer: Literal["http", "mooncake"] = Field("http", description="engine that moves pieces between nodes that both have it")
-    transfer_protocol: Literal["rdma", "tcp"] = Field("rdma", description="network of the engine mooncake")
-    log_format: Literal["console", "json"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    transfer: Literal["http", "mooncake"] = Field(
+        "http", description="`http`, or `mooncake`: [a transfer engine](#transfer-engines) between nodes that both have it"
+    )
+    transfer_protocol: Literal["rdma", "tcp"] = Field("rdma", description="network of the engine mooncake: `rdma` or `tcp`")
+    log_format: Literal["console", "json"] = Field("console", description="`console` or `json`, on standard error")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="`debug`, `info`, `warning` or `error`")
 
     @field_validator("endpoint")
     @classmethod
@@ -109,11 +133,11 @@ class NodeConfig(BaseSettings):
         route_options()
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
-            raise ValueError("expected tls_ca, tls_cert and tls_key together")
+            raise ValueError("tls_ca, tls_cert and tls_key are needed together: set all three")
         if self.token_file is not None and not any(given):
             raise ValueError(
-                "expected tls_ca, tls_cert and tls_key beside token_file: a token is sent over TLS alone, and other nodes "
-                "admit this one by its certificate"
+                "token_file needs tls_ca, tls_cert and tls_key: a token is sent over TLS alone, and other nodes admit this "
+                "one by its certificate"
             )
         if not any(given) and not self.insecure and not is_loopback(self.listen):
             raise ValueError(
@@ -122,8 +146,8 @@ class NodeConfig(BaseSettings):
             )
         if self.transfer != "http" and (any(given) or not self.insecure):
             raise ValueError(
-                f"expected insecure and no certificates with transfer {self.transfer}: it listens on every interface, encrypts "
-                "nothing, and lets every client read and write versions in this node's memory"
+                f"transfer {self.transfer} needs insecure, and no certificates: it listens on every interface, encrypts "
+                f"nothing, and lets every client read and write versions in this node's memory"
             )
         return self
 
@@ -219,7 +243,7 @@ class Node:
                 names = (*names, certificate_id(certificate[DER]))
             if self.agent.readers(model).isdisjoint(names):
                 raise PermissionDenied(
-                    "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon lets no such node"
+                    "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon allows no such node"
                 )
         yield True
 
@@ -273,8 +297,8 @@ def _address(config: NodeConfig, port: int) -> str:
         return f"[{here}]{found}" if ":" in here else f"{here}{found}"
     if is_loopback(found) and not is_loopback(f"{_route(config.endpoint)}:0"):
         raise ConfigError(
-            f"--listen: expected an address that other hosts reach, because the daemon at {config.endpoint} is on another host, "
-            f"got {found}: set it to 0.0.0.0:{port}, with certificates or with --insecure"
+            f"--listen: other hosts cannot reach {found}, and the daemon at {config.endpoint} is on another host: set it to "
+            f"0.0.0.0:{port}, with certificates or with --insecure"
         )
     return found
 
@@ -295,7 +319,7 @@ def load(flags: dict[str, Any]) -> NodeConfig:
     try:
         return NodeConfig(**flags)
     except ValidationError as error:
-        raise ConfigError(problem_of(error, NodeConfig.model_fields.keys())) from None
+        raise ConfigError(problem_of(error, NodeConfig)) from None
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -308,31 +332,14 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.command()
+@flags_of(NodeConfig)
 def run(
-    endpoint: Annotated[str | None, typer.Option(help="host:port of the daemon")] = None,
-    name: Annotated[str | None, typer.Option(help="id of this node; by default the host's name")] = None,
-    listen: Annotated[str | None, typer.Option(help="host:port at which other nodes fetch pieces")] = None,
-    address: Annotated[str | None, typer.Option(help="host:port at which they reach it, if it is another one")] = None,
-    folder: Annotated[Path | None, typer.Option(help="folder in shared memory")] = None,
-    limit_bytes: Annotated[int | None, typer.Option(help="bound on the bytes of versions; 0: 80 % of the free space")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="PEM: authority of the daemon's and other nodes' certificates")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM: this node's certificate")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM: its key")] = None,
-    tls_name: Annotated[str | None, typer.Option(help="name in the daemon's certificate, if not the endpoint's host")] = None,
-    tls_peer_name: Annotated[str | None, typer.Option(help="name in other nodes' certificates, if not their address")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="file with the token of calls of the daemon")] = None,
-    insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without certificates")] = None,
-    drain_seconds: Annotated[float | None, typer.Option(help="time after SIGTERM for others to copy what it alone holds")] = None,
-    transfer: Annotated[str | None, typer.Option(help="http, or mooncake between nodes that both have it")] = None,
-    transfer_protocol: Annotated[str | None, typer.Option(help="network of the engine mooncake: rdma or tcp")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the release")] = False,
+    **given: Any,
 ) -> None:
     """Hold versions in this host's shared memory for the vLLM servers on it. Every option is also RESHARDER_NODE_NAME."""
-    flags: dict[str, Any] = {name: value for name, value in locals().items() if value is not None and name != "version"}
     try:
-        serve(load(flags))
+        serve(load(given))
     except ConfigError as error:
         print(f"resharder-node: {error}", file=sys.stderr)
         sys.exit(2)

@@ -34,13 +34,13 @@ class MooncakeEngine:
 
     def __init__(self, host: str, protocol: str) -> None:
         if protocol == "rdma" and not (_DEVICES.is_dir() and any(_DEVICES.iterdir())):
-            raise EngineFailed("expected an RDMA device, found none in /sys/class/infiniband")  # Mooncake would use TCP
+            raise EngineFailed("this host has no RDMA device in /sys/class/infiniband")  # Mooncake would use TCP
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            raise EngineFailed(f"expected the package of pip install 'resharder[mooncake]', got: {error}") from error
+            raise EngineFailed(f"Mooncake cannot be imported: {error}; pip install 'resharder[mooncake]'") from error
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise EngineFailed(f"Mooncake does not start over {protocol} at {host}")

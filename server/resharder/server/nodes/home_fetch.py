@@ -84,7 +84,6 @@ class HomeCopy:
         return self._proofs[part.file].checksums[part.start // PIECE_BYTES]
 
     def wanted(self) -> Bitmap:
-        """Return the wanted pieces."""
         with self._lock:
             return Bitmap(self._wanted.count, self._wanted.bits.copy())
 
@@ -125,7 +124,6 @@ class _ProvenChecksums:
         self._copy = copy
 
     def of(self, version: PieceTarget, part: PieceSpan) -> int:
-        """Return the checksum of a part."""
         return self._copy.checksum(part)
 
 

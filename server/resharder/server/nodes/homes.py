@@ -71,7 +71,7 @@ class ReservedHomes:
 
 @dataclass
 class HomeNode:
-    """A live node."""
+    """A live node, which may get files of versions, and the caller that alone may report for it."""
 
     report: StateReport
     caller: str

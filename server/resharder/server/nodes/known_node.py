@@ -57,7 +57,7 @@ class KnownNode:
 
     def replaced(self) -> FailedPrecondition:
         """Return the error for a former process of this id."""
-        return FailedPrecondition("NODE_REPLACED", f"another process has become node {self.report.node!r}: it has to end")
+        return FailedPrecondition("NODE_REPLACED", f"another process has become node {self.report.node!r}: this one has to end")
 
     def order(self, revision: int, now: float) -> None:
         """Record the revision of orders that are sent to this process."""

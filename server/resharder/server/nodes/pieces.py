@@ -26,7 +26,7 @@ from resharder.server.store.partial import PartialVersion
 
 
 class PieceState(IntEnum):
-    """State of a piece of a version."""
+    """Whether the daemon or a node holds a piece, or may hold it."""
 
     ABSENT = 0  # never held: the version is being written
     HELD = 1

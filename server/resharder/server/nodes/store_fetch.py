@@ -38,7 +38,6 @@ class StoreCopy:
         self.memory = None  # of no transfer engine
 
     def wanted(self) -> Bitmap:
-        """Return all pieces."""
         return Bitmap.full(self.numbering.count)
 
     def missing(self) -> Bitmap:
@@ -103,7 +102,6 @@ class StoreFetcher:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
         for loop in self._loops:
             loop.start()
 

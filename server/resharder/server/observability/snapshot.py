@@ -58,7 +58,6 @@ class Snapshot:
         return [record for record in self.versions.get(model, ()) if record.state == READY and record.reason]
 
     def lag(self, view: FleetView) -> Lag:
-        """Return the lag of a fleet in this snapshot."""
         return lag(view, self.servers.get(view.fleet.name, ()), self.versions.get(view.fleet.model, ()))
 
     def serving(self, model: str, number: int) -> int:

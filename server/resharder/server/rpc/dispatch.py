@@ -453,7 +453,7 @@ async def abort(context: Any, error: Exception, refused: Callable[[str], None]) 
         code, reason, message = grpc.StatusCode.INVALID_ARGUMENT, error.reason, str(error)
     else:
         _log.error("call_failed", exc_info=error)
-        code, reason, message = grpc.StatusCode.INTERNAL, "INTERNAL", "the daemon failed; its log has the reason"
+        code, reason, message = grpc.StatusCode.INTERNAL, "INTERNAL", "the daemon failed: its log has the reason"
     refused(reason)
     message = message if len(message) <= _MESSAGE_CHARACTERS else message[:_MESSAGE_CHARACTERS] + " …"
     detail = any_pb2.Any()

@@ -115,7 +115,7 @@ class NodeService:
         files = {file.path: FileProof(tuple(file.digests), tuple(file.checksums)) for file in request.files}
         problem = request.problem[:500]
         if not problem and not files:
-            raise InvalidArgument("NODE", "expected the files of a set or a problem, got neither")
+            raise InvalidArgument("NODE", "the report has neither files of a set nor a problem")
         given = request.version, node_id(request.node), request.instance, request.set
         unreachable = node_id(request.unreachable) if request.unreachable else ""
         self._nodes.homes.put_proof(*given, CALLER.get(), problem, files, unreachable)

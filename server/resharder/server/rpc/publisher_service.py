@@ -49,7 +49,7 @@ class PublisherService:
         """
         specs = [spec_from_proto(spec) for spec in request.tensors]
         if len({spec.name for spec in specs}) < len(specs):
-            raise InvalidArgument("TENSORS", "expected every tensor once")
+            raise InvalidArgument("TENSORS", "a tensor is given twice")
         boxes, process = read_boxes(request.boxes, specs), request.process[:128]
         shared = RankBlocks(read_shared(request.contributed, specs), read_shared(request.received, specs))
         readable = _readable(request.readable)

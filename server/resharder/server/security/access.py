@@ -78,10 +78,12 @@ class Access:
         if token := identities.bearer(headers):
             name = self._tokens.value.get(hash_of(token)) if self._tokens else None
             if name is None:
-                raise Unauthenticated("TOKEN_UNKNOWN", "expected a token of the daemon's list, got another one")
+                raise Unauthenticated("TOKEN_UNKNOWN", "the token is not in the daemon's list")
             names = [f"token:{name}", *names]
         if not names:
-            raise Unauthenticated("NO_IDENTITY", "expected a client certificate or a token (authorization: Bearer …), got none")
+            raise Unauthenticated(
+                "NO_IDENTITY", "the call has neither a client certificate nor a token (authorization: Bearer …)"
+            )
         return Caller(f"{names[0]}@{host}", self._roles.of(names))
 
     def admit(self, method: Method, context: grpc.ServicerContext) -> Caller:

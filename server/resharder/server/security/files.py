@@ -75,7 +75,9 @@ def read_pems(certificate: Path, key: Path, client_ca: Path | None) -> Pems:
         if client_ca is not None:
             context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:
-        raise ValueError(f"expected a certificate, its key, authorities in {certificate}, {key}, {client_ca}: {error}") from error
+        raise ValueError(
+            f"cannot load a certificate, its key and authorities from {certificate}, {key}, {client_ca}: {error}"
+        ) from error
     if found != Pems(certificate.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None):
         raise ValueError(f"{certificate}, {key} or {client_ca} changed while they were read")
     return found
@@ -117,6 +119,6 @@ def read_tokens(path: Path) -> dict[str, str]:
             continue
         found = _TOKEN_LINE.fullmatch(said)
         if found is None:
-            raise ValueError(f"{path}, line {number}: expected NAME sha256:HEX, of 64 lower case digits")
+            raise ValueError(f"{path}, line {number} is not NAME sha256:HEX with 64 lower case digits")
         tokens[found["hash"]] = found["name"]
     return tokens

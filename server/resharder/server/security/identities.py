@@ -36,5 +36,5 @@ def bearer(headers: Iterable[str]) -> str:
         return ""
     scheme, _, token = found[0].partition(" ")
     if len(found) > 1 or scheme.lower() != "bearer" or not token.strip():
-        raise Unauthenticated("TOKEN_UNKNOWN", "expected one authorization header: Bearer TOKEN")
+        raise Unauthenticated("TOKEN_UNKNOWN", "the call needs one authorization header: Bearer TOKEN")
     return token.strip()

@@ -38,7 +38,7 @@ class Limits:
             left, then = self._left.get((caller, renewal), (most, now))
             left = min(most, left + (now - then) * self._rate)
             if left < 1:
-                raise ResourceExhausted("TOO_FAST", f"{caller} begins more than {self._rate:g} calls a second: try again later")
+                raise ResourceExhausted("TOO_FAST", f"{caller} makes more than {self._rate:g} calls a second: try again later")
             self._left[caller, renewal] = left - 1, now
             if len(self._left) > _MOST_CALLERS:
                 self._forget(now, most)
@@ -52,7 +52,9 @@ class Limits:
         """Count a long call while the context lasts. Raises ResourceExhausted (TOO_MANY_CALLS)."""
         with self._lock:
             if self._open[caller] >= self._calls:
-                raise ResourceExhausted("TOO_MANY_CALLS", f"{caller} has {self._calls} calls open, which is as many as it may")
+                raise ResourceExhausted(
+                    "TOO_MANY_CALLS", f"{caller} has {self._calls} open calls, the most that it may have: try again later"
+                )
             self._open[caller] += 1
         try:
             yield

@@ -26,5 +26,5 @@ class Security(BaseModel):
     @model_validator(mode="after")
     def _identified(self) -> "Security":
         if self.client_ca is None and self.tokens is None:
-            raise ValueError("expected client_ca, tokens or both: otherwise no caller can be identified")
+            raise ValueError("no caller can be identified: set client_ca, tokens or both")
         return self

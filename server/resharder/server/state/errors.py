@@ -118,7 +118,7 @@ class PermissionDenied(DaemonError):
 
 def unknown_server(id: str) -> ResourceNotFound:
     """Return the error for an id that no server has claimed since the daemon started, or whose server was dropped."""
-    return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown; it has to claim its id first")
+    return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown: it has to claim its id first")
 
 
 def check_known(enumeration: "EnumTypeWrapper", value: int, reason: Reason, what: str) -> None:

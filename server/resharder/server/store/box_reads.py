@@ -34,7 +34,6 @@ class CheckedBoxes:
 
     @property
     def size(self) -> int:
-        """Bytes of all boxes."""
         return sum(box_size(box) * ITEM_SIZES[spec.dtype] for spec, box in self.boxes)
 
     @cached_property

@@ -91,7 +91,7 @@ class _Reads:
         while done < size:
             count = os.preadv(descriptor, [buffer[done:size].data], begin + start + done)
             if not count:
-                raise OSError(f"{spec.name}: expected {size} bytes at {begin + start}, the file ends after {done}")
+                raise OSError(f"{spec.name}: the file ends {done} bytes after {begin + start}, expected {size} bytes")
             done += count
         return buffer[:size]
 

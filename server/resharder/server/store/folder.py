@@ -96,7 +96,7 @@ def _lock(root: Path) -> list[int]:
     """Lock the folder and the file in it, and return their descriptors."""
     owner = root.stat().st_uid
     if owner != os.geteuid():  # any user can write to /dev/shm
-        raise FailedPrecondition("STORE_OWNER", f"{root} belongs to user {owner}, expected {os.geteuid()}")
+        raise FailedPrecondition("STORE_OWNER", f"{root} belongs to user {owner}, and this process runs as {os.geteuid()}")
     root.chmod(0o700)
     guards: list[int] = []
     try:

@@ -363,7 +363,7 @@ class VersionLifecycle:
         while not self._capacity.fits(model, size):
             if not self._free_capacity(retired):
                 raise ResourceExhausted(
-                    "NO_ROOM", f"{model.name}: no capacity for a version of {size} bytes; {self._capacity.holdings()}"
+                    "NO_ROOM", f"{model.name}: there is no capacity for a version of {size} bytes; {self._capacity.holdings()}"
                 )
             self._catalogue.wait()
 

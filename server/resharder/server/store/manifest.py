@@ -186,7 +186,6 @@ class VerifiedVersion(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Resource name."""
         return self.manifest.record.name
 
 
@@ -223,10 +222,12 @@ def verify(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
     except BadManifest as error:
         raise DataLoss("CHECKSUM", f"{what}: {error}") from error
     if not found.whole:
-        raise DataLoss("CHECKSUM", f"{what}: expected all bytes of the version, its manifest is that of one that lacks pieces")
+        raise DataLoss("CHECKSUM", f"{what}: its manifest is that of a version that lacks pieces")
     record = found.record
     if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
-        raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
+        raise DataLoss(
+            "CHECKSUM", f"{what}: its manifest is that of {record.name} with fingerprint {record.fingerprint}, not {fingerprint}"
+        )
     with touching(folder, "verifying"), MappedFiles(folder, found.files) as files:
         difference = _difference(found.digests, digest_tensors(files, _threads()))
     if difference:

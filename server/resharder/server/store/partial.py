@@ -124,12 +124,10 @@ class PartialVersion:
 
     @property
     def name(self) -> str:
-        """Resource name."""
         return self.record.name
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the version."""
         return self.record.fingerprint
 
     def held(self) -> Bitmap:

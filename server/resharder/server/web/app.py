@@ -138,11 +138,11 @@ class _Checked:
 
 def _failed(request: Request, error: Exception) -> Response:
     _log.error("request_failed", path=request.url.path, exc_info=error)
-    return PlainTextResponse("the daemon failed; its log has the reason\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return PlainTextResponse("the daemon failed: its log has the reason\n", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _not_found(request: Request, error: Exception) -> Response:
-    return PlainTextResponse("there is nothing here\n", HTTPStatus.NOT_FOUND)
+    return PlainTextResponse("there is nothing at this address\n", HTTPStatus.NOT_FOUND)
 
 
 def admit_all(request: Request) -> Response | None:

@@ -72,4 +72,4 @@ class Shown:
             return "the daemon starts"
         if problem := self._intake.store.folder.problem():
             return problem
-        return "the daemon goes down" if self._intake.draining else ""
+        return "the daemon is shutting down" if self._intake.draining else ""

@@ -83,10 +83,7 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
 
 def _shareable(allocation: Allocation) -> Allocation:
     if not (allocation.ipc or allocation.fd):
-        raise NotShareable(
-            f"expected memory that other processes can map, got an allocation of {allocation.size} bytes that its allocator "
-            "made without that"
-        )
+        raise NotShareable(f"an allocation of {allocation.size} bytes was made in a way that other processes cannot map")
     return allocation
 
 

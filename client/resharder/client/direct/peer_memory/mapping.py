@@ -34,7 +34,6 @@ class _Allocation:
         """Do nothing: the memory is the other process's."""
 
     def close(self) -> None:
-        """Unmap the allocation."""
         cuda_driver.ipc_close(self.address)
 
 
@@ -89,7 +88,7 @@ class _Copied:
             here, there = _Vector(self.address + done, size - done), _Vector(self._begin + done, size - done)
             got = call(self._pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if got <= 0:
-                raise DirectFailed(f"expected to read memory of process {self._pid}: {os.strerror(ctypes.get_errno())}")
+                raise DirectFailed(f"cannot read the memory of process {self._pid}: {os.strerror(ctypes.get_errno())}")
             done += got
 
     def close(self) -> None:
@@ -147,7 +146,7 @@ class Mappings:
         for id in self._known.keys() - set(ids):
             self._unmap(self._known.pop(id))
         if missing := set(ids) - self._known.keys():
-            raise DirectFailed(f"expected {len(ids)} blocks, {len(missing)} are missing")
+            raise DirectFailed(f"{len(missing)} of {len(ids)} blocks are missing")
 
     def _unmap(self, known: _Known) -> None:
         with of_device(self._device), suppress(RuntimeError):  # its process may be gone
@@ -174,7 +173,7 @@ class Mappings:
         used = ranges[:, 1] > ranges[:, 0]
         at = np.searchsorted(begins, ranges[used, 0], "right") - 1
         if len(at) and ((at < 0).any() or (ranges[used, 1] > ends[at]).any()):
-            raise DirectFailed("expected tensors within the blocks that their process shares, found one outside")
+            raise DirectFailed("a tensor lies outside of the blocks that its process shares")
         found = np.zeros(len(ranges), np.int64)
         found[used] = here[at] + ranges[used, 0] - begins[at] if len(at) else 0
         return found

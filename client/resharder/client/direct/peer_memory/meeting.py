@@ -25,10 +25,10 @@ from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.peer_memory.reader import PeerReader
 from resharder.client.gpu.table import Tensors
+from resharder.client.settings import PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
 
 logger = logging.getLogger(__name__)
-_SETTING = "RESHARDER_PEER_MEMORY"
 _CPU = "cpu"
 _ONE_GPU, _OTHER_GPU = 264, 64  # programs of the copying kernel: measured on H200s, where more are no faster
 
@@ -51,12 +51,12 @@ class Place(NamedTuple):
     token: str
 
 
-def wanted(device: torch.device, environment: Mapping[str, str] = os.environ) -> bool:
+def wanted(device: torch.device, environment: Mapping[str, str] | None = None) -> bool:
     """Return whether this process shares memory: by default on GPUs only.
 
     RESHARDER_PEER_MEMORY=off excludes it; `cpu` has CPUs share memory too, which copies everything twice.
     """
-    setting = environment.get(_SETTING, "")
+    setting = PEER_MEMORY.text(environment)
     return setting != "off" and (device.type == "cuda" or setting == "cpu")
 
 
@@ -147,7 +147,7 @@ def _call(rank: int, source: int, place: Place, deadline: float) -> Line:
         connected.connect("\0" + place.socket)
     except OSError as error:
         connected.close()
-        raise DirectFailed(f"rank {source}: expected to connect to it: {error}") from error
+        raise DirectFailed(f"cannot connect to rank {source}: {error}") from error
     line = Line(connected, f"rank {source}")
     line.send("hello", token=place.token, rank=rank)
     return line
@@ -160,7 +160,7 @@ def _answer(listening: socket.socket, own: Place, awaited: set[int], deadline: f
         try:
             connected, _ = listening.accept()
         except OSError as error:
-            raise DirectFailed(f"expected ranks {sorted(awaited)} to connect: {error}") from error
+            raise DirectFailed(f"ranks {sorted(awaited)} did not connect: {error}") from error
         line = Line(connected, "a reader")
         with suppress(DirectFailed):  # of a process that is no member
             hello = line.receive(deadline).fields
@@ -173,5 +173,5 @@ def _answer(listening: socket.socket, own: Place, awaited: set[int], deadline: f
 def _refused(rank: int, why: str, own: Place, other: Place) -> None:
     """Log that a pair goes over NCCL. Raises DirectFailed if it cannot."""
     if own.device == other.device != _CPU:
-        raise DirectFailed(f"rank {rank}: expected to share memory, because NCCL joins no two processes of one GPU: {why}")
+        raise DirectFailed(f"rank {rank} is on the same GPU, where NCCL cannot be used, and cannot share its memory: {why}")
     logger.warning("rank %d shares no memory, its part goes over the network library: %s", rank, why)

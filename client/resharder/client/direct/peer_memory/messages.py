@@ -84,7 +84,7 @@ class Line:
             while not ready.poll(_POLL * 1000):
                 check()
                 if time.monotonic() > deadline:
-                    raise DirectFailed(f"{self.peer}: expected a message in time, got none")
+                    raise DirectFailed(f"{self.peer}: no message came in time")
         except (OSError, ValueError) as error:  # closed by another thread
             raise self._gone(error) from error
 

@@ -117,7 +117,7 @@ class PeerReader:
             while not (holds() or self._why):
                 check()
                 if time.monotonic() > deadline:
-                    raise DirectFailed(f"expected the rank {what} in time")
+                    raise DirectFailed(f"the rank was not ready in time {what}")
                 self._changed.wait(_POLL)
 
     def _listen(self) -> None:

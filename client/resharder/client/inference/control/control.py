@@ -248,7 +248,7 @@ class OrderExecutor:
             self._engine.reset_encoder_cache(),
         )
         if not prefix:
-            raise WorkersFailed("expected vLLM to reset the prefix cache and its KV connector, got a refusal")
+            raise WorkersFailed("vLLM refused to reset the prefix cache and its KV connector")
         self.state = replace(self.state, stale=False)
 
     async def _resume(self, order: ControlOrder) -> Outcome | None:
@@ -328,7 +328,7 @@ class OrderExecutor:
     def _expect(self, reached: bool, power: Power) -> None:
         """Raise `WorkersFailed` unless `power` is reached: vLLM only logs a sleep or wake that has no effect."""
         if not reached:
-            raise WorkersFailed(f"expected the engine to be {Power.Name(power)}, it is {Power.Name(self.state.power)}")
+            raise WorkersFailed(f"the engine is {Power.Name(self.state.power)}, not {Power.Name(power)}")
 
     def _serialise_other_callers(self) -> None:
         """Serialise `sleep`, `wake_up` and `resume_generation` of all callers of this client with orders.
@@ -368,7 +368,7 @@ class OrderExecutor:
                 if ours or self._released or self.state.paused_at is None:
                     await resume()
                 else:
-                    logger.warning("ignoring resume_generation by another caller: an install has paused the engine")
+                    logger.warning("ignoring another caller's resume_generation: an install has paused the engine")
 
         self._engine.sleep, self._engine.wake_up = watched_sleep, watched_wake_up  # type: ignore[method-assign]
         self._engine.resume_generation = watched_resume  # type: ignore[method-assign]

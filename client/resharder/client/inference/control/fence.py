@@ -109,7 +109,7 @@ class Fence:
             return f"expected an order of term {self.term} or later, got one of term {term}: another control side leads"
         self.term = max(self.term, term)
         if until is not None and clock and clock == clock_id() and (late := self._clock() - until) >= 0:
-            return f"expected an order on a living lease, got one whose lease ended {late:.3f} s ago"
+            return f"the lease of the order ended {late:.3f} s ago"
         return ""
 
     def refused(self, reason: str) -> Wire:

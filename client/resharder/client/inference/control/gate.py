@@ -126,7 +126,7 @@ class Position(Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """A 503 and its reason."""
+    """What a request gets that the gate does not admit: 503, with this reason."""
 
     reason: str
 

@@ -33,7 +33,7 @@ LEAVE_SECONDS = 2.0  # for the daemon to receive the last report
 
 @dataclass(frozen=True)
 class ControlIdentity:
-    """The identity of one control side."""
+    """What an API server's control side claims: a server of a size, at an address, for a model and a fleet."""
 
     server: str
     """The server's id, shared by all of its API servers."""
@@ -204,7 +204,7 @@ class LeaseThread:
                 # The connection may be dead without an error.
                 unanswered = bool(self._sent_at) and time.monotonic() - self._sent_at[0] > self._lease_seconds
             if unanswered:
-                self.reattach(f"expected an answer of the daemon within {self._lease_seconds:g} s, got none")
+                self.reattach(f"the daemon did not answer within {self._lease_seconds:g} s")
                 return
             message = server_pb2.ControlReport() if outcome is None else _outcome_to_proto(outcome)
 

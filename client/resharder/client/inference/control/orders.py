@@ -39,7 +39,7 @@ _POWERS = {Order.SLEEP: (Power.ASLEEP_1, Power.ASLEEP_2), Order.WAKE: (Power.WEI
 
 @dataclass(frozen=True)
 class ControlOrder:
-    """An order of the daemon."""
+    """What the daemon orders a control side to do, and under which leadership and lease."""
 
     kind: Order.Kind
     install: str = ""
@@ -146,7 +146,7 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
         The step to take, or the outcome if no step is needed.
     """
     if order.kind in _LEADERS and not state.leads(order):
-        return _refused(order, f"expected the leading control side for {Order.Kind.Name(order.kind)}, this one does not lead")
+        return _refused(order, f"{Order.Kind.Name(order.kind)} is for the leading control side, and this one does not lead")
     if before := _recorded_outcome(state, order):
         return before
     if order.leased and not alive:
@@ -160,15 +160,15 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
             return Step.UNSTAGE
         case Order.APPLY if state.power in SLEEP_LEVELS:
             # On a GPU, an update during sleep is a segmentation fault (vLLM issue 57853).
-            return _refused(order, f"expected the weights to be awake, the engine is {Power.Name(state.power)}")
+            return _refused(order, f"the weights are not awake: the engine is {Power.Name(state.power)}")
         case Order.APPLY:
             return Step.APPLY
         case Order.RESUME if order.version < 1:
             return _refused(order, f"expected a version to resume on, got {order.version}")
         case Order.RESUME if state.power > Power.AWAKE:
-            return _refused(order, f"expected the engine to be awake, it is {Power.Name(state.power)}")
+            return _refused(order, f"the engine is not awake: it is {Power.Name(state.power)}")
         case Order.RESUME if state.dropped:
-            return _refused(order, "expected a version to be installed first: a sleep at level 2 dropped the weights")
+            return _refused(order, "a sleep at level 2 dropped the weights: install a version first")
         case Order.RESUME:
             may_be_paused = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
             return Step.RESUME if may_be_paused or open_on != order.version else state.resumed_as(order)

@@ -57,10 +57,10 @@ class WeightUpdates:
         deadline = time.monotonic() + _CLAIM_SECONDS
         while not (followed := self._model()):
             if time.monotonic() >= deadline:
-                raise NotServed(f"expected the daemon to name the server's model within {_CLAIM_SECONDS:g} s, got no answer")
+                raise NotServed(f"the daemon has not named the server's model within {_CLAIM_SECONDS:g} s")
             await asyncio.sleep(0.1)
         if model != followed:
-            raise UsageError(f"expected a trainer of model {followed!r}, which this server follows, got one of model {model!r}")
+            raise UsageError(f"this server follows model {followed!r}, and the trainer publishes model {model!r}")
 
     async def update(self, info: Any) -> None:
         """Check that the daemon of this server has a version.
@@ -96,7 +96,7 @@ class WeightUpdates:
         """
         version = self._announced if label is None else _number(label)
         if not version:
-            raise UsageError("expected update_weights with the version before finish_weight_update")
+            raise UsageError("finish_weight_update was called before update_weights, which names the version")
         deadline = time.monotonic() + self._timeout
         while (self._gate.open_on or 0) < version:
             problem, reason = await asyncio.to_thread(self._query, lambda operator: self._outlook(operator, version))
@@ -149,7 +149,7 @@ def obstacle(version: int, fleet: Fleet, server: Server) -> str:
 def _require(found: Version, fingerprint: str) -> None:
     if found.state != Version.State.READY:
         reason = f": {found.reason}" if found.reason else ""
-        raise NotServed(f"expected {found.name} to be READY, it is {found.state}{reason}")
+        raise NotServed(f"{found.name} is not READY: it is {found.state}{reason}")
     if found.fingerprint != fingerprint:
         raise NotServed(
             f"expected {found.name} with fingerprint {fingerprint}, got {found.fingerprint}: "

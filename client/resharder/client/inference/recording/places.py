@@ -211,8 +211,8 @@ def _renewed(place: TensorPlace, old: torch.Tensor, in_use: bool) -> bool:
     new = place.tensor
     if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         raise ValueError(
-            f"expected {place.path} to stay {old.dtype} {tuple(old.shape)} on {old.device} in a reload, "
-            f"it became {new.dtype} {tuple(new.shape)} on {new.device}"
+            f"{place.path} was {old.dtype} {tuple(old.shape)} on {old.device}, and a reload made it {new.dtype} "
+            f"{tuple(new.shape)} on {new.device}"
         )
     if not in_use:
         old.data.copy_(new)

@@ -5,13 +5,12 @@ processes that imported it.
 """
 
 import logging
-import os
 import re
 import uuid
 from typing import Any
 
-_RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-_WARNED = "RESHARDER_WARNED_OF_VLLM"  # inherited by child processes, so that a server warns once
+from resharder.client import settings
+
 OLDEST = (0, 26)  # the first release with endpoint plugins
 TESTED = (OLDEST, (0, 28), (0, 32))
 
@@ -31,25 +30,26 @@ def register() -> None:
 
     has_backend = weight_transfer.register_backend()
     watch_engine_args(register)
-    if not os.environ.get("RESHARDER_ENDPOINT"):
+    if not settings.ENDPOINT.text():
         return
     from resharder.client.errors import UsageError
-    from resharder.client.inference.settings import CONFIG_CHANGE
 
-    if os.environ.get(CONFIG_CHANGE) == "exit" and not os.environ.get("RESHARDER_SERVER_ID"):
-        raise UsageError(f"{CONFIG_CHANGE}=exit needs RESHARDER_SERVER_ID: a server that starts again is known by it")
-    os.environ.setdefault("RESHARDER_SERVER_ID", uuid.uuid4().hex)  # inherited by all processes of the server
-    prefixes = [prefix for prefix in os.environ.get(_RAY_PREFIXES, "").split(",") if prefix]
+    if settings.ON_CONFIG_CHANGE.text() == "exit" and not settings.SERVER_ID.text():
+        raise UsageError(
+            f"{settings.ON_CONFIG_CHANGE.name}=exit needs RESHARDER_SERVER_ID: a server that starts again is known by it"
+        )
+    settings.SERVER_ID.set_default(uuid.uuid4().hex)  # inherited by all processes of the server
+    prefixes = settings.VLLM_RAY_PREFIXES.read()
     if "RESHARDER_" not in prefixes:
-        os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "RESHARDER_"])
+        settings.VLLM_RAY_PREFIXES.set(",".join([*prefixes, "RESHARDER_"]))
     from resharder.client.inference import version_page
     from resharder.client.inference.settings import PluginSettings
     from vllm import __version__
 
     if problem := too_old(__version__):
         raise UsageError(problem)
-    if (warning := untested(__version__)) and os.environ.get(_WARNED) != __version__:
-        os.environ[_WARNED] = __version__
+    if (warning := untested(__version__)) and settings.WARNED_OF_VLLM.text() != __version__:
+        settings.WARNED_OF_VLLM.set(__version__)
         logging.getLogger("vllm.resharder").warning(warning)
     version_page.provide(PluginSettings.from_environment().server)
     from resharder.client.inference.vllm import (

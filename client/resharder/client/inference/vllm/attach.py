@@ -27,7 +27,7 @@ from resharder.client.inference.control.lease import ControlIdentity, LeaseThrea
 from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
 from resharder.client.inference.engine import InstallError, refuse_config
-from resharder.client.inference.settings import CONFIG_CHANGE, PluginSettings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import outputs, refusals, weight_transfer
 from resharder.client.inference.vllm.engine_core import EngineEnd, engines_are_here, guard, passes_kv
@@ -35,6 +35,7 @@ from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
+from resharder.client.settings import ON_CONFIG_CHANGE
 from resharder.client.versions.remote import get_manifest
 from resharder.v1.resources_pb2 import Power
 from resharder.v1.server_pb2 import Order
@@ -76,7 +77,7 @@ class AttachedEngine:
             if left is not None and left <= 0:
                 raise WaitTimeout(f"expected version {version} within {timeout:g} s, got {self.version or 'none'}")
             if self._closed:
-                raise UsageError(f"expected an attached engine to wait for version {version}, got a closed handle")
+                raise UsageError(f"cannot wait for version {version}: the engine is detached, because its handle was closed")
             await self._gate.changed(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
         return self._gate.version
 
@@ -133,7 +134,7 @@ async def attach(
     config = engine.vllm_config
     refuse_unsupported(config)
     if settings.restarts and end is None:
-        raise UsageError(f"{CONFIG_CHANGE}=exit is for vLLM's API server: leave it out where a program embeds the engine")
+        raise UsageError(f"{ON_CONFIG_CHANGE.name}=exit is for vLLM's API server: leave it out where a program embeds the engine")
     engine_config, restarting = EngineConfig(config) if settings.restarts else None, False
     world_size = config.parallel_config.world_size_across_dp
     identity = ControlIdentity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))
@@ -194,7 +195,7 @@ async def attach(
     try:
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again
-        logger.warning("cannot determine yet whether the engine sleeps: %s", error)
+        logger.warning("cannot tell yet whether the engine sleeps: %s", error)
     await engine_end.find_processes()
     thread.start()
     return AttachedEngine(gate, thread, control)

@@ -29,7 +29,7 @@ from vllm.model_executor.models import utils as model_utils
 
 @dataclass(frozen=True)
 class ServerSizes:
-    """The parallelism of a server."""
+    """Sizes of a server's parallel groups, which decide what each of its workers holds."""
 
     tp: int = 1
     """Tensor parallel size."""

@@ -69,7 +69,7 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load the boot version into a model, on vLLM's call within `load_model`."""
         if self._booting is None:
-            raise UsageError("expected a call of load_model before load_weights: the resharder loader cannot reload a model")
+            raise UsageError("load_weights was called before load_model: the resharder loader cannot reload a model")
         self._booting.load(model)
 
 
@@ -107,7 +107,7 @@ class _Booting:
     def verify(self, model: torch.nn.Module) -> None:
         """Compare memory with the store after vLLM's post-processing, decide the route, and report the boot."""
         if self.source is None:
-            raise UsageError("expected vLLM to call load_weights while it loads a model, it did not")
+            raise UsageError("vLLM has loaded a model without a call of load_weights")
         failpoint("worker.boot.verify")
         with self.agent.host.calling():
             self.part.decide_route(model, self.source)

@@ -32,7 +32,9 @@ def drafter_of(worker: Any) -> torch.nn.Module | None:
     runner = worker.model_runner
     model = getattr(getattr(runner, "drafter", None) or getattr(runner, "speculator", None), "model", None)
     if not isinstance(model, torch.nn.Module):
-        raise LookupError(f"expected a drafter ({speculative.method}) in vLLM's {type(runner).__name__}, found {model!r}")
+        raise LookupError(
+            f"this release cannot find the drafter ({speculative.method}) in vLLM's {type(runner).__name__}: it has {model!r}"
+        )
     return model
 
 

@@ -21,6 +21,7 @@ from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import weight_transfer
 from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
+from resharder.client.settings import ENDPOINT
 
 CONFIG_CHANGED = 75
 """Exit status of a server that ends to start again on another config.json: EX_TEMPFAIL of sysexits.h."""
@@ -47,7 +48,7 @@ class EndpointPlugin:
         Raises:
             UsageError: A variable is invalid.
         """
-        if not os.environ.get("RESHARDER_ENDPOINT"):
+        if not ENDPOINT.text():
             return
         self._settings = PluginSettings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
@@ -64,7 +65,7 @@ class EndpointPlugin:
         if self._gate is None or settings is None:
             return
         if engine_client is None:
-            raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
+            raise UsageError("this API server has no engine behind it: leave the plugin out of VLLM_PLUGINS")
         if weight_transfer.is_selected(engine_client.vllm_config):
             self._passing |= weight_transfer.ROUTES
         address = _address(args, settings)

@@ -5,17 +5,17 @@ Other load formats are not touched: a vLLM beside which the package is installed
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from resharder.client.errors import UsageError
+from resharder.client.settings import ENDPOINT, VLLM_PLUGINS
 from resharder.converters.allowances import refuse
 from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT
 
 LOAD_FORMAT = "resharder"
-_ENDPOINT, _PLUGINS = "RESHARDER_ENDPOINT", "VLLM_PLUGINS"
+_PLUGINS = VLLM_PLUGINS.name
 logger = logging.getLogger("vllm.resharder")
 
 
@@ -33,9 +33,9 @@ def watch_engine_args(register: Callable[[], None]) -> None:
     @functools.wraps(create)
     def checked(self: Any, usage_context: Any = None, headless: bool = False, **options: Any) -> Any:
         ours = str(self.load_format).lower() == LOAD_FORMAT
-        if ours and not os.environ.get(_ENDPOINT):
-            logger.warning("%s is not set: the daemon is looked for at %s", _ENDPOINT, DEFAULT_ENDPOINT)
-            os.environ[_ENDPOINT] = DEFAULT_ENDPOINT
+        if ours and not ENDPOINT.text():
+            logger.warning("%s is not set: looking for the daemon at %s", ENDPOINT.name, DEFAULT_ENDPOINT)
+            ENDPOINT.set(DEFAULT_ENDPOINT)
             register()
         if getattr(usage_context, "name", "") == "OPENAI_API_SERVER" and not headless:
             _check_gate(ours)
@@ -47,7 +47,7 @@ def watch_engine_args(register: Callable[[], None]) -> None:
 
 def _check_gate(ours: bool) -> None:
     """Refuse an API server without the plugin's gate and control side, which vLLM loads only if VLLM_PLUGINS names them."""
-    if LOAD_FORMAT in os.environ.get(_PLUGINS, "").split(","):
+    if LOAD_FORMAT in VLLM_PLUGINS.read():
         return
     if ours:
         error = UsageError(
@@ -56,5 +56,5 @@ def _check_gate(ours: bool) -> None:
             "program that attaches the engine itself, set RESHARDER_ALLOW=no-gate"
         )
         refuse("no-gate", error)
-    elif os.environ.get(_ENDPOINT):
+    elif ENDPOINT.text():
         logger.warning("this server does not follow the daemon: %s does not name resharder", _PLUGINS)

@@ -1,11 +1,11 @@
 """Configurations of vLLM that Resharder does not support; read against 0.26, 0.28 and 0.32."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from resharder.client.inference.vllm.drafters import foreign_drafter
+from resharder.client.settings import VLLM_RUST_FRONTEND
 
 _GRPC_SERVERS = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
 
@@ -34,7 +34,7 @@ def ungated_front_end() -> str:
     choice (0.26 to 0.32). A variable selects the Rust front end. The gRPC server is an option of the command
     or a program of its own; spawned processes inherit the option in `sys.argv`, forked ones the module.
     """
-    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").strip() not in ("", "0"):
+    if VLLM_RUST_FRONTEND.text().strip() not in ("", "0"):
         return "the Rust front end (VLLM_USE_RUST_FRONTEND), which has no gate"
     program, *arguments = sys.argv or [""]
     main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")

@@ -25,7 +25,7 @@ _LONGEST_BODY = 1 << 16  # bytes; a longer body of a call whose rule depends on 
 
 
 class Handling(Enum):
-    """Handling of a route."""
+    """What a server that follows the daemon does with a call of a route."""
 
     HARMLESS = "harmless"
     COORDINATED = "coordinated"
@@ -34,7 +34,7 @@ class Handling(Enum):
 
 @dataclass(frozen=True)
 class RouteRule:
-    """The rule of a route."""
+    """How calls of a route are handled, and what to do instead of a refused one."""
 
     handling: Handling
     instead: str = ""

@@ -28,7 +28,7 @@ def cannot_sleep(vllm_config: Any) -> str:
     """
     if vllm_config.device_config.device_type == "cpu" or vllm_config.model_config.enable_sleep_mode:
         return ""
-    return "expected an engine with sleep mode: start vLLM with --enable-sleep-mode"
+    return "the engine has no sleep mode: start vLLM with --enable-sleep-mode"
 
 
 def let_stay_paused() -> None:

@@ -113,8 +113,8 @@ class ResharderWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 def _refuse() -> NoReturn:
     raise UsageError(
-        "expected an engine that follows the daemon, got one without a control side: name resharder in VLLM_PLUGINS of the "
-        "API server, or call resharder.client.attach(engine) in the program around AsyncLLM"
+        "this engine does not follow the daemon, because it has no control side: name resharder in VLLM_PLUGINS of the API "
+        "server, or call resharder.client.attach(engine) in the program around AsyncLLM"
     )
 
 
@@ -231,7 +231,7 @@ async def _start(updates: "WeightUpdates") -> None:
 
 
 async def _draft(updates: "WeightUpdates") -> None:
-    raise UsageError("expected start_weight_update: a version has the drafter's weights too")
+    raise UsageError("a version has the drafter's weights too: call start_weight_update instead")
 
 
 _PHASES: dict[str, Callable[..., Awaitable[None]]] = {

@@ -241,7 +241,7 @@ class Agent:
         with self.staging.lock:
             staged = self.staging.current
         if staged is None or staged.install != install_id or staged.source is None:
-            raise InstallError(f"expected install {install_id} to be staged in this worker, it is not")
+            raise InstallError(f"install {install_id} is not staged in this worker")
         with self.verifier.exclusive():
             return self._apply(models, staged, staged.source)
 
@@ -330,7 +330,7 @@ class Agent:
     def require_weights(self, action: str) -> None:
         """Raise `InstallError` while the weights sleep: on a GPU, access to them ends the process (vLLM issue 57853)."""
         if WEIGHTS in self.sleep_state.tags:
-            raise InstallError(f"expected the weights to be awake to {action}, they sleep at level {self.sleep_state.level}")
+            raise InstallError(f"cannot {action}: the weights sleep at level {self.sleep_state.level}")
 
     def fall_asleep(self, models: Models, level: int) -> None:
         """Prepare for a sleep, before vLLM drops any memory.

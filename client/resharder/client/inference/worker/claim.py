@@ -89,7 +89,7 @@ class Renewal:
             there = waiting.select(_START_SECONDS)
         if not there or not self._process.stdout.readline():
             self.close()
-            raise RenewalFailed(f"expected the helper that renews the server's claim to start within {_START_SECONDS:g} s")
+            raise RenewalFailed(f"the helper that renews the server's claim did not start within {_START_SECONDS:g} s")
 
     def begin(self) -> None:
         """Begin to renew. Call it after the claim."""

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from resharder.client.errors import ResharderError
-from resharder.client.inference.settings import GRPC, HTTP
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
+from resharder.client.settings import GRPC, HTTP
 from resharder.client.versions.port_reader import PortReader, PortUnavailable
 from resharder.client.versions.read_plan import ReadPlan, plan_reads
 from resharder.client.versions.remote import VersionManifest, download, get_manifest

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 @dataclass(frozen=True)
 class Installed:
-    """The result of an install."""
+    """What an install has verified and copied, summed over the parts of the model."""
 
     verified: int
     """Number of boxes with an equal digest."""
@@ -185,4 +185,4 @@ def _difference(tensor: str, box: Box, expected: int, found: int, where: str) ->
 def refuse(wrong: list[str]) -> None:
     """Raise `InstallError` with these differences unless there are none."""
     if wrong:
-        raise InstallError(f"expected the digests of the store, {len(wrong)} boxes differ: {'; '.join(wrong[:4])}")
+        raise InstallError(f"{len(wrong)} boxes differ from the store's digests: {'; '.join(wrong[:4])}")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from resharder.client.inference.engine import Host, InstallError
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.settings import fault as requested_fault
 from resharder.client.inference.worker.source import VersionSource
+from resharder.client.settings import FAULT
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Piece, StridedView, TensorSpec, box_index, box_size
 from resharder.converters.models.tensor_io import tensor_of_bits
@@ -106,7 +106,7 @@ class Fault:
     @staticmethod
     def from_environment() -> "Fault":
         """Read the fault from `RESHARDER_FAULT`."""
-        return Fault(*requested_fault())
+        return Fault(*FAULT.read())
 
     def applied(self, name: str, source: VersionSource) -> Array | None:
         """Return the array to install for the HF tensor `name`; `None` to skip it."""

@@ -87,7 +87,7 @@ class ModelPart:
         if recording.unfit:
             reasons = [f"{name}: {why}" for name, why in sorted(recording.unfit.items())]
             raise InstallError(
-                f"expected {manifest.name} to have the {self.name}'s tensors in the formats in which it loads them; "
+                f"{manifest.name} has tensors in other formats than those in which the {self.name} loads them; "
                 f"{len(reasons)} parameters do not fit: {'; '.join(reasons[:4])}"
             )
         with collecting() as warnings:
@@ -106,9 +106,9 @@ class ModelPart:
             refuse(
                 UNWRITTEN,
                 InstallError(
-                    f"{manifest.name} lacks tensors that the {self.name} loads: {len(reasons)} parameters would keep what is in "
-                    f"memory now. They get {'; '.join(reasons[:4])}{'; …' if len(reasons) > 4 else ''}. "
-                    "Publish the whole checkpoint. If the model does not read the rest, "
+                    f"{manifest.name} lacks tensors that the {self.name} loads: {len(reasons)} parameters would keep what is "
+                    f"in memory now. They get {'; '.join(reasons[:4])}{'; …' if len(reasons) > 4 else ''}. Publish the whole "
+                    f"checkpoint. If the model does not read the rest, "
                     f"start the server with {VARIABLE}={UNWRITTEN}"
                 ),
             )
@@ -146,7 +146,7 @@ class ModelPart:
     def known(self) -> Recording:
         """The recording. Raises `InstallError` before there is one."""
         if self.recording is None:
-            raise InstallError(f"expected the {self.name} to be recorded")
+            raise InstallError(f"the {self.name} is not recorded yet")
         return self.recording
 
     @property
@@ -170,13 +170,14 @@ def needs(parts: Iterable[ModelPart]) -> Needs:
 
 
 class ModelParts:
-    """The parts of one worker."""
+    """The model of one worker and its drafter, if it has one, each made when it is first asked for."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self.by_name: dict[str, ModelPart] = {}
         self.needed_bytes = 0
         """Bytes of a version that the parts read."""
+        self._config_warnings: list[str] = []
 
     def part(self, name: str) -> ModelPart:
         """Return the part, and create it on the first call."""
@@ -206,8 +207,8 @@ class ModelParts:
 
     @property
     def warnings(self) -> list[str]:
-        """Refusals that the environment allows, of all parts."""
-        return [text for part in self.by_name.values() for text in part.warnings]
+        """Refusals that the environment allows, of all parts and of the config that was checked last."""
+        return [*self._config_warnings, *(text for part in self.by_name.values() for text in part.warnings)]
 
     def count_needed_bytes(self) -> None:
         """Update `needed_bytes` after a recording."""
@@ -234,7 +235,9 @@ class ModelParts:
             booting: Whether the server starts, so that it is no use to start it again as it is.
         """
         if config:
-            refuse_config(version, self._host.config_differences(config), booting)
+            with collecting() as warnings:
+                refuse_config(version, self._host.config_differences(config), booting)
+            self._config_warnings = warnings
 
     def check_early(self, version: str, config: bytes, tensors: str) -> None:
         """Raise `InstallError` as `check` does, for a version that is not READY. Of its tensors only the fingerprint is known."""

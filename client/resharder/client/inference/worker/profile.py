@@ -47,7 +47,7 @@ def profiled(channel: Channel, server: str, rank: int, install: str, device: tor
 
 def _started(device: torch.device) -> Any:
     if torch.autograd.profiler._is_profiler_enabled:  # a second profiler would take the events of the first
-        raise RuntimeError("expected no other profiler in this process, one is running")
+        raise RuntimeError("another profiler is running in this process")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

@@ -69,7 +69,6 @@ class EarlyVersion:
 
     @property
     def number(self) -> int:
-        """The version's number."""
         return int(self.version.rpartition("/")[2])
 
 
@@ -187,7 +186,7 @@ class Receiver:
             ResharderError: The ranks' digests cannot be fetched.
         """
         if self._link is None:
-            raise DirectFailed(f"{version}: expected a link to the ranks, there is none")
+            raise DirectFailed(f"{version}: there is no link to the ranks")
         request = direct_pb2.GetDigestsRequest(member=self._member, group=self._link.id, version=version)
         answer = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
         if len(answer.digests) != len(memory.layout.pieces):
@@ -265,7 +264,7 @@ class Receiver:
         if tuple(digests) != self._expected:
             pieces = zip(memory.layout.pieces, digests, self._expected, strict=True)
             wrong = [piece.tensor for piece, found, expected in pieces if found != expected]
-            raise DirectFailed(f"expected the digests of {self._expected_source}, {_differ(wrong)}", torn=True)
+            raise DirectFailed(f"{_differ(wrong)} from the digests of {self._expected_source}", torn=True)
 
     def _failed(self, group: str, error: str) -> None:
         self.problem = error
@@ -294,7 +293,7 @@ def _check_unchanged(prepared: Tensors, found: Tensors) -> None:
     """Raise `DirectFailed` if the model's tensors are not the ones that were prepared before the pause."""
     names = prepared.keys() | found.keys()
     if moved := sorted(name for name in names if prepared.get(name) is not found.get(name)):
-        raise DirectFailed(f"expected the tensors from before the pause, {len(moved)} are others, e.g. {moved[0]}")
+        raise DirectFailed(f"{len(moved)} tensors are not those from before the pause, e.g. {moved[0]}")
 
 
 def compare_with_store(
@@ -329,8 +328,8 @@ def compare_with_store(
 def _difference(early: EarlyVersion, stored: Mapping[tuple[str, Box], int]) -> str:
     pairs = zip(early.pieces, early.digests, strict=True)
     wrong = [piece.tensor for piece, digest in pairs if stored[piece.tensor, piece.box] != digest]
-    return f"expected the digests of the store, {_differ(wrong)}" if wrong else ""
+    return f"{_differ(wrong)} from the store's digests" if wrong else ""
 
 
 def _differ(tensors: Sequence[str]) -> str:
-    return f"{len(tensors)} boxes differ, e.g. of {tensors[0]}"
+    return f"{len(tensors)} boxes, e.g. of {tensors[0]}, differ"

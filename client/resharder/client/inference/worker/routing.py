@@ -202,7 +202,7 @@ def _derived(
     notes = inventory.NOTES.get(model)
     if notes is None:
         raise InstallError(
-            "expected --load-format auto, dummy or resharder: Resharder cannot observe the loader that loaded this model"
+            "Resharder cannot observe the loader that loaded this model: start vLLM with --load-format auto, dummy or resharder"
         )
     paths = {id(module): path for path, module in model.named_modules()}
     read = {name for locals_ in recording.reads.values() for name in locals_}
@@ -223,7 +223,6 @@ def _derived(
             refused.append(found.path)
     if refused:
         raise InstallError(
-            "expected every tensor that loading makes to derive from a weight, "
-            f"cannot determine the source weights of {refused[:8]}"
+            f"cannot determine the source weights of {refused[:8]}: every tensor that loading makes has to derive from a weight"
         )
     return result

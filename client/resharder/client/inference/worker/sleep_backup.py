@@ -28,7 +28,6 @@ class SleepBackup:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all copies."""
         return sum(copy.nbytes for _, copy in self.copies)
 
     def restore(self) -> None:

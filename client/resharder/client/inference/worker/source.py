@@ -23,8 +23,9 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
-from resharder.client.inference.settings import HTTP, PluginSettings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
+from resharder.client.settings import HTTP
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
 from resharder.client.versions.read_plan import needed_pieces
 from resharder.client.versions.remote import Needs, VersionManifest, expected_digests
@@ -304,9 +305,7 @@ class Sources:
         self.transport_reason = "; ".join(reason for reason in (self._node_reason, answer["reason"]) if reason)
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
-            raise StagingFailed(
-                f"{manifest.name}: expected the digests of the store, {len(wrong)} fetched boxes differ, e.g. {wrong[0]}"
-            )
+            raise StagingFailed(f"{manifest.name}: {len(wrong)} fetched boxes differ from the store's digests, e.g. {wrong[0]}")
 
     def close(self) -> None:
         """Close the files of the mirror, and the prepared files of the next version."""
@@ -411,7 +410,7 @@ class _Preparation:
                     files, self._files = self._files, None
                     files.close()
         except (ResharderError, OSError, ValueError, RuntimeError) as error:  # also of a daemon without this call
-            logger.info("the files of the next version are not prepared: %s", error)
+            logger.info("cannot prepare the files of the next version: %s", error)
         finally:
             self._done.set()
 
@@ -538,6 +537,5 @@ class Mirror:
         return tuple(replace(file, path=str(fd)) for (fd, _), file in zip(self._files, layouts, strict=True))
 
     def close(self) -> None:
-        """Close the files."""
         while self._files:
             os.close(self._files.pop()[0])

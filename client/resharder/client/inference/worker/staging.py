@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.resharder.worker")
 
 @dataclass
 class StagedInstall:
-    """An install that is staged or being staged."""
+    """An install from the order to stage it until it is applied or given up."""
 
     install: str
     """Id of the install."""

@@ -215,7 +215,9 @@ class Verifier:
     def _reason_to_skip(self) -> str:
         if why := self._unverifiable():
             return why
-        return "" if self._baselines else "no baseline: expected an install, or a boot from the daemon, before"
+        if self._baselines:
+            return ""
+        return "there is no baseline yet: the worker has not installed a version, nor booted from the daemon"
 
     def _own_stream(self) -> AbstractContextManager[None]:
         return _on_a_stream(self._device) if self._device.type == "cuda" else nullcontext()

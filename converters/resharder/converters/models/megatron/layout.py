@@ -97,7 +97,9 @@ def local_pieces(
     """
     layout, tensors = local_layout(model_chunks, hf_config)
     if blank := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise UnsupportedModel(f"{blank[0]}: expected a model in memory, found {len(blank)} tensors on the meta device")
+        raise UnsupportedModel(
+            f"{blank[0]}: {len(blank)} tensors of the model are on the meta device: load the model before it is attached"
+        )
     for piece in layout.owned():
         yield piece.tensor, box_index(piece.box), read_piece(tensors, piece)
 
@@ -187,7 +189,7 @@ def _unwrap(chunk: torch.nn.Module) -> MegatronModule:
             "wrappers that shard parameters (FSDP) are not supported; pass the module inside of any other wrapper"
         )
     if not isinstance(inner, MegatronModule):
-        raise UnsupportedModel(f"expected megatron-core modules as model chunks, found {type(inner).__name__}")
+        raise UnsupportedModel(f"model chunks have to be megatron-core modules, not {type(inner).__name__}")
     return inner
 
 
@@ -205,8 +207,8 @@ def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed
         _refuse_absent(f"{number}.{parameter_name}", parameter)
     if not parallel_state.model_parallel_is_initialized():
         raise UnsupportedModel(
-            "expected megatron-core's parallel_state to be initialised, found none: a ProcessGroupCollection alone is not "
-            "supported; call parallel_state.initialize_model_parallel with the same sizes"
+            "megatron-core's parallel_state is not initialised, and a ProcessGroupCollection alone is not supported: call "
+            "parallel_state.initialize_model_parallel with the same sizes"
         )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = module.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
@@ -216,7 +218,7 @@ def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed
         if isinstance(value, ShardedObject) and value.key.endswith("_extra_state"):
             continue
         if not isinstance(value, ShardedTensor | ShardedTensorFactory):
-            raise UnknownTensor(f"{name}: expected a sharded tensor in sharded_state_dict, found {type(value).__name__}")
+            raise UnknownTensor(f"{name}: sharded_state_dict has {type(value).__name__} instead of a sharded tensor")
         tensor = value.data
         if fp8 and is_blockwise(tensor):  # views of an FP8 parameter would be copies
             value.data = torch.empty(tensor.shape, dtype=torch.uint8, device="meta")
@@ -229,7 +231,7 @@ def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed
     held = {id(each.tensor) for each in placed.values()}
     for local, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in held and not local.endswith("_extra_state"):
-            raise LayoutError(f"{number}.{local}: expected its placement in sharded_state_dict, found none")
+            raise LayoutError(f"{number}.{local}: sharded_state_dict does not say where it belongs")
     return placed
 
 
@@ -295,11 +297,9 @@ def _refuse_other_computation(modules: Sequence[MegatronModule], recipe: Recipe)
 def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:
     """Raise UnsupportedModel for a parameter whose elements are not all in this process's memory."""
     if isinstance(parameter, DTensor):
-        raise UnsupportedModel(f"{name}: expected a plain tensor, found a DTensor: parameters sharded by FSDP are not supported")
+        raise UnsupportedModel(f"{name} is a DTensor: parameters sharded by FSDP are not supported")
     if parameter.numel() and not parameter.untyped_storage().nbytes():
-        raise UnsupportedModel(
-            f"{name}: expected {parameter.numel()} elements in memory, found none: bring offloaded weights back"
-        )
+        raise UnsupportedModel(f"{name}: none of its {parameter.numel()} elements is in memory: bring offloaded weights back")
 
 
 def _refuse_quantised(name: str, tensor: torch.Tensor) -> None:
@@ -325,7 +325,7 @@ def _shard_pieces(
     `one` is the value that the model stores for a norm's gain of one.
     """
     if shard.data.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-        raise UnsupportedModel(f"{name}: expected a view of its memory, sharded_state_dict copies it")
+        raise UnsupportedModel(f"{name}: sharded_state_dict copies it, where a view of its memory is needed")
     for weight, data, start in _members(name, shard, table, padded_for):
         base, strides = int(data.storage_offset() - tensor.storage_offset()), data.stride()
         within = tuple(Range(first, count) for first, count in zip(start, data.shape, strict=True))

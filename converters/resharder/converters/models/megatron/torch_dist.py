@@ -127,7 +127,7 @@ class _Files:
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             found = dict(metadata.state_dict_metadata)
         except Exception as error:  # a damaged pickle raises arbitrary errors
-            raise ConversionError(f"{folder}: expected a torch_dist checkpoint: {type(error).__name__}: {error}") from error
+            raise ConversionError(f"{folder} is not a torch_dist checkpoint: {type(error).__name__}: {error}") from error
         tensors = {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         for key, entry in tensors.items():
             if not _is_whole(key, entry):
@@ -228,8 +228,8 @@ def _build(config: HFConfig, files: _Files) -> Any:
         built.config.layernorm_zero_centered_gamma = True
         if not any(state.startswith(_NORM_STATE) for state in files.states):
             raise UnsupportedModel(
-                f"{files.folder}: expected norms of TransformerEngine ({_NORM_STATE}), which store this family's gains less one, "
-                "found none: a checkpoint does not record how other norms store them"
+                f"{files.folder} has no norms of TransformerEngine ({_NORM_STATE}), which store this family's gains less one: "
+                f"a checkpoint does not record how other norms store them"
             )
     return built
 
@@ -296,7 +296,8 @@ def _as_stored(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> Layout:
         spec = layout.tensors[piece.tensor]._replace(dtype=FLOATS[dtypes[piece.local]])
         if specs.setdefault(piece.tensor, spec) != spec:
             raise LayoutError(
-                f"{piece.tensor}: expected one dtype, the checkpoint has parts as {spec.dtype} and {specs[piece.tensor].dtype}"
+                f"{piece.tensor}: the checkpoint has parts as {spec.dtype} and {specs[piece.tensor].dtype}, which is not one "
+                f"dtype"
             )
     return Layout(specs, tuple(layout.owned()))
 

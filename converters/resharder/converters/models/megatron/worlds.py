@@ -56,7 +56,7 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
     Raises RuntimeError if torch.distributed is initialised already.
     """
     if dist.is_initialized():
-        raise RuntimeError("expected a process without process groups: torch.distributed is initialised")
+        raise RuntimeError("this needs a process without process groups, and torch.distributed is initialised")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
