@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from resharder.server.fleets.explain import FleetView
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.updates import lost_servers, still_refused, turn_back
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, check_known, listed
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, listed, unknown_value
 from resharder.server.state.fleet import Fleet, UpdateStrategy, VersionTarget, View
 from resharder.server.state.server import ASLEEP
 from resharder.v1 import operator_pb2, resources_pb2
@@ -57,8 +57,8 @@ class Operations:
         target = read_target(message.target) if "target" in fields else None
         strategy = read_strategy(message.strategy, self._checks) if "strategy" in fields else None
         mode = message.pause_mode if "pause_mode" in fields else None
-        if mode is not None:
-            check_known(PauseMode, mode, "PAUSE_MODE", "a pause mode")
+        if mode is not None and (problem := unknown_value(PauseMode, mode, "a pause mode")):
+            raise InvalidArgument("PAUSE_MODE", problem)
         ahead = _read_serve_ahead(message.serve_ahead_setting) if "serve_ahead_setting" in fields else None
         if message.max_skew < 0:
             raise InvalidArgument("MAX_SKEW", f"expected max_skew of 0 or more, got {message.max_skew}")
@@ -141,7 +141,8 @@ class Operations:
 
         Raises InvalidArgument (POWER), ResourceNotFound (FLEET_UNKNOWN, SERVER_UNKNOWN).
         """
-        check_known(Power, request.power, "POWER", "a power")
+        if problem := unknown_value(Power, request.power, "a power"):
+            raise InvalidArgument("POWER", problem)
         power, servers = request.power, _servers(request.server)
         act = _of(servers, lambda fleet, _: set_power(fleet, power, servers))
         return self._change(request.fleet, "sleep" if power in ASLEEP else "wake", request, act)
@@ -205,7 +206,8 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
 
 def read_target(message: resources_pb2.VersionTarget) -> VersionTarget:
     """Convert and validate a version target. Raises InvalidArgument (TARGET)."""
-    check_known(resources_pb2.VersionTarget.Kind, message.kind, "TARGET", "a target")
+    if problem := unknown_value(resources_pb2.VersionTarget.Kind, message.kind, "a target"):
+        raise InvalidArgument("TARGET", problem)
     kind = resources_pb2.VersionTarget.Kind.Name(message.kind)
     target = VersionTarget(message.kind, message.version, message.every_seconds)
     if (target.kind == resources_pb2.VersionTarget.NUMBER) != (target.version > 0):
@@ -220,7 +222,8 @@ def read_target(message: resources_pb2.VersionTarget) -> VersionTarget:
 
 def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> UpdateStrategy:
     """Convert and validate an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
-    check_known(resources_pb2.UpdateStrategy.Kind, message.kind, "STRATEGY", "a strategy")
+    if problem := unknown_value(resources_pb2.UpdateStrategy.Kind, message.kind, "a strategy"):
+        raise InvalidArgument("STRATEGY", problem)
     kind = resources_pb2.UpdateStrategy.Kind.Name(message.kind)
     strategy = UpdateStrategy(
         message.kind,
@@ -250,7 +253,8 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
 
 def _read_serve_ahead(setting: int) -> bool | None:
     """Convert a setting; None is AUTO. Raises InvalidArgument (SERVE_AHEAD)."""
-    check_known(resources_pb2.ServeAhead, setting, "SERVE_AHEAD", "serve_ahead_setting")
+    if problem := unknown_value(resources_pb2.ServeAhead, setting, "serve_ahead_setting"):
+        raise InvalidArgument("SERVE_AHEAD", problem)
     return SERVE_AHEAD[setting]
 
 

@@ -14,7 +14,7 @@ from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.nodes.reports import NodeView
 from resharder.server.observability.tracing.ids import Tracing
-from resharder.server.state.errors import InvalidArgument, check_known
+from resharder.server.state.errors import InvalidArgument, unknown_value
 from resharder.server.state.fleet import Move, UpdateStrategy
 from resharder.server.state.server import Install, Worker
 from resharder.server.state.server_events import Attached, Reported
@@ -134,7 +134,8 @@ def timestamp(seconds: float) -> Timestamp:
 def worker_from_proto(message: resources_pb2.Worker) -> Worker:
     """Convert a worker's report. Raises InvalidArgument (WORKER) for an unknown state."""
     state = message.state
-    check_known(resources_pb2.Worker.State, state, "WORKER", "a worker state")
+    if problem := unknown_value(resources_pb2.Worker.State, state, "a worker state"):
+        raise InvalidArgument("WORKER", problem)
     if message.version < 0 or (state in (resources_pb2.Worker.BOOTED, resources_pb2.Worker.APPLIED) and not message.version):
         raise InvalidArgument(
             "WORKER", f"expected the version of a worker that is {resources_pb2.Worker.State.Name(state)}, got {message.version}"
@@ -226,15 +227,15 @@ def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
 
 def known_power(power: Power) -> Power:
     """Return a power state of a report, which may be unspecified. Raises InvalidArgument (POWER) for one of a later release."""
-    if power:
-        check_known(Power, power, "POWER", "a power")
+    if power and (problem := unknown_value(Power, power, "a power")):
+        raise InvalidArgument("POWER", problem)
     return power
 
 
 def report_from_proto(message: server_pb2.ControlReport) -> Reported:
     """Convert a report. Raises InvalidArgument (ORDER, POWER)."""
-    if message.done:
-        check_known(server_pb2.Order.Kind, message.done, "ORDER", "an order")
+    if message.done and (problem := unknown_value(server_pb2.Order.Kind, message.done, "an order")):
+        raise InvalidArgument("ORDER", problem)
     return Reported(
         message.control,
         message.install,

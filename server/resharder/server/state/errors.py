@@ -121,11 +121,12 @@ def unknown_server(id: str) -> ResourceNotFound:
     return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown: it has to claim its id first")
 
 
-def check_known(enumeration: "EnumTypeWrapper", value: int, reason: Reason, what: str) -> None:
-    """Raise InvalidArgument (`reason`) unless the protocol's enumeration has the value, which is not 0."""
-    if not value or value not in enumeration.values():
-        names = listed(name for name, number in enumeration.items() if number)
-        raise InvalidArgument(reason, f"expected {what} of {names}, got {value}")
+def unknown_value(enumeration: "EnumTypeWrapper", value: int, what: str) -> str:
+    """Return why a value is none of an enumeration of the protocol; empty if it is one, and not 0."""
+    if value and value in enumeration.values():
+        return ""
+    names = listed(name for name, number in enumeration.items() if number)
+    return f"expected {what} of {names}, got {value}"
 
 
 def listed(values: Iterable[object], most: int = 20) -> str:

@@ -230,8 +230,8 @@ class VersionLifecycle:
                 failpoint("commit.after-history")
                 retired += self._retain(model)
             self._changed.notify_all()
-        for each in [*ready, *retired]:
-            self._catalogue.version_changed.emit(each)
+        for record in [*ready, *retired]:
+            self._catalogue.version_changed.emit(record)
         return ready[0]
 
     def _write_manifest(self, folder: Path, proven: ProvenVersion) -> VersionRecord:
