@@ -20,13 +20,15 @@ def test_every_path_that_a_page_names_exists(page: str) -> None:
     assert [path for path in named if not any((folder / path).exists() for folder in folders[path])] == []
 
 
-def test_a_command_passes_few_modules_and_each_is_imported_by_another_or_an_entry() -> None:
-    way = (ROOT / "docs" / "one-tensor.md").read_text().partition("## The way of one command")[2].partition("\n## ")[0]
-    steps = re.findall(r"^\d\. .*?(?=^\d\. |\Z)", way, re.MULTILINE | re.DOTALL)
-    walk = list(dict.fromkeys(name for step in steps for name in NAMED.findall(step)))
+def walked(text: str) -> list[str]:
+    """Return the modules that the numbered steps of a text name, in their order."""
+    steps = re.findall(r"^\d+\. .*?(?=^\d+\. |^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    return list(dict.fromkeys(name for step in steps for name in NAMED.findall(step) if name.endswith(".py")))
+
+
+def not_imported(walk: list[str]) -> list[str]:
+    """Return the modules of a walk that no other one imports."""
     sources = {name: (ROOT / name.partition("/")[0] / "resharder" / name).read_text() for name in walk}
-    services = {f"server/rpc/{name}.py" for name in ("dispatch", "operator_service", "server_service")}
-    entries = {"client/cli/fleets.py", "client/operator/operator.py", *services}  # entered by gRPC, or as its folder's `Operator`
 
     def imported(name: str) -> bool:
         module = "resharder." + name.removesuffix(".py").replace("/", ".")
@@ -34,8 +36,21 @@ def test_a_command_passes_few_modules_and_each_is_imported_by_another_or_an_entr
         found = re.compile(rf"{re.escape(module)} import|from {re.escape(package)} import [^\n]*\b{last}\b")
         return any(found.search(source) for other, source in sources.items() if other != name)
 
+    return [name for name in walk if not imported(name)]
+
+
+def test_a_shard_passes_few_modules_of_trainer_and_plugin() -> None:
+    way, _, rest = (ROOT / "docs" / "one-tensor.md").read_text().partition("## The way of one command")
+    assert rest
+    assert 30 < len([name for name in walked(way) if not name.startswith("server/")]) <= 39
+
+
+def test_a_command_passes_few_modules_and_each_is_imported_by_another_or_an_entry() -> None:
+    walk = walked((ROOT / "docs" / "one-tensor.md").read_text().partition("## The way of one command")[2].partition("\n## ")[0])
+    services = {f"server/rpc/{name}.py" for name in ("dispatch", "operator_service", "server_service")}
+    entries = {"client/cli/fleets.py", "client/operator/operator.py", *services}  # entered by gRPC, or as its folder's `Operator`
     assert 10 < len(walk) <= 14
-    assert [name for name in walk if name not in entries and not imported(name)] == []
+    assert [name for name in not_imported(walk) if name not in entries] == []
 
 
 def test_every_folder_says_what_it_is_for() -> None:
@@ -66,7 +81,7 @@ def test_the_daemon_reads_no_clock_but_the_given_one() -> None:
 
 
 def test_no_call_of_an_object_is_assigned_after_it_was_made() -> None:
-    """Constructors take the callables of an object; a method such as `observe` takes one that is made later."""
+    """Constructors take the callables of an object; a `Signal` connects one that is made later."""
     trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCES}
     annotated = [node for nodes in trees.values() for node in nodes if isinstance(node, ast.AnnAssign)]
     calls = {names_of(node.target).removeprefix("self.") for node in annotated if "Callable" in ast.unparse(node.annotation)}

@@ -263,7 +263,7 @@ def test_an_empty_store_gets_the_newest_whole_version_and_counts_on_from_there(
     flip(root / "archive" / "policy" / "00000003" / LAYOUTS[0].path)
     other = new_store(root)
     heard: list[int] = []
-    other.catalogue.subscribe(lambda record: heard.append(record.number))
+    other.catalogue.version_changed.connect(lambda record: heard.append(record.number))
     restored = opened(other)
     wait_until(lambda: restored.told == [("3", "failed"), ("2", "restored")])
     assert (other.catalogue.models(), numbers(other), heard) == (["policy"], [2], [2])

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from resharder.server.config import ConfigError, load
 from resharder.server.fleets.canary_checks import Checks, _Run, _Tail, environment
-from resharder.server.state.fleet import Fleet, Move, MoveState, UpdateStrategy
+from resharder.server.state.fleet import Fleet, Move, UpdateStrategy
+from resharder.v1 import resources_pb2
 from structlog.testing import capture_logs
 
 from tests.support.observing import wait_until
@@ -62,8 +63,8 @@ def test_a_command_is_told_of_its_move_and_gets_nothing_else_of_the_daemon(
 
 
 def test_the_check_of_a_move_starts_once_with_its_fleet_move_versions_and_servers() -> None:
-    strategy = UpdateStrategy(UpdateStrategy.Kind.CANARY, check="check")
-    move = Move(7, MoveState.HOLDING, back_to=11, to=12, strategy=strategy, started=1.0)
+    strategy = UpdateStrategy(resources_pb2.UpdateStrategy.CANARY, check="check")
+    move = Move(7, resources_pb2.Move.HOLDING, back_to=11, to=12, strategy=strategy, started=1.0)
     ended: Ended = queue.SimpleQueue()
     script = "unset PATH HOME PWD SHLVL _ OLDPWD; /usr/bin/env | /usr/bin/sort"
     checks = Checks({"check": ["sh", "-c", script]}, 60)

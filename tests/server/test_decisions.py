@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 from resharder.server.fleets.commands import decide, roll_back, set_drained, set_power
 from resharder.server.fleets.updates import checked
-from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, MoveState, UpdateStrategy, View
-from resharder.server.state.server import Power
+from resharder.server.state.fleet import Fleet, VersionTarget, View
+from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.fleet_states import fleet, moving, server, view
 
-LATEST, NUMBER, NONE = FleetTargetKind.LATEST, FleetTargetKind.NUMBER, FleetTargetKind.NONE
-CANARY, ROLLING = UpdateStrategy.Kind.CANARY, UpdateStrategy.Kind.ROLLING
+LATEST, NUMBER, NONE = resources_pb2.VersionTarget.LATEST, resources_pb2.VersionTarget.NUMBER, resources_pb2.VersionTarget.NONE
+CANARY, ROLLING = resources_pb2.UpdateStrategy.CANARY, resources_pb2.UpdateStrategy.ROLLING
 
 
 def seen(*ready: int, **changes: object) -> View:
@@ -44,76 +45,89 @@ def test_a_rollback_refuses_every_later_version_and_permits_its_own() -> None:
     assert found == replace(before, refused=found.refused, rolled_back="request 7")
 
 
-@pytest.mark.parametrize("target", [FleetTarget(NUMBER, 3), FleetTarget(NONE)])
-def test_a_rollback_of_a_fixed_target_fixes_the_version(target: FleetTarget) -> None:
-    assert roll_back(fleet(target=target), 1, seen(1, 2, 3), "worse", "").target == FleetTarget(NUMBER, 1)
+@pytest.mark.parametrize("target", [VersionTarget(NUMBER, 3), VersionTarget(NONE)])
+def test_a_rollback_of_a_fixed_target_fixes_the_version(target: VersionTarget) -> None:
+    assert roll_back(fleet(target=target), 1, seen(1, 2, 3), "worse", "").target == VersionTarget(NUMBER, 1)
 
 
 def test_a_rollback_of_latest_keeps_the_target_with_its_pace() -> None:
-    target = FleetTarget(LATEST, every_seconds=60)
+    target = VersionTarget(LATEST, every_seconds=60)
     assert roll_back(fleet(target=target), 1, seen(), "worse", "").target == target
 
 
-@pytest.mark.parametrize("known", [fleet(), moving(MoveState.DONE), moving(MoveState.FAILED)])
+@pytest.mark.parametrize("known", [fleet(), moving(resources_pb2.Move.DONE), moving(resources_pb2.Move.FAILED)])
 @pytest.mark.parametrize("go_on", [True, False])
 def test_without_a_move_there_is_nothing_to_decide(known: Fleet, go_on: bool) -> None:
     with pytest.raises(ValueError, match="no move is under way"):
         decide(known, go_on, "", seen())
 
 
-@pytest.mark.parametrize("state", [MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING, MoveState.STAGING, MoveState.STOPPED])
+@pytest.mark.parametrize(
+    "state",
+    [
+        resources_pb2.Move.TRYING,
+        resources_pb2.Move.HOLDING,
+        resources_pb2.Move.MOVING,
+        resources_pb2.Move.STAGING,
+        resources_pb2.Move.STOPPED,
+    ],
+)
 @pytest.mark.parametrize(("given", "reason"), [("too slow", "too slow"), ("", "an operator sent it back")])
-def test_a_move_that_is_sent_back_refuses_its_version(state: MoveState, given: str, reason: str) -> None:
+def test_a_move_that_is_sent_back_refuses_its_version(state: resources_pb2.Move.State, given: str, reason: str) -> None:
     before = moving(state, CANARY)
     after = decide(before, False, given, seen())
     assert before.move is not None
-    assert after == replace(before, move=replace(before.move, state=MoveState.BACK, reason=reason), refused={2: reason})
+    assert after == replace(before, move=replace(before.move, state=resources_pb2.Move.BACK, reason=reason), refused={2: reason})
 
 
 def test_a_move_on_its_way_back_stays_on_it() -> None:
-    before = moving(MoveState.BACK, CANARY, reason="a canary failed")
+    before = moving(resources_pb2.Move.BACK, CANARY, reason="a canary failed")
     assert decide(before, False, "again", seen()) is before
 
 
 def test_a_move_goes_back_only_to_a_version_that_is_ready() -> None:
     with pytest.raises(ValueError, match="no version to go back to"):
-        decide(moving(MoveState.HOLDING, CANARY), False, "", seen(2))
+        decide(moving(resources_pb2.Move.HOLDING, CANARY), False, "", seen(2))
 
 
 def test_an_approved_stopped_move_tries_its_failed_servers_again() -> None:
-    before = moving(MoveState.STOPPED, ROLLING, failed={"a": "no memory"}, tries=3)
+    before = moving(resources_pb2.Move.STOPPED, ROLLING, failed={"a": "no memory"}, tries=3)
     after = decide(before, True, "repaired", seen())
     assert before.move is not None
-    assert after == replace(before, move=replace(before.move, state=MoveState.MOVING, failed={}, tries=4, reason="repaired"))
+    assert after == replace(
+        before, move=replace(before.move, state=resources_pb2.Move.MOVING, failed={}, tries=4, reason="repaired")
+    )
 
 
-@pytest.mark.parametrize("state", [MoveState.TRYING, MoveState.HOLDING])
-def test_an_approved_canary_stays_in_its_phase(state: MoveState) -> None:
+@pytest.mark.parametrize("state", [resources_pb2.Move.TRYING, resources_pb2.Move.HOLDING])
+def test_an_approved_canary_stays_in_its_phase(state: resources_pb2.Move.State) -> None:
     before = moving(state, CANARY)
     assert before.move is not None
     assert decide(before, True, "good", seen()) == replace(before, move=replace(before.move, approved=True, reason="good"))
 
 
-@pytest.mark.parametrize("state", [MoveState.MOVING, MoveState.STAGING, MoveState.APPLYING, MoveState.BACK])
-def test_a_move_that_goes_on_by_itself_needs_no_approval(state: MoveState) -> None:
-    with pytest.raises(ValueError, match=f"{state.name} continues by itself"):
+@pytest.mark.parametrize(
+    "state", [resources_pb2.Move.MOVING, resources_pb2.Move.STAGING, resources_pb2.Move.APPLYING, resources_pb2.Move.BACK]
+)
+def test_a_move_that_goes_on_by_itself_needs_no_approval(state: resources_pb2.Move.State) -> None:
+    with pytest.raises(ValueError, match=f"{resources_pb2.Move.State.Name(state)} continues by itself"):
         decide(moving(state), True, "", seen())
 
 
 def test_a_check_decides_about_the_canaries_of_its_own_move_alone() -> None:
-    held = moving(MoveState.HOLDING, CANARY, check="answers")
+    held = moving(resources_pb2.Move.HOLDING, CANARY, check="answers")
     assert held.move is not None
     assert checked(held, 7, True, "", seen()) == replace(held, move=replace(held.move, checked=True))
     reason = "check answers: ended with 1"
     assert checked(held, 7, False, "ended with 1", seen()) == replace(
-        held, move=replace(held.move, state=MoveState.BACK, reason=reason), refused={2: reason}
+        held, move=replace(held.move, state=resources_pb2.Move.BACK, reason=reason), refused={2: reason}
     )
     late = [
         (held, 6),
-        (moving(MoveState.HOLDING, CANARY, check="answers", checked=True), 7),
-        (moving(MoveState.HOLDING, CANARY), 7),
-        (moving(MoveState.TRYING, CANARY, check="answers"), 7),
-        (moving(MoveState.DONE, CANARY, check="answers"), 7),
+        (moving(resources_pb2.Move.HOLDING, CANARY, check="answers", checked=True), 7),
+        (moving(resources_pb2.Move.HOLDING, CANARY), 7),
+        (moving(resources_pb2.Move.TRYING, CANARY, check="answers"), 7),
+        (moving(resources_pb2.Move.DONE, CANARY, check="answers"), 7),
         (fleet(), 7),
     ]
     for known, move in late:

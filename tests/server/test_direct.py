@@ -8,8 +8,9 @@ from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpe
 from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.storage.digest import digest
 from resharder.server.direct.plans import Member
-from resharder.server.direct.state import Act, Task
+from resharder.server.direct.state import Task
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from resharder.v1 import direct_pb2
 
 from tests.support.direct_site import LONG, Rank, Site, after_drops, half, linked
 from tests.support.observing import wait_until
@@ -47,7 +48,7 @@ def test_a_group_is_kept_for_the_next_version_and_made_anew_for_other_processes(
     site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     links = [future.result(LONG) for future in site.join("left", 2, "i-3")]
     tasks = [rank.task() for rank in ranks], [rank.task() for rank in ranks]
-    assert [(task.act, task.group) for task in tasks[0] if task] == [(Act.DROP, first)] * 2
+    assert [(task.kind, task.group) for task in tasks[0] if task] == [(direct_pb2.DirectTask.DROP, first)] * 2
     assert {task.group for task in tasks[1] if task} == {link.group for link in links} != {first}  # type: ignore[attr-defined]
 
 
@@ -80,9 +81,9 @@ def test_workers_that_have_let_go_in_mid_transfer_have_the_next_turn_themselves(
     (second,) = {future.result(LONG).group for future in joined}  # type: ignore[attr-defined]
     assert second != first
     [future.result(LONG) for future in site.start("left", second, "i-2")]
-    assert [task.group for task in after_drops(ranks, first) if task.act is Act.RUN] == [first] * 2
-    assert [task.group for task in after_drops(ranks, first) if task.act is Act.LINK] == [second] * 2
-    assert after_drops(ranks, first) == [Task(Act.RUN, second)] * 2
+    assert [task.group for task in after_drops(ranks, first) if task.kind == direct_pb2.DirectTask.RUN] == [first] * 2
+    assert [task.group for task in after_drops(ranks, first) if task.kind == direct_pb2.DirectTask.LINK] == [second] * 2
+    assert after_drops(ranks, first) == [Task(direct_pb2.DirectTask.RUN, second)] * 2
 
 
 def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:
@@ -90,7 +91,7 @@ def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:
     ranks = site.offer()
     left, right = linked(site, "left", ranks), linked(site, "right", ranks, install="i-2")
     began = site.start("left", left)
-    assert [rank.task() for rank in ranks] == [Task(Act.RUN, left)] * 2
+    assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.RUN, left)] * 2
     waits = site.start("right", right, "i-2")
     [future.result(LONG) for future in began]
     for member in (site.rank(0), site.rank(1), site.worker("left", 0)):
@@ -98,7 +99,7 @@ def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:
     assert not any(future.done() for future in waits)
     site.finish(site.worker("left", 1), left)
     [future.result(LONG) for future in waits]
-    assert [rank.task() for rank in ranks] == [Task(Act.RUN, right)] * 2
+    assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.RUN, right)] * 2
 
 
 def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> None:
@@ -111,7 +112,7 @@ def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> No
     assert len(site.direct._plans._plans) == 2  # one for each replica
     for server, mine in (("left", first), ("right", second)):
         [future.result(LONG) for future in site.start(server, groups[server])]
-        assert [rank.task() for rank in mine] == [Task(Act.RUN, groups[server])] * 2
+        assert [rank.task() for rank in mine] == [Task(direct_pb2.DirectTask.RUN, groups[server])] * 2
     waits = site.start("third", groups["third"])
     for rank in range(2):
         site.finish(site.rank(2 + rank), groups["right"])
@@ -121,7 +122,7 @@ def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> No
         site.finish(site.rank(rank), groups["left"])
         site.finish(site.worker("left", rank), groups["left"])
     [future.result(LONG) for future in waits]
-    assert [rank.task() for rank in first] == [Task(Act.RUN, groups["third"])] * 2
+    assert [rank.task() for rank in first] == [Task(direct_pb2.DirectTask.RUN, groups["third"])] * 2
 
 
 def test_what_an_earlier_publisher_left_does_not_count_as_ranks_that_send(site: Site) -> None:
@@ -173,7 +174,7 @@ def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> 
     ranks = site.offer()
     group = linked(site, "left", ranks)
     site.finish(site.worker("left", 1), group, "no memory")
-    assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
+    assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.DROP, group)] * 2
     assert [rank.task() for rank in ranks] == [None, None]  # nobody else wants it
     with pytest.raises(FailedPrecondition, match="failed before"):
         settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
@@ -206,9 +207,9 @@ def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
     ranks = site.offer()
     group = linked(site, "left", ranks)
     [future.result(LONG) for future in site.start("left", group)]
-    assert [rank.task() for rank in ranks] == [Task(Act.RUN, group)] * 2
+    assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.RUN, group)] * 2
     site.now += 16.0
-    assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
+    assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.DROP, group)] * 2
 
 
 def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound_though_no_rank_asks(site: Site) -> None:
@@ -289,7 +290,7 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
 
 def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) -> None:
     changes: list[int] = []
-    site.offered.subscribe(lambda: changes.append(1))
+    site.offered.offers_changed.connect(lambda: changes.append(1))
     site.declare("left")
     first = Rank(site, 0, 1, 100.0)
     assert not site.offered.offered("policy")
@@ -312,7 +313,7 @@ def columns(rank: int) -> Pieces[int]:
 
 def said(task: Task, sent: Pieces[int]) -> list[int]:
     """Declaration of a rank that has half of the rows of VALUES."""
-    assert task.act is Act.DIGEST
+    assert task.kind == direct_pb2.DirectTask.DIGEST
     boxes = [sent.boxes.box(i, 2) for i in range(len(sent))]
     return [digest(VALUES[box_index(box)], box, VALUES.shape) for box in boxes]
 
@@ -328,7 +329,7 @@ def in_columns(site: Site) -> tuple[str, list[Rank]]:
         site.direct.declare(site.worker("left", rank), "columns", columns(rank))
     ranks = site.offer()
     joins = [site.begin(site.direct.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
-    assert [task.act for task in (rank.task() for rank in ranks) if task] == [Act.LINK] * 2
+    assert [task.kind for task in (rank.task() for rank in ranks) if task] == [direct_pb2.DirectTask.LINK] * 2
     return joins[0].result(LONG).group, ranks  # type: ignore[attr-defined]
 
 
@@ -371,12 +372,12 @@ def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_th
     ranks = [first, Rank(site, 1, 2, 100.0)]
     for rank, known in zip(ranks, sent, strict=True):
         task = rank.task("UPLOADING")
-        assert task == Task(Act.DIGEST, group)
+        assert task == Task(direct_pb2.DirectTask.DIGEST, group)
         site.direct.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
     assert [future.result(LONG) for future in ask(site, group, 2)] == [[one + 2] for (one,) in wanted]
     assert not any(tasks for _, _, tasks in ranks[0].offer.ranks.values())  # requested once
     again = site.offer(3)[0].offer
-    assert all(list(tasks) == [Task(Act.DIGEST, group)] for _, _, tasks in again.ranks.values())
+    assert all(list(tasks) == [Task(direct_pb2.DirectTask.DIGEST, group)] for _, _, tasks in again.ranks.values())
     unused = site.offer(4)[0].offer  # no worker has asked for those of version 3
     assert not any(tasks for _, _, tasks in unused.ranks.values())
 

@@ -1,8 +1,9 @@
 """Offers of the direct path: how long ranks keep their memory as it is, and what workers hear that come too late."""
 
 import pytest
-from resharder.server.direct.state import Act, Task
+from resharder.server.direct.state import Task
 from resharder.server.state.errors import FailedPrecondition
+from resharder.v1 import direct_pb2
 
 from tests.support.direct_site import LONG, Rank, Site, linked
 from tests.support.observing import wait_until
@@ -58,9 +59,9 @@ def test_memory_may_change_once_every_server_has_all_of_it_though_none_is_opened
         assert not any(future.done() and future.result() is None for future in ended)
         links = [future.result(LONG) for future in site.join(server)]
         group = links[0].group  # type: ignore[attr-defined]
-        assert [future.result(LONG).act for future in ended] == [Act.LINK] * 2  # type: ignore[attr-defined]
+        assert [future.result(LONG).kind for future in ended] == [direct_pb2.DirectTask.LINK] * 2  # type: ignore[attr-defined]
         [future.result(LONG) for future in site.start(server, group)]
-        assert [rank.task().act for rank in ranks] == [Act.RUN] * 2  # type: ignore[union-attr]
+        assert [rank.task().kind for rank in ranks] == [direct_pb2.DirectTask.RUN] * 2  # type: ignore[union-attr]
         ended = [site.begin(rank.task) for rank in ranks]
         for member in (*(rank.member for rank in ranks), *(site.worker(server, rank) for rank in range(2))):
             site.finish(member, group)
@@ -86,7 +87,7 @@ def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> No
     ranks[0].look("READY")
     settled(site.direct.start, site.worker("left", 1), group, "i-1")
     first.result(LONG)
-    assert [rank.task() for rank in ranks] == [Task(Act.RUN, group)] * 2
+    assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.RUN, group)] * 2
 
 
 def test_an_offer_does_not_wait_for_workers_that_have_given_up(site: Site) -> None:

@@ -2,8 +2,18 @@
 
 from resharder.server.fleets.explain import explain
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import Goal, OrderKind, Power, Server, Settings, Worker, WorkerState
-from resharder.server.state.server_events import Attached, Claimed, Event, Reported, VersionsChanged, Wanted, WorkerReported
+from resharder.server.state.server import Goal, Server, Settings, Worker
+from resharder.server.state.server_events import (
+    Attached,
+    Claimed,
+    Event,
+    Reported,
+    VersionsChanged,
+    Wanted,
+    WorkerReported,
+)
+from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 SETTINGS = Settings(attempts=3, first_retry=1)
 
@@ -11,8 +21,8 @@ SETTINGS = Settings(attempts=3, first_retry=1)
 def after(*events: Event) -> Server:
     """A server of one worker that serves version 1, and then `events`."""
     server = Server("s", "m", "m", "life", 0.0, {1: "one"})
-    booted = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one")
-    begun = (Claimed(boot=True), WorkerReported(booted), Attached("a", 1), Reported("a", "life-0", OrderKind.RESUME))
+    booted = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint="one")
+    begun = (Claimed(boot=True), WorkerReported(booted), Attached("a", 1), Reported("a", "life-0", server_pb2.Order.RESUME))
     for event in (*begun, *events):
         server, _ = step(server, event, 0, SETTINGS)
     return server
@@ -36,7 +46,7 @@ def test_one_failure_is_said_as_one() -> None:
     newer = VersionsChanged({1: "one", 2: "two"})
     install = after(newer).install
     assert install is not None
-    failed = Worker(0, WorkerState.FAILED, 2, install.id, "no room", "p0")
+    failed = Worker(0, resources_pb2.Worker.FAILED, 2, install.id, "no room", "p0")
     assert said(newer, WorkerReported(failed)).startswith(
         "serving version 1; version 2 failed once: worker 0: no room; tries again"
     )
@@ -44,11 +54,11 @@ def test_one_failure_is_said_as_one() -> None:
 
 def test_what_a_sleep_released_is_said_as_measured() -> None:
     def asleep(released: int | None) -> str:
-        worker = Worker(0, WorkerState.EMPTY, process="p0", released_bytes=released)
+        worker = Worker(0, resources_pb2.Worker.EMPTY, process="p0", released_bytes=released)
         goal = Wanted(Goal(power=Power.ASLEEP_2))
         change = after(goal).change
         assert change is not None
-        slept = Reported("a", change.id, OrderKind.SLEEP, power=Power.ASLEEP_2)
+        slept = Reported("a", change.id, server_pb2.Order.SLEEP, power=Power.ASLEEP_2)
         return said(goal, slept, WorkerReported(worker)).split(";")[0]
 
     assert asleep(None) == "asleep at level 2"
@@ -60,16 +70,18 @@ def test_a_sleep_that_failed_is_not_reported_as_an_install_that_went_wrong() -> 
     goal = Wanted(Goal(power=Power.ASLEEP_2))
     change = after(goal).change
     assert change is not None
-    failed = Reported("a", change.id, OrderKind.SLEEP, ok=False, error="the engine has ended")
+    failed = Reported("a", change.id, server_pb2.Order.SLEEP, ok=False, error="the engine has ended")
     assert said(goal, failed).startswith("closed; could not go ASLEEP_2: the engine has ended; tries again")
 
 
 def test_refusals_that_a_workers_environment_allows_are_said_with_it_and_once() -> None:
     allowed = ("allowed by RESHARDER_ALLOW=some: lm_head.weight is not written",)
-    worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one", warnings=allowed * 2)
+    worker = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint="one", warnings=allowed * 2)
     assert said(WorkerReported(worker)) == f"serving version 1; it is the newest; worker 0: {allowed[0]}"
 
 
 def test_a_worker_that_read_by_the_slower_way_is_named_with_the_reason() -> None:
-    worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one", transport="grpc", transport_reason="refused")
+    worker = Worker(
+        0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint="one", transport="grpc", transport_reason="refused"
+    )
     assert said(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC: refused")

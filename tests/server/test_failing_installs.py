@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 from resharder.server.fleets.explain import explain
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import OrderKind, Server, Worker, WorkerState
-from resharder.server.state.server_events import Attached, Detached, Event, Reported, Ticked, VersionsChanged, WorkerReported
+from resharder.server.state.server import Server, Worker
+from resharder.server.state.server_events import (
+    Attached,
+    Detached,
+    Event,
+    Reported,
+    Ticked,
+    VersionsChanged,
+    WorkerReported,
+)
+from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.reconciler_versions import SETTINGS, fingerprint, serving, versions
 
@@ -22,11 +31,11 @@ def staging() -> Server:
 
 def applying() -> Server:
     """The same server, ordered to apply version 2."""
-    return after(staging(), *(worker(rank, WorkerState.STAGED) for rank in range(2)))
+    return after(staging(), *(worker(rank, resources_pb2.Worker.STAGED) for rank in range(2)))
 
 
-def worker(rank: int, state: WorkerState, error: str = "", *, version: int = 2) -> WorkerReported:
-    shown = version if state == WorkerState.APPLIED else 0
+def worker(rank: int, state: resources_pb2.Worker.State, error: str = "", *, version: int = 2) -> WorkerReported:
+    shown = version if state == resources_pb2.Worker.APPLIED else 0
     return WorkerReported(Worker(rank, state, shown, "life-1", error, f"p{rank}", fingerprint(shown)))
 
 
@@ -36,7 +45,7 @@ def after(server: Server, *events: Event, now: float = 10) -> Server:
     return server
 
 
-def outcome(kind: OrderKind, error: str = "", *, workers_failed: bool = False) -> Reported:
+def outcome(kind: server_pb2.Order.Kind, error: str = "", *, workers_failed: bool = False) -> Reported:
     return Reported("a", "life-1", kind, ok=not error, error=error, workers_failed=workers_failed)
 
 
@@ -47,22 +56,22 @@ def read(server: Server, now: float = 10) -> str:
 @pytest.mark.parametrize("outcome_first", [True, False])
 def test_a_worker_that_refuses_to_stage_is_named_with_its_error(outcome_first: bool) -> None:
     both: list[Event] = [
-        outcome(OrderKind.STAGE, f"worker 1: {DIGESTS}", workers_failed=True),
-        worker(1, WorkerState.FAILED, DIGESTS),
+        outcome(server_pb2.Order.STAGE, f"worker 1: {DIGESTS}", workers_failed=True),
+        worker(1, resources_pb2.Worker.FAILED, DIGESTS),
     ]
     assert read(after(staging(), *(both if outcome_first else both[::-1]))) == f"serving version 1; {ONCE}; tries again in 1 s"
 
 
 def test_a_worker_that_fails_while_it_stages_is_named_with_its_error() -> None:
-    failed = after(staging(), outcome(OrderKind.STAGE), worker(1, WorkerState.FAILED, DIGESTS))
+    failed = after(staging(), outcome(server_pb2.Order.STAGE), worker(1, resources_pb2.Worker.FAILED, DIGESTS))
     assert read(failed) == f"serving version 1; {ONCE}; tries again in 1 s"
 
 
 @pytest.mark.parametrize("outcome_first", [True, False])
 def test_a_worker_that_fails_to_apply_is_named_with_its_error(outcome_first: bool) -> None:
     both: list[Event] = [
-        outcome(OrderKind.APPLY, f"worker 1: {DIGESTS}", workers_failed=True),
-        worker(1, WorkerState.FAILED, DIGESTS),
+        outcome(server_pb2.Order.APPLY, f"worker 1: {DIGESTS}", workers_failed=True),
+        worker(1, resources_pb2.Worker.FAILED, DIGESTS),
     ]
     failed = after(applying(), *(both if outcome_first else both[::-1]))
     assert failed.failures[2].error == f"worker 1: {DIGESTS}"
@@ -70,27 +79,27 @@ def test_a_worker_that_fails_to_apply_is_named_with_its_error(outcome_first: boo
 
 
 def test_of_a_worker_whose_report_does_not_arrive_the_control_side_tells_the_error() -> None:
-    waits = after(applying(), outcome(OrderKind.APPLY, f"worker 1: {DIGESTS}", workers_failed=True), Ticked())
+    waits = after(applying(), outcome(server_pb2.Order.APPLY, f"worker 1: {DIGESTS}", workers_failed=True), Ticked())
     assert read(waits) == "closed; applying version 2, 0 of 2 workers done"
     failed = after(waits, Reported("a"), Ticked(), now=15.5)
     assert failed.failures[2].error == f"worker 1: {DIGESTS}"
 
 
-@pytest.mark.parametrize("kind", [OrderKind.STAGE, OrderKind.APPLY])
-def test_what_the_control_side_could_not_do_is_told_as_its_own(kind: OrderKind) -> None:
-    server = staging() if kind == OrderKind.STAGE else applying()
+@pytest.mark.parametrize("kind", [server_pb2.Order.STAGE, server_pb2.Order.APPLY])
+def test_what_the_control_side_could_not_do_is_told_as_its_own(kind: server_pb2.Order.Kind) -> None:
+    server = staging() if kind == server_pb2.Order.STAGE else applying()
     failed = after(server, outcome(kind, "TimeoutError: the engine did not pause"))
-    verb = kind.name.lower()
+    verb = server_pb2.Order.Kind.Name(kind).lower()
     assert failed.failures[2].error == f"the control side could not {verb} it: TimeoutError: the engine did not pause"
     said = f"version 2 failed once: {failed.failures[2].error}"
-    if kind == OrderKind.STAGE:
+    if kind == server_pb2.Order.STAGE:
         assert read(failed) == f"serving version 1; {said}; tries again in 1 s"
     else:
         assert read(failed) == HALF_WAY + said
 
 
 def test_a_worker_that_applied_another_version_is_named() -> None:
-    failed = after(replace(applying(), ready=versions(1, 2, 3)), worker(1, WorkerState.APPLIED, version=3))
+    failed = after(replace(applying(), ready=versions(1, 2, 3)), worker(1, resources_pb2.Worker.APPLIED, version=3))
     assert failed.failures[2].error == "worker 1 applied version 3 instead"
 
 
@@ -102,12 +111,12 @@ def test_a_worker_that_applied_another_version_is_named() -> None:
     ],
 )
 def test_a_step_that_takes_too_long_names_the_workers_that_are_done(server: Server, said: str) -> None:
-    begun = after(server, worker(0, WorkerState.STAGED))
+    begun = after(server, worker(0, resources_pb2.Worker.STAGED))
     assert after(begun, Reported("a"), Ticked(), now=61).failures[2].error == said
 
 
 def test_a_worker_that_another_process_has_replaced_is_named() -> None:
-    other = WorkerReported(Worker(1, WorkerState.BOOTED, 1, process="another", fingerprint=fingerprint(1)))
+    other = WorkerReported(Worker(1, resources_pb2.Worker.BOOTED, 1, process="another", fingerprint=fingerprint(1)))
     assert after(staging(), other).install.error == "worker 1 ended, and another process has taken its place"  # type: ignore[union-attr]
 
 
@@ -125,6 +134,8 @@ def test_a_server_that_is_lost_in_an_install_ends_it() -> None:
 
 
 def test_an_engine_that_does_not_resume_is_told_with_the_version() -> None:
-    applied = after(applying(), *(worker(rank, WorkerState.APPLIED) for rank in range(2)), outcome(OrderKind.APPLY))
-    failed = after(applied, outcome(OrderKind.RESUME, "EngineDeadError: the engine has ended"))
+    applied = after(
+        applying(), *(worker(rank, resources_pb2.Worker.APPLIED) for rank in range(2)), outcome(server_pb2.Order.APPLY)
+    )
+    failed = after(applied, outcome(server_pb2.Order.RESUME, "EngineDeadError: the engine has ended"))
     assert failed.failures[2].error == "could not resume on version 2: EngineDeadError: the engine has ended"

@@ -8,9 +8,10 @@ import pytest
 from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
-from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, View
-from resharder.server.state.server import Install, InstallState, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.fleet import Fleet, VersionTarget, View
+from resharder.server.state.server import Install, Server, Settings, Worker
 from resharder.server.state.server_events import Attached, Reported
+from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.simulated_store import MODEL, SimulatedVersions
 from tests.support.waits import settled
@@ -44,9 +45,9 @@ class Desk:
         """Let the server boot and serve version 1."""
         attachment = self.fleets.attach("a", Attached("control", 2, "10.0.0.1:8000"))
         for rank in range(2):
-            report = Worker(rank, WorkerState.BOOTED, 1, process=f"p{rank}", fingerprint="fingerprint 1")
+            report = Worker(rank, resources_pb2.Worker.BOOTED, 1, process=f"p{rank}", fingerprint="fingerprint 1")
             self.fleets.report_worker("a", report)
-        attachment.report(Reported("control", self.server.opened_by, OrderKind.RESUME))
+        attachment.report(Reported("control", self.server.opened_by, server_pb2.Order.RESUME))
         assert self.server.serving == 1
         self.notes.clear()
         return attachment
@@ -68,14 +69,14 @@ def desk(tmp_path: Path) -> Desk:
 
 
 def to_none(fleet: Fleet, view: View) -> Fleet:
-    return replace(fleet, target=FleetTarget(FleetTargetKind.NONE))
+    return replace(fleet, target=VersionTarget(resources_pb2.VersionTarget.NONE))
 
 
 def test_a_change_is_stored_in_effect_on_servers_and_signalled(desk: Desk) -> None:
     desk.serve()
     before = desk.fleets.changed.count
     view = desk.fleets.change(MODEL, to_none)
-    assert view.fleet.target.kind == desk.stored()[MODEL].target.kind == FleetTargetKind.NONE
+    assert view.fleet.target.kind == desk.stored()[MODEL].target.kind == resources_pb2.VersionTarget.NONE
     assert desk.fleets.changed.count > before
     desk.versions.publish()
     assert desk.fleets.change(MODEL, lambda fleet, view: fleet).servers == ("a",)
@@ -110,7 +111,7 @@ def test_a_profiled_install_is_repeated_by_a_server_at_rest_alone(desk: Desk) ->
     desk.serve()
     install, workers = desk.fleets.reinstall("a")
     assert desk.server.install is not None
-    assert (desk.server.install.id, desk.server.install.state, workers) == (install, InstallState.STAGING, 2)
+    assert (desk.server.install.id, desk.server.install.state, workers) == (install, resources_pb2.Install.STAGING, 2)
     assert desk.server.install.profiled
     assert desk.notes[-1] == ("operator", "servers/a", "profile", {"version": 1, "install": install})
     with pytest.raises(FailedPrecondition, match="server a is busy, or does not serve its target") as refused:
@@ -172,14 +173,14 @@ def test_a_server_waits_for_its_turn_no_longer_than_until_the_lost_server_before
     desk.serve()
     desk.versions.publish()
 
-    def joined(state: InstallState, phase: WorkerState) -> dict[str, Any]:
+    def joined(state: resources_pb2.Install.State, phase: resources_pb2.Worker.State) -> dict[str, Any]:
         workers = {rank: replace(known, state=phase, install="2", joined=True) for rank, known in desk.server.workers.items()}
         return {"install": Install("2", 2, state, desk.now, desk.now), "workers": workers}
 
     for id in ("b", "c"):  # as many as may pause for one sender
-        applying = joined(InstallState.APPLYING, WorkerState.STAGED)
+        applying = joined(resources_pb2.Install.APPLYING, resources_pb2.Worker.STAGED)
         desk.fleets._put(replace(desk.server, id=id, lost_at=desk.now, controls=(), opened=0, **applying))
-    desk.fleets._put(replace(desk.server, **joined(InstallState.STAGING, WorkerState.STAGED)))
+    desk.fleets._put(replace(desk.server, **joined(resources_pb2.Install.STAGING, resources_pb2.Worker.STAGED)))
     desk.fleets.change(MODEL, lambda fleet, view: fleet)
     assert not desk.server.goal.apply
     desk.fleets.forget("c")

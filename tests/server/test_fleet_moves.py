@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from resharder.server.state.fleet import UpdateStrategy
-from resharder.server.state.server import OrderKind, WorkerState
+from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.simulated_fleet import AheadSimulation, FleetSimulation
 
@@ -35,7 +34,7 @@ test_many_fleets_that_serve_ahead_under_everything = in_full(AheadSimulation.Tes
 def test_a_server_of_a_rolling_fleet_that_returns_with_a_retired_version_gets_the_newest() -> None:
     """Found by simulation: it counted as out of service for its own turn. It was lost while it staged."""
     fleets = FleetSimulation()
-    fleets.set_up(UpdateStrategy.Kind.ROLLING, 0, 1, approval=False, ahead=False)
+    fleets.set_up(resources_pb2.UpdateStrategy.ROLLING, 0, 1, approval=False, ahead=False)
     for name in ("b", "c"):
         fleets.kill_server(name)
     for _ in range(10):
@@ -43,13 +42,13 @@ def test_a_server_of_a_rolling_fleet_that_returns_with_a_retired_version_gets_th
     fleets.publish()
     plant = fleets.plants["a"]
     assert plant.attachment is not None
-    stage = next(order for order in iter(plant.attachment.orders.get, None) if order.kind == OrderKind.STAGE)
+    stage = next(order for order in iter(plant.attachment.orders.get, None) if order.kind == server_pb2.Order.STAGE)
     fleets.cut_off("a")
     for _ in range(4):
         fleets.pass_time(30)
         fleets.publish()
     assert 1 not in fleets.versions.ready
-    plant.install, plant.staged, plant.state = stage.install, stage.version, WorkerState.STAGED
+    plant.install, plant.staged, plant.state = stage.install, stage.version, resources_pb2.Worker.STAGED
     fleets.connect("a")
     for _ in range(10):
         fleets.settle()

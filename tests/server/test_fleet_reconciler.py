@@ -5,19 +5,7 @@ from dataclasses import replace
 import pytest
 from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import (
-    Ahead,
-    Change,
-    Failure,
-    Goal,
-    Install,
-    InstallState,
-    OrderKind,
-    Power,
-    Server,
-    Worker,
-    WorkerState,
-)
+from resharder.server.state.server import Ahead, Change, Failure, Goal, Install, Server, Worker
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -29,7 +17,8 @@ from resharder.server.state.server_events import (
     Wanted,
     WorkerReported,
 )
-from resharder.v1 import resources_pb2
+from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.reconciler_versions import SETTINGS, STORE, fingerprint, hear, serving, versions
 
@@ -42,7 +31,7 @@ def test_a_boot_lasts_as_long_as_its_claim_and_is_taken_up_again(renews: bool, l
     lost, _ = step(server, Ticked(), lasts + 1, SETTINGS)
     assert lost.lost_at == lasts + 1
     again, _ = step(lost, Claimed(boot=False, renews=renews), lasts + 2, SETTINGS)
-    worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
+    worker = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
     heard, _ = step(lost, WorkerReported(worker), lasts + 2, SETTINGS)
     assert (again.lost_at, again.boot_version) == (None, 1)
     assert heard.lost_at is None
@@ -57,88 +46,88 @@ def test_a_control_side_has_its_whole_lease_and_no_server_with_one_is_lost() -> 
     assert old.lost_at is None
 
 
-@pytest.mark.parametrize("state", [InstallState.STAGING, InstallState.COMMITTED])
-def test_a_server_is_lost_with_its_gate_its_change_and_the_install_that_was_active(state: InstallState) -> None:
+@pytest.mark.parametrize("state", [resources_pb2.Install.STAGING, resources_pb2.Install.COMMITTED])
+def test_a_server_is_lost_with_its_gate_its_change_and_the_install_that_was_active(state: resources_pb2.Install.State) -> None:
     install = Install("life-1", 2, state, 0.0, 0.0)
     change = Change("life-2", Power.ASLEEP_1, 0.0)
     known = replace(serving(1), controls=(), lingers=1, change=change, install=install)
     lost, _ = step(known, Ticked(), 1000.0, SETTINGS)
     assert (lost.lost_at, lost.opened, lost.resumed, lost.lingers, lost.change) == (1000.0, 0, False, 0, None)
-    ended = replace(install, state=InstallState.FAILED, error="the server's lease ended", ended=1000.0)
-    assert lost.install == (install if state == InstallState.COMMITTED else ended)
+    ended = replace(install, state=resources_pb2.Install.FAILED, error="the server's lease ended", ended=1000.0)
+    assert lost.install == (install if state == resources_pb2.Install.COMMITTED else ended)
 
 
 def applying() -> Server:
     """It served version 1, and applies version 2 as install life-1."""
     server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
     for rank in range(2):
-        server = hear(server, rank, WorkerState.STAGED, 2, "life-1")
+        server = hear(server, rank, resources_pb2.Worker.STAGED, 2, "life-1")
     assert server.install is not None
-    assert (server.install.state, server.opened) == (InstallState.APPLYING, 0)
+    assert (server.install.state, server.opened) == (resources_pb2.Install.APPLYING, 0)
     return server
 
 
 def committed() -> Server:
     server = applying()
     for rank in range(2):
-        server = hear(server, rank, WorkerState.APPLIED, 2, "life-1")
+        server = hear(server, rank, resources_pb2.Worker.APPLIED, 2, "life-1")
     assert server.opened == 0, "the control side has not said that it is done"
-    server, orders = step(server, Reported("a", "life-1", OrderKind.APPLY), 1, SETTINGS)
-    assert [order.kind for order in orders] == [OrderKind.RENEWED, OrderKind.RESUME]
+    server, orders = step(server, Reported("a", "life-1", server_pb2.Order.APPLY), 1, SETTINGS)
+    assert [order.kind for order in orders] == [server_pb2.Order.RENEWED, server_pb2.Order.RESUME]
     return server
 
 
 def test_a_late_staged_does_not_undo_what_was_applied() -> None:
-    server = hear(applying(), 0, WorkerState.APPLIED, 2, "life-1")
-    assert hear(server, 0, WorkerState.STAGED, 2, "life-1") == server
+    server = hear(applying(), 0, resources_pb2.Worker.APPLIED, 2, "life-1")
+    assert hear(server, 0, resources_pb2.Worker.STAGED, 2, "life-1") == server
 
 
 def test_a_late_report_of_an_earlier_version_changes_nothing() -> None:
     server = committed()
-    assert hear(server, 0, WorkerState.BOOTED, 1, "") == server
-    assert hear(server, 0, WorkerState.APPLIED, 1, "life-0") == server
+    assert hear(server, 0, resources_pb2.Worker.BOOTED, 1, "") == server
+    assert hear(server, 0, resources_pb2.Worker.APPLIED, 1, "life-0") == server
 
 
 def test_a_process_that_another_replaced_is_not_heard_again() -> None:
-    server = hear(committed(), 0, WorkerState.BOOTED, 1, "", process="another")
+    server = hear(committed(), 0, resources_pb2.Worker.BOOTED, 1, "", process="another")
     assert server.opened == 0
-    assert hear(server, 0, WorkerState.APPLIED, 2, "life-1") == server
+    assert hear(server, 0, resources_pb2.Worker.APPLIED, 2, "life-1") == server
 
 
 def test_a_late_report_of_a_servers_former_life_does_not_take_the_place_of_a_worker_that_has_booted_since() -> None:
     server, _ = step(serving(1), Detached("a"), 1, SETTINGS)
     server, _ = step(server, Claimed(boot=True), 1, SETTINGS)
     for rank in range(2):
-        server = hear(server, rank, WorkerState.BOOTED, 1, "", process=f"q{rank}")
-    assert hear(server, 1, WorkerState.BOOTED, 1, "") == server
+        server = hear(server, rank, resources_pb2.Worker.BOOTED, 1, "", process=f"q{rank}")
+    assert hear(server, 1, resources_pb2.Worker.BOOTED, 1, "") == server
 
 
 def test_a_boot_claim_that_arrives_twice_does_not_lock_out_the_workers_of_that_boot() -> None:
     server, _ = step(serving(1), Detached("a"), 1, SETTINGS)
     server, _ = step(server, Claimed(boot=True), 1, SETTINGS)
     for rank in range(2):
-        server = hear(server, rank, WorkerState.BOOTED, 1, "")
+        server = hear(server, rank, resources_pb2.Worker.BOOTED, 1, "")
     assert {worker.process for worker in server.workers.values()} == {"p0", "p1"}
 
 
 def test_a_worker_whose_place_a_late_report_took_returns_with_its_report_on_the_next_install() -> None:
-    server = hear(serving(1), 1, WorkerState.BOOTED, 2, "", process="late")
+    server = hear(serving(1), 1, resources_pb2.Worker.BOOTED, 2, "", process="late")
     server, _ = step(server, VersionsChanged(versions(1, 2)), 1, SETTINGS)
     assert server.install is not None
     assert (server.opened, server.install.id, server.gone) == (0, "life-1", {"p1"})
-    server = hear(server, 1, WorkerState.STAGED, 2, "life-1")
+    server = hear(server, 1, resources_pb2.Worker.STAGED, 2, "life-1")
     assert (server.workers[1].process, server.gone) == ("p1", {"late"})
     assert server.install is not None
-    assert (server.install.state, server.install.id, server.failures) == (InstallState.STAGING, "life-2", {})
-    for state in (WorkerState.STAGED, WorkerState.APPLIED):
+    assert (server.install.state, server.install.id, server.failures) == (resources_pb2.Install.STAGING, "life-2", {})
+    for state in (resources_pb2.Worker.STAGED, resources_pb2.Worker.APPLIED):
         for rank in range(2):
             server = hear(server, rank, state, 2, "life-2")
-    assert step(server, Reported("a", "life-2", OrderKind.APPLY), 2, SETTINGS)[0].opened == 2
+    assert step(server, Reported("a", "life-2", server_pb2.Order.APPLY), 2, SETTINGS)[0].opened == 2
 
 
 def test_a_worker_whose_place_the_first_report_of_a_dead_one_took_returns_when_that_has_been_silent_for_a_lease() -> None:
-    server = hear(serving(1), 1, WorkerState.BOOTED, 1, "", process="late")
-    living = WorkerReported(Worker(1, WorkerState.BOOTED, 1, process="p1", fingerprint=fingerprint(1)))
+    server = hear(serving(1), 1, resources_pb2.Worker.BOOTED, 1, "", process="late")
+    living = WorkerReported(Worker(1, resources_pb2.Worker.BOOTED, 1, process="p1", fingerprint=fingerprint(1)))
     for now in (3.0, 7.0, 1 + SETTINGS.lease):
         server, _ = step(server, living, now, SETTINGS)
         assert server.workers[1].process == "late"
@@ -148,15 +137,15 @@ def test_a_worker_whose_place_the_first_report_of_a_dead_one_took_returns_when_t
 
 def test_a_worker_that_fails_after_the_commit_closes_the_gate() -> None:
     server = committed()
-    worker = Worker(0, WorkerState.FAILED, 2, "life-1", "its memory is gone", "p0")
+    worker = Worker(0, resources_pb2.Worker.FAILED, 2, "life-1", "its memory is gone", "p0")
     server, orders = step(server, WorkerReported(worker), 2, SETTINGS)
     assert server.opened == 0
-    assert Order("a", OrderKind.CLOSE, reason="not every worker holds version 2") in orders
+    assert Order("a", server_pb2.Order.CLOSE, reason="not every worker holds version 2") in orders
 
 
 def alter(server: Server, install: str, rank: int = 0) -> tuple[Server, tuple[Order, ...]]:
     """A worker has found other contents in its memory."""
-    worker = Worker(rank, WorkerState.FAILED, 0, install, "1 tensor differs: a", f"p{rank}", altered=True)
+    worker = Worker(rank, resources_pb2.Worker.FAILED, 0, install, "1 tensor differs: a", f"p{rank}", altered=True)
     return step(server, WorkerReported(worker), 2, SETTINGS)
 
 
@@ -166,55 +155,55 @@ def test_a_worker_whose_memory_was_altered_is_torn_and_the_version_is_installed_
     version = server.opened
     if begin == "an install failed since":
         server, _ = step(server, VersionsChanged(versions(1, 2, 3)), 2, SETTINGS)
-        server, _ = step(server, Reported("a", "life-2", OrderKind.STAGE, ok=False, error="no"), 2, SETTINGS)
+        server, _ = step(server, Reported("a", "life-2", server_pb2.Order.STAGE, ok=False, error="no"), 2, SETTINGS)
     server, orders = alter(server, "" if begin == "booted" else "life-1")
     assert (server.opened, server.torn, server.altered) == (0, {0}, {0: "1 tensor differs: a"})
-    assert [order.kind for order in orders][:1] == [OrderKind.CLOSE]
+    assert [order.kind for order in orders][:1] == [server_pb2.Order.CLOSE]
     assert state_of(server) == resources_pb2.Server.FAILED
     assert "worker 0: 1 tensor differs: a" in explain(server, 2, SETTINGS)
     install = server.install
     assert install is not None
-    assert (install.state, install.version) == (InstallState.STAGING, version)
+    assert (install.state, install.version) == (resources_pb2.Install.STAGING, version)
     again, orders = alter(server, "" if begin == "booted" else "life-1")
     assert (again.torn, orders) == ({0}, ()), "said again"
     for rank in range(2):
-        server = hear(server, rank, WorkerState.STAGED, version, install.id)
+        server = hear(server, rank, resources_pb2.Worker.STAGED, version, install.id)
     for rank in range(2):
-        server = hear(server, rank, WorkerState.APPLIED, version, install.id)
-    server, orders = step(server, Reported("a", install.id, OrderKind.APPLY), 3, SETTINGS)
+        server = hear(server, rank, resources_pb2.Worker.APPLIED, version, install.id)
+    server, orders = step(server, Reported("a", install.id, server_pb2.Order.APPLY), 3, SETTINGS)
     assert (server.opened, server.torn, server.altered) == (version, frozenset(), {})
 
 
 def test_what_a_worker_has_staged_stays_staged_when_it_is_found_altered() -> None:
     server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
-    server = hear(server, 0, WorkerState.STAGED, 2, "life-1")
+    server = hear(server, 0, resources_pb2.Worker.STAGED, 2, "life-1")
     server, _ = alter(server, "")
     assert server.opened == 0
-    server = hear(server, 1, WorkerState.STAGED, 2, "life-1")
+    server = hear(server, 1, resources_pb2.Worker.STAGED, 2, "life-1")
     assert server.install is not None
-    assert server.install.state == InstallState.APPLYING
+    assert server.install.state == resources_pb2.Install.APPLYING
 
 
 def test_the_leader_that_comes_back_in_the_middle_is_told_to_apply_again_and_one_that_is_at_it_is_not() -> None:
     server, _ = step(applying(), Detached("a"), 1, SETTINGS)
     _, orders = step(server, Attached("a", 2), 2, SETTINGS)
-    assert Order("a", OrderKind.APPLY, "life-1", 2) in orders
+    assert Order("a", server_pb2.Order.APPLY, "life-1", 2) in orders
     busy, orders = step(server, Attached("a", 2, busy="life-1"), 2, SETTINGS)
-    assert OrderKind.APPLY not in {order.kind for order in orders}
+    assert server_pb2.Order.APPLY not in {order.kind for order in orders}
     for rank in range(2):
-        busy = hear(busy, rank, WorkerState.APPLIED, 2, "life-1")
-    assert step(busy, Reported("a", "life-1", OrderKind.APPLY), 3, SETTINGS)[0].opened == 2
+        busy = hear(busy, rank, resources_pb2.Worker.APPLIED, 2, "life-1")
+    assert step(busy, Reported("a", "life-1", server_pb2.Order.APPLY), 3, SETTINGS)[0].opened == 2
 
 
 def test_a_control_side_still_at_an_order_of_an_earlier_daemon_gets_no_others_until_it_is_done() -> None:
     server, _ = step(Server("s", "m", "m", "life", 0.0, versions(1, 2)), Claimed(boot=False), 0, SETTINGS)
     server, _ = step(server, Attached("a", 1, busy="before-7"), 0, SETTINGS)
-    booted = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
+    booted = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
     server, orders = step(server, WorkerReported(booted), 0, SETTINGS)
     assert (orders, server.opened) == ((), 0)
-    server = hear(server, 0, WorkerState.APPLIED, 2, "before-7")
-    server, orders = step(server, Reported("a", "before-7", OrderKind.APPLY), 1, SETTINGS)
-    assert orders[-1] == Order("a", OrderKind.RESUME, "life-0", 2)
+    server = hear(server, 0, resources_pb2.Worker.APPLIED, 2, "before-7")
+    server, orders = step(server, Reported("a", "before-7", server_pb2.Order.APPLY), 1, SETTINGS)
+    assert orders[-1] == Order("a", server_pb2.Order.RESUME, "life-0", 2)
 
 
 def test_versions_between_are_skipped_and_a_failing_one_is_tried_a_bounded_number_of_times() -> None:
@@ -225,7 +214,7 @@ def test_versions_between_are_skipped_and_a_failing_one_is_tried_a_bounded_numbe
         assert install is not None
         if install.active:
             tried.append(install.version)
-            failed = Worker(0, WorkerState.FAILED, install.version, install.id, "no room", "p0")
+            failed = Worker(0, resources_pb2.Worker.FAILED, install.version, install.id, "no room", "p0")
             server, _ = step(server, WorkerReported(failed), now, SETTINGS)
         now += 1
         server, _ = step(server, Reported("a"), now, SETTINGS)
@@ -235,7 +224,7 @@ def test_versions_between_are_skipped_and_a_failing_one_is_tried_a_bounded_numbe
         "serving version 1; version 4 failed 3 times, last: worker 0: no room; waits for a newer version"
     )
     server, orders = step(server, VersionsChanged(versions(1, 5)), now, SETTINGS)
-    assert orders == (Order("a", OrderKind.STAGE, "life-4", 5),)
+    assert orders == (Order("a", server_pb2.Order.STAGE, "life-4", 5),)
 
 
 def come_back(store: str, version: int = 5) -> tuple[Server, tuple[Order, ...]]:
@@ -243,37 +232,39 @@ def come_back(store: str, version: int = 5) -> tuple[Server, tuple[Order, ...]]:
     server = Server("s", "m", "m", "life", 0.0, versions(version))
     server, _ = step(server, Claimed(boot=False), 0, SETTINGS)
     server, _ = step(server, Attached("a", 1), 0, SETTINGS)
-    said = Worker(0, WorkerState.APPLIED, version, "before-3", process="p0", fingerprint=fingerprint(version, store))
+    said = Worker(0, resources_pb2.Worker.APPLIED, version, "before-3", process="p0", fingerprint=fingerprint(version, store))
     return step(server, WorkerReported(said), 0, SETTINGS)
 
 
 def test_a_version_of_the_same_number_from_a_lost_store_is_not_taken_for_this_stores() -> None:
     _, orders = come_back(STORE)
-    assert orders == (Order("a", OrderKind.RESUME, "life-0", 5),)
+    assert orders == (Order("a", server_pb2.Order.RESUME, "life-0", 5),)
     server, orders = come_back("a lost store")
-    assert orders == (Order("a", OrderKind.STAGE, "life-1", 5),), "installed anew, and not resumed"
-    assert (server.workers[0].state, server.workers[0].holds, server.agreed) == (WorkerState.EMPTY, 0, 0)
+    assert orders == (Order("a", server_pb2.Order.STAGE, "life-1", 5),), "installed anew, and not resumed"
+    assert (server.workers[0].state, server.workers[0].holds, server.agreed) == (resources_pb2.Worker.EMPTY, 0, 0)
     assert explain(server, 0, SETTINGS) == (
         "closed; worker 0: it holds a version 5 of fingerprint 5 of a lost , the store has fingerprint 5 of a store; "
         "staging version 5, 0 of 1 workers done"
     )
-    server = hear(server, 0, WorkerState.STAGED, 5, "life-1")
-    server = hear(server, 0, WorkerState.APPLIED, 5, "life-1")
-    server, orders = step(server, Reported("a", "life-1", OrderKind.APPLY), 1, SETTINGS)
-    assert orders[-1] == Order("a", OrderKind.RESUME, "life-1", 5)
+    server = hear(server, 0, resources_pb2.Worker.STAGED, 5, "life-1")
+    server = hear(server, 0, resources_pb2.Worker.APPLIED, 5, "life-1")
+    server, orders = step(server, Reported("a", "life-1", server_pb2.Order.APPLY), 1, SETTINGS)
+    assert orders[-1] == Order("a", server_pb2.Order.RESUME, "life-1", 5)
 
 
 def test_a_number_that_the_store_has_not_reached_yet_proves_nothing_when_it_is_reached() -> None:
     server = Server("s", "m", "m", "life", 0.0, versions(1))
     server, _ = step(server, Attached("a", 1), 0, SETTINGS)
-    server, _ = step(server, WorkerReported(Worker(0, WorkerState.BOOTED, 2, process="p0", fingerprint="lost")), 0, SETTINGS)
+    server, _ = step(
+        server, WorkerReported(Worker(0, resources_pb2.Worker.BOOTED, 2, process="p0", fingerprint="lost")), 0, SETTINGS
+    )
     server, orders = step(server, VersionsChanged(versions(1, 2)), 0, SETTINGS)
     assert server.opened == 0
-    assert OrderKind.RESUME not in {order.kind for order in orders}
+    assert server_pb2.Order.RESUME not in {order.kind for order in orders}
 
 
 def test_an_install_whose_workers_proved_another_fingerprint_fails() -> None:
-    said = Worker(0, WorkerState.APPLIED, 2, "life-1", process="p0", fingerprint="another")
+    said = Worker(0, resources_pb2.Worker.APPLIED, 2, "life-1", process="p0", fingerprint="another")
     server, _ = step(applying(), WorkerReported(said), 1, SETTINGS)
     assert server.failures[2].error.startswith("worker 0: it holds a version 2 of fingerprint another, the store has")
     assert server.opened == 0
@@ -281,25 +272,25 @@ def test_an_install_whose_workers_proved_another_fingerprint_fails() -> None:
 
 def test_a_follower_that_attaches_while_a_version_is_applied_holds_its_gate_for_that_install() -> None:
     server, orders = step(applying(), Attached("b", 2), 1, SETTINGS)
-    hold = Order("b", OrderKind.CLOSE, "life-1", 2, "version 2 is being installed")
-    assert orders == (Order("b", OrderKind.RENEWED), hold)
+    hold = Order("b", server_pb2.Order.CLOSE, "life-1", 2, "version 2 is being installed")
+    assert orders == (Order("b", server_pb2.Order.RENEWED), hold)
     _, orders = step(server, Attached("b", 2), 2, SETTINGS)
-    assert orders == (Order("b", OrderKind.RENEWED), hold), "and when it comes back"
+    assert orders == (Order("b", server_pb2.Order.RENEWED), hold), "and when it comes back"
 
 
 def test_a_follower_that_attaches_after_an_install_that_went_wrong_shuts_its_gate() -> None:
-    failed = Worker(0, WorkerState.FAILED, 2, "life-1", "a digest differs", "p0")
+    failed = Worker(0, resources_pb2.Worker.FAILED, 2, "life-1", "a digest differs", "p0")
     server, _ = step(applying(), WorkerReported(failed), 1, SETTINGS)
     _, orders = step(server, Attached("b", 2), 1, SETTINGS)
-    assert orders[1] == Order("b", OrderKind.CLOSE, reason="the last install went wrong half-way")
+    assert orders[1] == Order("b", server_pb2.Order.CLOSE, reason="the last install went wrong half-way")
 
 
 def test_a_control_side_that_attaches_during_a_sleep_at_level_2_gives_the_sleep_as_its_reason() -> None:
     asleep = Wanted(Goal(power=Power.ASLEEP_2))
     server, _ = step(serving(1), asleep, 1, SETTINGS)
     assert server.change is not None
-    slept = Reported("a", server.change.id, OrderKind.SLEEP, power=Power.ASLEEP_2)
-    shut = Order("b", OrderKind.CLOSE, reason="an operator put it to sleep")
+    slept = Reported("a", server.change.id, server_pb2.Order.SLEEP, power=Power.ASLEEP_2)
+    shut = Order("b", server_pb2.Order.CLOSE, reason="an operator put it to sleep")
     _, orders = step(server, Attached("b", 2), 1, SETTINGS)
     assert orders[-1] == shut, "while it falls asleep"
     server, _ = step(server, slept, 1, SETTINGS)
@@ -307,7 +298,7 @@ def test_a_control_side_that_attaches_during_a_sleep_at_level_2_gives_the_sleep_
     assert orders[-1] == shut, "once it is asleep"
     server, _ = step(server, Wanted(Goal()), 2, SETTINGS)
     _, orders = step(server, Attached("b", 2), 2, SETTINGS)
-    assert orders[-1] == Order("b", OrderKind.CLOSE, reason="its version is not confirmed yet"), "and while it wakes"
+    assert orders[-1] == Order("b", server_pb2.Order.CLOSE, reason="its version is not confirmed yet"), "and while it wakes"
 
 
 def test_failures_count_while_their_version_is_there_and_not_past_ready_if_they_were_ahead_of_it() -> None:
@@ -332,7 +323,7 @@ def test_an_operators_retry_forgets_failures_and_another_goal_keeps_them() -> No
 
 def test_a_process_that_another_replaces_in_an_install_counts_as_a_failure_of_the_version() -> None:
     server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
-    server = hear(server, 1, WorkerState.BOOTED, 1, "", process="new")
+    server = hear(server, 1, resources_pb2.Worker.BOOTED, 1, "", process="new")
     assert server.ended is not None
     assert server.ended.error == "worker 1 ended, and another process has taken its place"
     assert server.failures[2].count == 1

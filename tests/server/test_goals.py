@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 from resharder.server.fleets.goals import boots, goals
-from resharder.server.state.fleet import NOBODY, Fleet, FleetTarget, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
-from resharder.server.state.server import Goal, InstallState, Power, Server, Worker, WorkerState
+from resharder.server.state.fleet import NOBODY, Fleet, VersionTarget, View
+from resharder.server.state.server import Goal, Server, Worker
+from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import PauseMode, Power
 
 from tests.support.fleet_states import NOW, failed, fleet, install, moving, out_of_service, server, view
 
-ALL, ROLLING, CANARY, ATOMIC = UpdateStrategy.Kind
-STAGING, APPLYING, TRYING, HOLDING, MOVING, BACK, STOPPED, DONE, FAILED = MoveState
+ALL, ROLLING, CANARY, ATOMIC = resources_pb2.UpdateStrategy.Kind.values()[1:]
+STAGING, APPLYING, TRYING, HOLDING, MOVING, BACK, STOPPED, DONE, FAILED = resources_pb2.Move.State.values()[1:]
 WAITS = "it waits for its turn"
 
 
@@ -70,7 +72,7 @@ def test_all_apply_together_and_go_back_together(id: str) -> None:
 
 
 @pytest.mark.parametrize("state", [TRYING, HOLDING])
-def test_canaries_try_a_version_that_others_do_not_have(state: MoveState) -> None:
+def test_canaries_try_a_version_that_others_do_not_have(state: resources_pb2.Move.State) -> None:
     known = moving(state, CANARY, servers=("a", "b"), canaries=1)
     seen = view([server("a"), server("b"), out_of_service("c", 0), server("d", 3), out_of_service("e", 1)])
     tried = "version 2 is tried first"
@@ -95,7 +97,7 @@ def test_a_failed_server_stays_where_it_is_unless_all_move_at_once() -> None:
 
 
 ARRIVING = server("a", install=install(3))
-NUMBER = FleetTarget(FleetTargetKind.NUMBER, 2)
+NUMBER = VersionTarget(resources_pb2.VersionTarget.NUMBER, 2)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,9 @@ NUMBER = FleetTarget(FleetTargetKind.NUMBER, 2)
     [
         (moving(MOVING), view([ARRIVING], (1, 2, 3)), 3),
         (moving(MOVING), view([ARRIVING], (1, 2), ahead={3}), 3),
-        (moving(MOVING), view([server("a", install=install(3, InstallState.APPLYING))], (1, 2, 3)), 3),
-        (moving(MOVING), view([server("a", install=install(3, InstallState.COMMITTED))], (1, 2, 3)), 2),
-        (moving(MOVING), view([server("a", install=install(3, InstallState.FAILED))], (1, 2, 3)), 2),
+        (moving(MOVING), view([server("a", install=install(3, resources_pb2.Install.APPLYING))], (1, 2, 3)), 3),
+        (moving(MOVING), view([server("a", install=install(3, resources_pb2.Install.COMMITTED))], (1, 2, 3)), 2),
+        (moving(MOVING), view([server("a", install=install(3, resources_pb2.Install.FAILED))], (1, 2, 3)), 2),
         (moving(MOVING), view([server("a")], (1, 2, 3)), 2),
         (moving(MOVING), view([ARRIVING], (1, 2)), 2),
         (moving(MOVING, refused={3: "wrong"}), view([ARRIVING], (1, 2, 3)), 2),
@@ -149,7 +151,7 @@ def test_servers_out_of_service_take_a_place_and_move_beside_it() -> None:
     assert turns(known, server("a", install=install(2)), server("b"), server("c")) == {"a", "b"}
     assert turns(known, server("c", resumed=False), server("b"), server("a")) == {"c"}
     assert turns(known, away, out_of_service("b", 0), out_of_service("c", 0), server("d")) == {"a", "b", "c"}
-    arrived = server("a", 2, install=install(2, InstallState.COMMITTED))
+    arrived = server("a", 2, install=install(2, resources_pb2.Install.COMMITTED))
     assert turns(known, arrived, server("b"), server("c"), server("d")) == {"a", "b", "c"}
 
 
@@ -251,7 +253,7 @@ def test_a_server_returns_to_the_version_it_may_open_on_while_it_waits() -> None
         (moving(DONE, settled=2), (1, 2), 2),
         (moving(MOVING, refused={2: "wrong"}), (1, 2), 1),
         (moving(STAGING, ATOMIC), (2, 3), 3),
-        (moving(STAGING, ATOMIC, target=FleetTarget(FleetTargetKind.NUMBER, 9)), (2, 3), 2),
+        (moving(STAGING, ATOMIC, target=VersionTarget(resources_pb2.VersionTarget.NUMBER, 9)), (2, 3), 2),
     ],
 )
 def test_servers_boot_from_a_version_that_is_ready_and_not_refused(known: Fleet, ready: tuple[int, ...], expected: int) -> None:
@@ -262,12 +264,12 @@ def test_servers_boot_from_nothing_that_is_only_ahead_or_gone() -> None:
     known = moving(MOVING, serve_ahead=True)
     assert boots(known, view([server("a")], (1,), ahead={2})) == 1
     assert boots(known, view([server("a")], (), ahead={2})) == 0
-    assert boots(fleet(settled=5, target=FleetTarget(FleetTargetKind.NONE)), view([server("a")], ())) == 0
+    assert boots(fleet(settled=5, target=VersionTarget(resources_pb2.VersionTarget.NONE)), view([server("a")], ())) == 0
 
 
 def staged(id: str) -> Server:
     """A server that has staged version 2 over the direct path."""
-    workers = {rank: Worker(rank, WorkerState.STAGED, 2, "install of 2", holds=1, joined=True) for rank in range(2)}
+    workers = {rank: Worker(rank, resources_pb2.Worker.STAGED, 2, "install of 2", holds=1, joined=True) for rank in range(2)}
     return server(id, install=install(2), workers=workers)
 
 

@@ -8,8 +8,9 @@ from resharder.converters.storage.files import lay_out
 from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, NodeHome
 from resharder.server.nodes import homes
 from resharder.server.nodes.homes import HomeRegister
-from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
+from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.version import ABORTED, READY, VersionRecord
+from resharder.v1 import node_pb2
 
 GROUPS = {"a": "one", "b": "two", "g": "one, gathered"}
 FILES = lay_out([TensorSpec(name, "BF16", (64, 8)) for name in ("a", "b", "c", "g")], homes=GROUPS)
@@ -73,18 +74,20 @@ def test_a_version_for_which_all_nodes_have_a_set_is_gathered(world: World) -> N
         NodeHome("three", "/three/s", (), True),
     )
     world.homes.closed(VERSION, [PATHS["a"], PATHS["g"]])
-    assert world.order("one") == FileSetOrder("s", VERSION, SetState.UPLOADING, (PATHS["a"],), True), "`g` lacks boxes until then"
+    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.UPLOADING, (PATHS["a"],), True), (
+        "`g` lacks boxes until then"
+    )
     world.homes.verify(VERSION)
     sources = (("three", "three:7679"), ("two", "two:7679"))
-    assert world.order("one") == FileSetOrder("s", VERSION, SetState.VERIFYING, (), True, sources)
-    assert world.order("three") == FileSetOrder("s", VERSION, SetState.VERIFYING, (), True)
+    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.VERIFYING, (), True, sources)
+    assert world.order("three") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.VERIFYING, (), True)
     world.prove("one", proof("a", "g"))
     world.prove("two", proof("b"))
     assert world.homes.proofs(VERSION, 5) == proof("a", "b", "g"), "no proof of a node without a file of its own is waited for"
     assert set(world.homes.written(VERSION)) == {"one", "two"}
     world.homes.version_changed(VersionRecord("policy", 1, READY, 1, 1, "job", 1, 1, 0.0))
-    assert world.order("one", VERSION).state is SetState.READY
-    assert world.order("three").state is SetState.ENDED
+    assert world.order("one", VERSION).state == node_pb2.FileSetOrder.READY
+    assert world.order("three").state == node_pb2.FileSetOrder.ENDED
 
 
 @pytest.mark.parametrize("why", ["older", "drained", "gone", "other ranks"])
@@ -96,9 +99,9 @@ def test_a_version_that_one_node_cannot_be_part_of_is_gathered_by_none(world: Wo
     reads = {**READS, "three": [{"/three/nonce": b"of an earlier process"}]} if why == "other ranks" else READS
     assert world.homes.take(PUBLISHER, VERSION, reads) == WHOLE
     world.homes.closed(VERSION, [PATHS["a"], PATHS["g"]])
-    assert world.order("one") == FileSetOrder("s", VERSION, SetState.UPLOADING, (PATHS["a"],)), "`g` is the daemon's"
+    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.UPLOADING, (PATHS["a"],)), "`g` is the daemon's"
     world.homes.verify(VERSION)
-    assert world.order("one") == FileSetOrder("s", VERSION, SetState.VERIFYING)
+    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.VERIFYING)
     world.prove("one", proof("a"))
     world.prove("two", proof("b"))
     assert world.homes.proofs(VERSION, 5) == proof("a", "b")

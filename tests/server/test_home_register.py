@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
-from resharder.server.ingest.homes import DAEMON_HOST, FileProof, HomeLost
+from resharder.server.ingest.homes import FileProof, HomeLost
 from resharder.server.nodes import homes
 from resharder.server.nodes.home_fetch import HomeSource
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.records import nonce_id
-from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, SetState, StateReport
+from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import ABORTED, READY, VersionRecord
+from resharder.server.state.version import ABORTED, DAEMON, READY, VersionRecord
+from resharder.v1 import node_pb2
 
 HOMES = {"a": "one", "b": "two"}
 FILES = lay_out([TensorSpec(name, "BF16", (64, 8)) for name in ("a", "b", "c")], homes=HOMES)
@@ -83,7 +84,7 @@ def test_a_version_takes_a_set_of_each_node_and_none_twice(world: World) -> None
     world.settle(NAMES[0], ABORTED)
     world.report("one", "s")
     assert world.take(NAMES[2]) == {}, "the files of an aborted version come back under another id alone"
-    assert world.states() == [FileSetOrder("s", "", SetState.ENDED)]
+    assert world.states() == [FileSetOrder("s", "", node_pb2.FileSetOrder.ENDED)]
 
 
 def test_a_node_that_its_ranks_may_not_be_on_any_more_is_no_home(world: World) -> None:
@@ -129,19 +130,19 @@ def test_no_version_waits_for_a_node_that_follows_no_reservation(world: World) -
 def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World) -> None:
     world.report("one", "s")
     world.take()
-    assert world.states() == [FileSetOrder("s", NAMES[0], SetState.UPLOADING)]
+    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.UPLOADING)]
     (path,) = PROOF
     world.homes.closed(NAMES[0], [path, "of another node"])
-    assert world.states() == [FileSetOrder("s", NAMES[0], SetState.UPLOADING, (path,))]
+    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.UPLOADING, (path,))]
     world.homes.verify(NAMES[0])
-    assert world.states() == [FileSetOrder("s", NAMES[0], SetState.VERIFYING)]
+    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.VERIFYING)]
     world.homes.put_proof(NAMES[0], "one", "i", "s", "", "", PROOF)
     assert world.homes.proofs(NAMES[0], 1.0) == PROOF
     assert world.homes._state.sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
     assert world.homes.written(NAMES[0]).keys() == {"one"}
     world.settle(NAMES[0], READY)
-    assert world.states(wanted=(NAMES[0],)) == [FileSetOrder("s", NAMES[0], SetState.READY)]
-    assert world.states() == [FileSetOrder("s", NAMES[0], SetState.ENDED)]
+    assert world.states(wanted=(NAMES[0],)) == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.READY)]
+    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.ENDED)]
     world.homes.gone("one")
     assert world.homes.problem(NAMES[0]) == "", "a READY version needs no home"
 
@@ -216,7 +217,7 @@ def test_a_rank_that_reads_the_store_is_on_the_daemons_host(world: World) -> Non
     register = HomeRegister(Folder())  # type: ignore[arg-type]
     register.reported(world.reports["one"], "", False, lambda: None)
     both = {"/store/nonce": b"store", "/one/nonce": b"one"}
-    assert register.host_of(both) == DAEMON_HOST
+    assert register.host_of(both) == DAEMON
     assert register.host_of({"/one/nonce": b"one"}) == "one"
     assert register.host_of({"/one/nonce": b"else"}) is None
     assert register.host_of({}) is None

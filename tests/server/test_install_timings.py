@@ -1,9 +1,10 @@
 """Timings of an ended install stay in a server's state for metrics and traces, also if the next one begins in the same step."""
 
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server import Server, Settings, Worker
 from resharder.server.state.server_events import Attached, Reinstalled, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
+from resharder.v1 import resources_pb2, server_pb2
 
 SETTINGS = Settings()
 PAUSE, RESUME = Timing("pause", 1.0, 0.5), Timing("resume", 2.0, 0.1)
@@ -14,17 +15,17 @@ class Story:
 
     def __init__(self) -> None:
         self.server = Server("a", "policy", "policy", "life", 0.0, {1: "1"}, boot_version=1)
-        self.worker(WorkerState.BOOTED, 1)
+        self.worker(resources_pb2.Worker.BOOTED, 1)
         self.happens(Attached("control", 1))
-        self.says(OrderKind.RESUME, self.server.opened_by)
+        self.says(server_pb2.Order.RESUME, self.server.opened_by)
 
     def happens(self, event: object, now: float = 1.0) -> None:
         self.server, self.orders = step(self.server, event, now, SETTINGS)  # type: ignore[arg-type]
 
-    def says(self, done: OrderKind, install: str, *timings: Timing, pause: float = 0.0, ok: bool = True) -> None:
+    def says(self, done: server_pb2.Order.Kind, install: str, *timings: Timing, pause: float = 0.0, ok: bool = True) -> None:
         self.happens(Reported("control", install, done, ok=ok, pause_seconds=pause, timings=timings))
 
-    def worker(self, state: WorkerState, version: int, install: str = "") -> None:
+    def worker(self, state: resources_pb2.Worker.State, version: int, install: str = "") -> None:
         self.happens(WorkerReported(Worker(0, state, version, install, process="p", fingerprint=str(version))))
 
     def ready(self, *versions: int) -> None:
@@ -34,9 +35,9 @@ class Story:
         """Up to RESUME."""
         assert self.server.install is not None
         install = self.server.install.id
-        self.worker(WorkerState.STAGED, version, install)
-        self.says(OrderKind.APPLY, install, PAUSE)
-        self.worker(WorkerState.APPLIED, version, install)
+        self.worker(resources_pb2.Worker.STAGED, version, install)
+        self.says(server_pb2.Order.APPLY, install, PAUSE)
+        self.worker(resources_pb2.Worker.APPLIED, version, install)
         return install
 
 
@@ -46,9 +47,9 @@ def test_an_install_that_ended_is_kept_with_what_its_leader_said_then_and_later(
     install = story.installed(2)
     ended = story.server.ended
     assert ended is not None
-    assert (ended.id, ended.state, ended.timings) == (install, InstallState.COMMITTED, (PAUSE,))
+    assert (ended.id, ended.state, ended.timings) == (install, resources_pb2.Install.COMMITTED, (PAUSE,))
     for _ in range(2):  # said again, it changes nothing
-        story.says(OrderKind.RESUME, install, RESUME, pause=0.7)
+        story.says(server_pb2.Order.RESUME, install, RESUME, pause=0.7)
         assert story.server.ended == story.server.install
         assert story.server.ended is not None
         assert (story.server.ended.timings, story.server.ended.pause_seconds) == ((PAUSE, RESUME), 0.7)
@@ -59,8 +60,11 @@ def test_a_server_that_goes_on_while_the_next_version_is_staged_serves() -> None
     story.ready(1, 2)
     story.ready(1, 2, 3)
     install = story.installed(2)
-    assert [order.kind for order in story.orders if order.kind != OrderKind.RENEWED] == [OrderKind.RESUME, OrderKind.STAGE]
-    story.says(OrderKind.RESUME, install, RESUME, pause=0.7)
+    assert [order.kind for order in story.orders if order.kind != server_pb2.Order.RENEWED] == [
+        server_pb2.Order.RESUME,
+        server_pb2.Order.STAGE,
+    ]
+    story.says(server_pb2.Order.RESUME, install, RESUME, pause=0.7)
     assert story.server.serving == 2
     assert story.server.ended is not None
     assert (story.server.ended.id, story.server.ended.timings) == (install, (PAUSE, RESUME))
@@ -74,9 +78,9 @@ def test_a_version_that_could_not_be_staged_for_a_profile_has_lost_no_try() -> N
         story.happens(Reinstalled())
         assert story.server.install is not None
         assert story.server.install.active
-        story.says(OrderKind.STAGE, story.server.install.id, ok=False)
+        story.says(server_pb2.Order.STAGE, story.server.install.id, ok=False)
         assert story.server.ended is not None
-        assert story.server.ended.state == InstallState.FAILED
+        assert story.server.ended.state == resources_pb2.Install.FAILED
     assert (story.server.serving, story.server.failures) == (1, {})
 
 
@@ -85,14 +89,14 @@ def test_a_profiled_install_that_tears_the_weights_is_mended_as_any_other() -> N
     story.happens(Reinstalled())
     assert story.server.install is not None
     torn = story.server.install.id
-    story.worker(WorkerState.STAGED, 1, torn)
-    assert [order.profile for order in story.orders if order.kind == OrderKind.APPLY] == [True]
-    story.says(OrderKind.APPLY, torn, ok=False)
+    story.worker(resources_pb2.Worker.STAGED, 1, torn)
+    assert [order.profile for order in story.orders if order.kind == server_pb2.Order.APPLY] == [True]
+    story.says(server_pb2.Order.APPLY, torn, ok=False)
     assert (story.server.serving, story.server.failures[1].count) == (0, 1)
     story.happens(Ticked(), now=SETTINGS.first_retry + 2)
-    assert [(order.kind, order.version, order.profile) for order in story.orders] == [(OrderKind.STAGE, 1, False)]
+    assert [(order.kind, order.version, order.profile) for order in story.orders] == [(server_pb2.Order.STAGE, 1, False)]
     install = story.installed(1)
-    story.says(OrderKind.RESUME, install)
+    story.says(server_pb2.Order.RESUME, install)
     assert story.server.serving == 1
 
 
@@ -109,6 +113,6 @@ def test_an_install_that_is_given_up_for_the_next_one_is_kept_too() -> None:
     story.ready(1, 2)
     first = story.server.install
     assert first is not None
-    story.says(OrderKind.STAGE, first.id, ok=False)
+    story.says(server_pb2.Order.STAGE, first.id, ok=False)
     assert story.server.ended is not None
-    assert (story.server.ended.id, story.server.ended.state) == (first.id, InstallState.FAILED)
+    assert (story.server.ended.id, story.server.ended.state) == (first.id, resources_pb2.Install.FAILED)

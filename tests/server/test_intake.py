@@ -21,10 +21,10 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.boxes import cut_slot, pack
 from resharder.server.ingest.intake import Intake
 from resharder.server.main import Daemon as DaemonInProcess
-from resharder.server.state.server import OrderKind, Worker, WorkerState
+from resharder.server.state.server import Worker
 from resharder.server.state.server_events import Attached, Reported
 from resharder.server.store.store import Store
-from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
+from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
@@ -367,10 +367,10 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
         assert not waiting.done()
         assert asked == [(0, 1)], "nothing has changed, and it looked again"
         daemon.fleets.report_worker(
-            "s", Worker(0, WorkerState.BOOTED, record.number, process="p", fingerprint=record.fingerprint)
+            "s", Worker(0, resources_pb2.Worker.BOOTED, record.number, process="p", fingerprint=record.fingerprint)
         )
-        resume = next(order for order in iter(control.orders.get, None) if order.kind == OrderKind.RESUME)
-        control.report(Reported("control", resume.install, OrderKind.RESUME, True))
+        resume = next(order for order in iter(control.orders.get, None) if order.kind == server_pb2.Order.RESUME)
+        control.report(Reported("control", resume.install, server_pb2.Order.RESUME, True))
         assert waiting.result(60) == record
     assert asked == [(0, 1), (1, 1)]
     daemon.server.start()

@@ -7,7 +7,7 @@ from resharder.server.fleets.fleets import Attachment, Fleets, Note
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
 from resharder.server.state.fleet import Fleet, UpdateStrategy
-from resharder.server.state.server import Settings, Worker, WorkerState
+from resharder.server.state.server import Settings, Worker
 from resharder.server.state.server_events import Attached, Reported
 from resharder.v1 import resources_pb2
 
@@ -26,7 +26,7 @@ class Site:
         self.versions.publish()
         files = FleetFiles(folder)
         if strict:
-            files.save(Fleet(MODEL, MODEL, strategy=UpdateStrategy(UpdateStrategy.Kind.ATOMIC)), 0.0)
+            files.save(Fleet(MODEL, MODEL, strategy=UpdateStrategy(resources_pb2.UpdateStrategy.ATOMIC)), 0.0)
 
         def note(kind: str, subject: str, what: str, reason: str = "", **details: object) -> None:
             self.noted.append((subject, what))
@@ -55,7 +55,7 @@ class Site:
         return {view.server.id: resources_pb2.Server.State.Name(view.state) for view in views}  # type: ignore[arg-type]
 
     def report_worker(self, process: str) -> None:
-        held = Worker(0, WorkerState.BOOTED, 1, process=process, fingerprint=self.versions.ready[1])
+        held = Worker(0, resources_pb2.Worker.BOOTED, 1, process=process, fingerprint=self.versions.ready[1])
         self.fleets.report_worker("s", held)
 
     def tick(self, now: float) -> list[str]:

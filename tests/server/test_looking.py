@@ -16,11 +16,12 @@ from resharder.server.ingest.boxes import pack
 from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
 from resharder.server.state.errors import FailedPrecondition, Unavailable
-from resharder.server.state.server import Worker, WorkerState
+from resharder.server.state.server import Worker
 from resharder.server.state.server_events import Attached
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import file_pool
 from resharder.server.store.store import Store
+from resharder.v1 import resources_pb2
 
 from tests.support.store_versions import FILES, LAYOUTS, claim, numbers, publish, ready_version, settle
 from tests.support.waits import settled
@@ -36,7 +37,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     made.intake.create_publisher("policy", "job", 1, FILES)
     settled(made.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     made.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
-    made.fleets.report_worker("s", Worker(0, WorkerState.BOOTED, 1, process="p", fingerprint=record.fingerprint))
+    made.fleets.report_worker("s", Worker(0, resources_pb2.Worker.BOOTED, 1, process="p", fingerprint=record.fingerprint))
     yield made
     made.server.start()
     made.stop()

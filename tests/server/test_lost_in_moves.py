@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.state.fleet import Fleet, Move, MoveState, UpdateStrategy
-from resharder.server.state.server import InstallState, OrderKind, Power, Server
+from resharder.server.state.fleet import Fleet, Move
+from resharder.server.state.server import Server
 from resharder.server.state.server_events import Reported
-from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1 import operator_pb2, resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.simulated_fleet import FleetSimulation
 from tests.support.simulated_fleet_servers import FLEET, NAMES, SETTINGS
 
-ALL, ROLLING, CANARY, ATOMIC = UpdateStrategy.Kind
+ALL, ROLLING, CANARY, ATOMIC = resources_pb2.UpdateStrategy.Kind.values()[1:]
 DEATHS = {
     # As the daemon sees them: what the API server reports last, and whether the connection is closed.
     "worker": ("its engine died", True),
@@ -93,8 +94,8 @@ class Site:
         if install is None or install.version != 2:
             return False
         if moment == "resuming":
-            return install.state == InstallState.COMMITTED and not server.resumed
-        return install.state == InstallState[moment.upper()]
+            return install.state == resources_pb2.Install.COMMITTED and not server.resumed
+        return install.state == resources_pb2.Install.State.Value(moment.upper())
 
     def die(self, name: str, what: str) -> None:
         """The server's end; its lease may go on."""
@@ -116,7 +117,7 @@ class Site:
 
 @pytest.fixture
 def make() -> Callable[..., Site]:
-    def made(kind: UpdateStrategy.Kind, max_failures: int = 0) -> Site:
+    def made(kind: resources_pb2.UpdateStrategy.Kind, max_failures: int = 0) -> Site:
         fleets = FleetSimulation()
         fleets.set_up(kind, 0, 1, approval=False, ahead=False)
         if max_failures:
@@ -134,18 +135,18 @@ def make() -> Callable[..., Site]:
 
 
 EXPECTED = {
-    ALL: (MoveState.STOPPED, 2),
-    ROLLING: (MoveState.STOPPED, 1),  # the others stay where they are
-    CANARY: (MoveState.FAILED, 1),
-    ATOMIC: (MoveState.FAILED, 1),
+    ALL: (resources_pb2.Move.STOPPED, 2),
+    ROLLING: (resources_pb2.Move.STOPPED, 1),  # the others stay where they are
+    CANARY: (resources_pb2.Move.FAILED, 1),
+    ATOMIC: (resources_pb2.Move.FAILED, 1),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", DEATHS)
-@pytest.mark.parametrize("kind", UpdateStrategy.Kind, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", resources_pb2.UpdateStrategy.Kind.values()[1:], ids=resources_pb2.UpdateStrategy.Kind.Name)
 def test_a_move_that_loses_a_server_names_it_and_is_not_done(
-    make: Callable[..., Site], kind: UpdateStrategy.Kind, what: str, moment: str
+    make: Callable[..., Site], kind: resources_pb2.UpdateStrategy.Kind, what: str, moment: str
 ) -> None:
     site = make(kind)
     site.fleets.publish()
@@ -157,10 +158,10 @@ def test_a_move_that_loses_a_server_names_it_and_is_not_done(
     assert site.states()[victim] == "LOST"
     state, version = EXPECTED[kind]
     if (kind, what, moment) == (CANARY, "host", "between"):
-        state = MoveState.STOPPED  # the canary's hold ends before its lease
+        state = resources_pb2.Move.STOPPED  # the canary's hold ends before its lease
     assert site.move.state == state, site.fleets.reasons()
     assert victim in site.move.reason
-    assert victim in site.move.failed or state == MoveState.FAILED
+    assert victim in site.move.failed or state == resources_pb2.Move.FAILED
     others = {name: found for name, found in site.serving().items() if name != victim}
     assert others == dict.fromkeys(others, version)
 
@@ -173,7 +174,7 @@ def test_a_rolling_move_stops_at_the_first_server_that_does_not_arrive(make: Cal
     victim = site.begin_install(moment)
     site.die(victim, what)
     site.go_on()
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert site.move.failed.keys() == {victim}
     assert {name: v for name, v in site.serving().items() if name != victim} == {n: 1 for n in NAMES if n != victim}
 
@@ -185,7 +186,7 @@ def test_a_rolling_move_stops_when_a_server_dies_that_waits_for_its_turn(make: C
     assert site.begin_install("staging") == "a"
     site.die("c", what)
     site.go_on()
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert site.move.failed.keys() == {"c"}
 
 
@@ -194,10 +195,10 @@ def test_a_rolling_move_counts_the_first_failed_attempt(make: Callable[..., Site
     site.fleets.publish()
     victim = site.begin_install("applying")
     site.fleets.carry_out(victim, fails=True)
-    while site.known(victim).install.state == InstallState.APPLYING:  # type: ignore[union-attr]
+    while site.known(victim).install.state == resources_pb2.Install.APPLYING:  # type: ignore[union-attr]
         site.fleets.carry_out(victim, fails=True)
     site.go_on()
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert site.serving() == dict.fromkeys(NAMES, 1)
 
 
@@ -207,7 +208,7 @@ def test_a_rolling_move_that_may_fail_twice_is_not_done_without_the_one_that_it_
     victim = site.begin_install("staging")
     site.die(victim, "engine core")
     site.go_on()
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert site.move.reason == f"1 of 3 servers is missing: {victim}: its engine core ended with code -9"
     assert {name: v for name, v in site.serving().items() if name != victim} == {n: 2 for n in NAMES if n != victim}
 
@@ -230,7 +231,7 @@ def test_a_server_that_crashes_and_is_back_within_its_lease_has_failed_all_the_s
     site.fleets.pass_time(1)
     site.fleets.start_server(victim)
     site.go_on()
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert "it ended while it installed version 2" in site.move.failed[victim]
     assert {name: v for name, v in site.serving().items() if name != victim} == {n: 1 for n in NAMES if n != victim}
 
@@ -243,7 +244,7 @@ def test_a_server_that_is_terminated_in_an_install_has_not_left(make: Callable[.
     site.leave(victim)
     site.go_on()
     assert site.states()[victim] == "LOST"
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert site.move.failed == {victim: "it ended while it installed version 2"}
 
 
@@ -253,7 +254,7 @@ def test_a_server_that_leaves_by_order_is_not_missing(make: Callable[..., Site])
     site.begin_install("staging")
     site.leave("c")
     site.go_on()
-    assert site.move.state == MoveState.DONE
+    assert site.move.state == resources_pb2.Move.DONE
     assert site.serving() == {"a": 2, "b": 2}
 
 
@@ -264,7 +265,7 @@ def test_a_drained_server_leaves_also_in_an_install(make: Callable[..., Site]) -
     site.fleets.drain(victim, drained=True)
     site.leave(victim)
     site.go_on()
-    assert site.move.state == MoveState.DONE
+    assert site.move.state == resources_pb2.Move.DONE
     assert victim not in site.serving()
 
 
@@ -274,7 +275,7 @@ def stopped_short(make: Callable[..., Site]) -> Site:
     site.begin_install("staging")
     site.die("a", "worker")
     site.go_on()
-    assert (site.move.state, site.move.short) == (MoveState.STOPPED, True)
+    assert (site.move.state, site.move.short) == (resources_pb2.Move.STOPPED, True)
     return site
 
 
@@ -283,7 +284,7 @@ def test_a_move_that_stopped_without_a_server_is_done_when_it_is_back(make: Call
     site.fleets.start_server("a")
     assert site.fleets.plants["a"].holds == 2, "it boots from where the others are"
     site.go_on()
-    assert (site.move.state, site.move.reason, dict(site.move.failed)) == (MoveState.DONE, "", {})
+    assert (site.move.state, site.move.reason, dict(site.move.failed)) == (resources_pb2.Move.DONE, "", {})
     assert site.serving() == dict.fromkeys(NAMES, 2)
 
 
@@ -293,7 +294,7 @@ def test_a_move_that_stopped_without_a_server_goes_back_when_told_to(make: Calla
     site.fleets.start_server("a")
     assert site.fleets.plants["a"].holds == 1, "it boots from where the others go"
     site.go_on()
-    assert site.move.state == MoveState.FAILED
+    assert site.move.state == resources_pb2.Move.FAILED
     assert site.serving() == dict.fromkeys(NAMES, 1)
 
 
@@ -302,7 +303,7 @@ def test_an_operator_ends_a_move_without_the_server_that_is_missing(make: Callab
     site = stopped_short(make)
     site.fleets.fleets.forget("a") if act == "forget" else site.fleets.decide(go_on=True)
     site.go_on(2)
-    assert site.move.state == MoveState.DONE
+    assert site.move.state == resources_pb2.Move.DONE
     assert site.serving() == {"b": 2, "c": 2} | ({} if act == "forget" else {"a": 0})
 
 
@@ -310,7 +311,7 @@ def test_the_next_version_takes_the_servers_that_are_left(make: Callable[..., Si
     site = stopped_short(make)
     site.fleets.publish()
     site.go_on()
-    assert (site.move.to, site.move.state) == (3, MoveState.DONE)
+    assert (site.move.to, site.move.state) == (3, resources_pb2.Move.DONE)
 
 
 def test_a_server_lost_on_the_way_to_a_version_that_another_replaces_is_missing_at_the_end(make: Callable[..., Site]) -> None:
@@ -320,7 +321,7 @@ def test_a_server_lost_on_the_way_to_a_version_that_another_replaces_is_missing_
     site.die("a", "worker")
     site.fleets.publish()
     site.go_on()
-    assert (site.move.to, site.move.state) == (3, MoveState.STOPPED)
+    assert (site.move.to, site.move.state) == (3, resources_pb2.Move.STOPPED)
     assert "a" in site.move.reason
 
 
@@ -330,7 +331,7 @@ def test_a_server_that_was_lost_before_a_move_does_not_stop_it(make: Callable[..
     site.go_on(15)
     site.fleets.publish()
     site.go_on()
-    assert site.move.state == MoveState.DONE
+    assert site.move.state == resources_pb2.Move.DONE
     assert site.states()["b"] == "LOST"
 
 
@@ -344,7 +345,7 @@ def test_a_move_goes_on_after_a_restart_of_the_daemon_and_misses_who_does_not_co
         site.fleets.connect(name)
     site.go_on()
     assert site.states()[victim] == "LOST"
-    assert site.move.state == MoveState.STOPPED
+    assert site.move.state == resources_pb2.Move.STOPPED
     assert "it has not come back since the daemon's restart" in site.move.reason
 
 
@@ -360,13 +361,13 @@ def test_a_server_that_is_lost_on_its_way_to_sleep_is_lost(make: Callable[..., S
     assert site.states() == {"a": "LOST", "b": "ASLEEP", "c": "ASLEEP"}
 
 
-@pytest.mark.parametrize("order", [OrderKind.SLEEP, OrderKind.WAKE])
+@pytest.mark.parametrize("order", [server_pb2.Order.SLEEP, server_pb2.Order.WAKE])
 def test_a_server_that_is_terminated_on_its_way_to_sleep_or_awake_has_not_left(
-    make: Callable[..., Site], order: OrderKind
+    make: Callable[..., Site], order: server_pb2.Order.Kind
 ) -> None:
     site = make(ALL)
     site.fleets.set_power(Power.ASLEEP_1, one=False)
-    if order == OrderKind.WAKE:
+    if order == server_pb2.Order.WAKE:
         site.go_on(3)
         site.fleets.set_power(Power.AWAKE, one=False)
     while site.known("a").change is None:
@@ -385,7 +386,7 @@ def test_a_server_asleep_by_order_is_not_missing(make: Callable[..., Site]) -> N
     site.go_on(3)
     site.die("a", "host")
     site.go_on()
-    assert site.move.state == MoveState.DONE
+    assert site.move.state == resources_pb2.Move.DONE
 
 
 def test_a_fleet_that_moves_has_counted_servers_on_its_medium(make: Callable[..., Site]) -> None:

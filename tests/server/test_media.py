@@ -123,7 +123,9 @@ class Life:
         self.call(self.files.next_start)
         self.call(lambda: self.events.add("operator", "fleets/policy", "update"))
         self.call(lambda: self.files.save(self.fleet, 0.0))
-        self.store.catalogue.subscribe(lambda record: self.events.add("version", record.name, record.state.lower()) and None)
+        self.store.catalogue.version_changed.connect(
+            lambda record: self.events.add("version", record.name, record.state.lower()) and None
+        )
         self.intake = Intake(self.store, chunk_bytes=256, writer_patience=5)
         self.name = self.call(lambda: self.intake.create_publisher("policy", job, 1, FILES)).name
         boxes = pack((i, full_box(spec.shape), False) for i, spec in enumerate(SPECS))

@@ -19,14 +19,14 @@ from resharder.server.fleets.reconciler.step import step
 from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import EVENTS, Observed
 from resharder.server.state.errors import FailedPrecondition
-from resharder.server.state.fleet import Fleet, Move, MoveState
+from resharder.server.state.fleet import Fleet, Move
 from resharder.server.state.fleet import UpdateStrategy as FleetUpdateStrategy
-from resharder.server.state.server import Goal, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server import Goal, Server, Settings, Worker
 from resharder.server.state.server_events import Attached, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.web.status import status
-from resharder.v1 import publisher_pb2, resources_pb2
+from resharder.v1 import publisher_pb2, resources_pb2, server_pb2
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
@@ -201,16 +201,16 @@ class Story:
         self.registry = CollectorRegistry()
         self.observed = Observed(self.registry)
         self.server, self.now = Server("a", "policy", "policy", "life", 0.0, {1: "1"}, boot_version=1), 1.0
-        self.worker(WorkerState.BOOTED, 1)
+        self.worker(resources_pb2.Worker.BOOTED, 1)
         self.happens(Attached("control", 1))
-        self.happens(Reported("control", self.server.opened_by, OrderKind.RESUME))
+        self.happens(Reported("control", self.server.opened_by, server_pb2.Order.RESUME))
 
     def happens(self, event: object) -> None:
         before = self.server
         self.server, _ = step(before, event, self.now, Settings())  # type: ignore[arg-type]
         self.observed.server_stepped(before, self.server)
 
-    def worker(self, state: WorkerState, version: int, **more: object) -> None:
+    def worker(self, state: resources_pb2.Worker.State, version: int, **more: object) -> None:
         install = self.server.install.id if self.server.install else ""
         said = Worker(0, state, version, install, process="p", fingerprint=str(version))
         self.happens(WorkerReported(replace(said, **more)))  # type: ignore[arg-type]
@@ -233,13 +233,13 @@ class Story:
 def test_an_install_is_counted_once_with_all_its_phases() -> None:
     story = Story()
     install = story.stage(2)
-    story.worker(WorkerState.STAGED, 2, stage_seconds=4.0)
+    story.worker(resources_pb2.Worker.STAGED, 2, stage_seconds=4.0)
     timings = (Timing("pause", 0.0, 0.5), Timing("reset", 0.0, 0.25), Timing("a name from elsewhere", 0.0, 9.0))
-    story.happens(Reported("control", install, OrderKind.APPLY, timings=timings))
+    story.happens(Reported("control", install, server_pb2.Order.APPLY, timings=timings))
     measured = {"stage_seconds": 4.0, "apply_seconds": 2.0, "needed_bytes": 8000, "transport": "nobody-knows"}
     for _ in range(2):
-        story.worker(WorkerState.APPLIED, 2, **measured)
-    resumed = Reported("control", install, OrderKind.RESUME, pause_seconds=3.0, timings=(Timing("resume", 0.0, 0.125),))
+        story.worker(resources_pb2.Worker.APPLIED, 2, **measured)
+    resumed = Reported("control", install, server_pb2.Order.RESUME, pause_seconds=3.0, timings=(Timing("resume", 0.0, 0.125),))
     for _ in range(2):
         story.happens(resumed)
     phases = ("stage", "pause", "apply", "reset", "resume")
@@ -257,8 +257,8 @@ def test_only_an_install_that_had_begun_to_write_is_a_torn_one_avoided(half: str
     story = Story()
     install = story.stage(2)
     if half == "applying":
-        story.worker(WorkerState.STAGED, 2)
-    kind = OrderKind.APPLY if half == "applying" else OrderKind.STAGE
+        story.worker(resources_pb2.Worker.STAGED, 2)
+    kind = server_pb2.Order.APPLY if half == "applying" else server_pb2.Order.STAGE
     story.happens(Reported("control", install, kind, ok=False, error="no"))
     assert story.outcomes() == {"committed": 0, "failed": 1, "given_up": 0}
     assert story.value("torn_installs_avoided_total", fleet="policy") == int(half == "applying")
@@ -297,10 +297,10 @@ def test_events_begin_at_zero_so_that_the_first_one_is_an_increase() -> None:
 
 def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
     story = Story()
-    move = Move(1, MoveState.MOVING, 1, 2, FleetUpdateStrategy(), started=100.0)
+    move = Move(1, resources_pb2.Move.MOVING, 1, 2, FleetUpdateStrategy(), started=100.0)
     going = Fleet("policy", "policy", move=move)
     story.observed.fleet_stepped(None, going)
-    done = replace(going, move=replace(move, state=MoveState.DONE, seconds=7.5))
+    done = replace(going, move=replace(move, state=resources_pb2.Move.DONE, seconds=7.5))
     story.observed.fleet_stepped(going, done)
     story.observed.fleet_stepped(done, replace(done, max_skew=3))
     labels = {"fleet": "policy", "strategy": "all_at_once", "outcome": "done"}
@@ -309,7 +309,8 @@ def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
 
 def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_server_and_with_why() -> None:
     story = Story()
-    direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"}, observe=story.observed.transferred)
+    direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"})
+    direct.transferred.connect(story.observed.transferred)
     workers = [Member("servers/a", rank, f"p{rank}") for rank in (0, 1)]
     for worker in workers:
         direct.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
@@ -339,7 +340,7 @@ def serving(version: int, *, in_service: bool = True, confirmed: int = 0) -> Ser
 
 def lag(wanted: int, *servers: ServerView, moved: float = 0.0) -> tuple[int, float]:
     records = [record(1, RETIRED), record(2), record(3, ABORTED), record(4), record(5)]
-    move = Move(1, MoveState.MOVING, 0, wanted, FleetUpdateStrategy(), started=moved)
+    move = Move(1, resources_pb2.Move.MOVING, 0, wanted, FleetUpdateStrategy(), started=moved)
     return snapshot.lag(FleetView(Fleet("policy", "policy", move=move), wanted, (), ""), servers, records)
 
 
@@ -383,7 +384,7 @@ def test_metrics_and_the_page_say_how_much_of_a_version_was_compared_and_why_the
         resources_pb2.Verification(covered_bytes=100, digested_bytes=100, total_bytes=100),
         resources_pb2.Verification(total_bytes=100, skipped="asleep"),
     ]
-    workers = {rank: Worker(rank, WorkerState.APPLIED, 5, verification=one) for rank, one in enumerate(found)}
+    workers = {rank: Worker(rank, resources_pb2.Worker.APPLIED, 5, verification=one) for rank, one in enumerate(found)}
     view = serving(5)
     view = replace(view, server=replace(view.server, workers=workers))
     fleet = FleetView(Fleet("policy", "policy"), 5, (), "")

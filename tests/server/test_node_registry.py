@@ -10,13 +10,12 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.swarm import MOST_LINKS, LinkLog, LinkReport
 from resharder.server.infra.change_signal import Pause
-from resharder.server.nodes.pieces import DAEMON
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
+from resharder.server.nodes.reports import CopyReport, HostCopy, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
-from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.state.version import DAEMON, READY, RETIRED, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import MissingPieces, PartialVersion
 from resharder.v1 import resources_pb2
@@ -142,7 +141,7 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
     world.nodes.expire()
     assert [source.data_address for source in world.sync(report("two")).versions[0].peers] == [""]
     assert world.nodes.host_copy(NAMES[0], "s", [("/one/nonce", b"one")]).node == ""
-    assert [view.state for view in world.nodes.views()] == [NodeState.LOST, NodeState.LIVE]
+    assert [view.state for view in world.nodes.views()] == [resources_pb2.Node.LOST, resources_pb2.Node.LIVE]
     assert ("nodes/one", "lost") in world.events
     world.now += FORGET
     world.sync(report("two"))
@@ -177,8 +176,8 @@ def test_a_drained_node_is_drained_after_restarts_of_daemon_and_node(world: Worl
     world.sync(report("two"))
     world.restart()
     assert world.sync(report(instance="second", v1=Bitmap.full(PIECES))).drained
-    assert [view.state for view in world.nodes.views()] == [NodeState.DRAINED]
-    assert world.nodes.set_drained("one", False).state is NodeState.LIVE
+    assert [view.state for view in world.nodes.views()] == [resources_pb2.Node.DRAINED]
+    assert world.nodes.set_drained("one", False).state == resources_pb2.Node.LIVE
     world.restart()
     assert ordered(world.sync(report(v1=Bitmap.full(PIECES)))) == [NAMES[0]]
 
@@ -188,7 +187,7 @@ def test_a_node_is_not_drained_if_that_cannot_be_written(world: World) -> None:
     world.drained.with_name("drained.json.part").mkdir()
     with pytest.raises(Unavailable, match="EISDIR"):
         world.nodes.set_drained("one", True)
-    assert [view.state for view in world.nodes.views()] == [NodeState.LIVE]
+    assert [view.state for view in world.nodes.views()] == [resources_pb2.Node.LIVE]
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b'["one"', b"\xff"])

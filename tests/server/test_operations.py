@@ -9,11 +9,10 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
-from resharder.server.state.fleet import FleetTarget, FleetTargetKind
-from resharder.server.state.fleet import UpdateStrategy as FleetUpdateStrategy
-from resharder.server.state.server import Power
+from resharder.server.state.fleet import VersionTarget as FleetVersionTarget
 from resharder.server.state.server_events import Attached
 from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.simulated_store import MODEL, SimulatedVersions
 from tests.support.waits import settled
@@ -153,7 +152,7 @@ def test_what_was_asked_for_outlives_the_daemon(desk: Desk) -> None:
     desk.start()
     fleet = desk.fleets.fleet(MODEL).fleet
     assert (fleet.target, fleet.strategy.kind, fleet.strategy.check, fleet.max_skew) == (
-        FleetTarget(FleetTargetKind.NUMBER, 2), FleetUpdateStrategy.Kind.CANARY, "probe", 4,
+        FleetVersionTarget(VersionTarget.NUMBER, 2), resources_pb2.UpdateStrategy.CANARY, "probe", 4,
     )  # fmt: skip
     assert (fleet.power_of("a"), fleet.power_of("b"), fleet.drained) == (Power.ASLEEP_2, Power.AWAKE, {"a"})
     assert desk.versions.holders[2] >= {f"fleets/{MODEL}"}, "what it wants is held again"

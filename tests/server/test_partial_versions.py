@@ -160,7 +160,7 @@ def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root
     partial = partial_of(store)
     store.lifecycle.pin("policy", 1, "servers/one")
     told = []
-    store.catalogue.subscribe(told.append)
+    store.catalogue.version_changed.connect(told.append)
     lost = store.lifecycle.lose("policy", 1, "1 of its pieces has no holder")
     assert told == [lost]
     assert (lost.state, lost.reason) == (RETIRED, "LOST: 1 of its pieces has no holder")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import InstallState, OrderKind, Server, Worker, WorkerState, in_use
+from resharder.server.state.server import Server, Worker, in_use
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -24,7 +24,7 @@ from resharder.server.state.server_events import (
     VersionsChanged,
     WorkerReported,
 )
-from resharder.v1 import resources_pb2
+from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.reconciler_versions import SETTINGS, fingerprint, versions
 
@@ -38,7 +38,7 @@ class Process:
     holds: int | None
     fingerprint: str = ""
     install: str = ""
-    state: WorkerState = WorkerState.EMPTY
+    state: resources_pb2.Worker.State = resources_pb2.Worker.EMPTY
 
     def report(self, **changes: object) -> Worker:
         said = Worker(self.rank, self.state, self.holds or 0, self.install, process=self.nonce, fingerprint=self.fingerprint)
@@ -88,7 +88,7 @@ class Reconciling(RuleBasedStateMachine):
     def start_worker(self, rank: int, version: int) -> None:
         if rank in self.plant.workers:
             self.forget_unheard(self.plant.workers[rank].nonce)
-        state = WorkerState.BOOTED if version else WorkerState.EMPTY
+        state = resources_pb2.Worker.BOOTED if version else resources_pb2.Worker.EMPTY
         self.plant.workers[rank] = Process(rank, self.name("process"), version, self.ready.get(version, ""), state=state)
         self.post(WorkerReported(self.plant.workers[rank].report()))
 
@@ -108,19 +108,19 @@ class Reconciling(RuleBasedStateMachine):
         assert held <= self.ready.keys()
         for order in orders:
             self.check(order)
-            if order.control in self.plant.queues and order.kind not in (OrderKind.RENEWED, OrderKind.LEAD):
+            if order.control in self.plant.queues and order.kind not in (server_pb2.Order.RENEWED, server_pb2.Order.LEAD):
                 self.plant.queues[order.control].append(order)
 
     def check(self, order: Order) -> None:
         """Check the invariants of each order when it is given."""
         server = self.server
         assert any(control.nonce == order.control for control in server.controls)
-        if order.kind in (OrderKind.STAGE, OrderKind.APPLY):
+        if order.kind in (server_pb2.Order.STAGE, server_pb2.Order.APPLY):
             assert order.control == server.controls[0].nonce, "only the leader installs"
             assert order.version in self.ready
-        if order.kind == OrderKind.APPLY:
+        if order.kind == server_pb2.Order.APPLY:
             assert server.opened == 0, "closed while it applies"
-        if order.kind == OrderKind.RESUME:
+        if order.kind == server_pb2.Order.RESUME:
             assert order.version in self.ready
             assert not server.torn, "a torn server is never resumed"
             said = [server.workers[rank] for rank in range(self.world_size)]
@@ -184,28 +184,28 @@ class Reconciling(RuleBasedStateMachine):
     def carry_out(self, nonce: str, fails: int = -1) -> None:
         order = self.plant.queues[nonce].pop(0)
         ok = True
-        if order.kind in (OrderKind.STAGE, OrderKind.APPLY):
+        if order.kind in (server_pb2.Order.STAGE, server_pb2.Order.APPLY):
             for worker in self.plant.workers.values():
                 self.work(worker, order, fails=worker.rank == fails)
-            ok = order.kind == OrderKind.STAGE or fails not in self.plant.workers
+            ok = order.kind == server_pb2.Order.STAGE or fails not in self.plant.workers
             self.plant.open_on.pop(nonce, None)
-            if ok and order.kind == OrderKind.APPLY:
+            if ok and order.kind == server_pb2.Order.APPLY:
                 self.plant.applied.add(order.install)
-        elif order.kind == OrderKind.RESUME:
+        elif order.kind == server_pb2.Order.RESUME:
             self.plant.open_on[nonce] = order.version
         else:
             self.plant.open_on.pop(nonce, None)
         self.post(Reported(nonce, order.install, order.kind, ok, "" if ok else "a worker failed"))
 
     def work(self, worker: Process, order: Order, *, fails: bool) -> None:
-        if order.kind == OrderKind.STAGE:
-            state = WorkerState.FAILED if fails else WorkerState.STAGED
+        if order.kind == server_pb2.Order.STAGE:
+            state = resources_pb2.Worker.FAILED if fails else resources_pb2.Worker.STAGED
             self.post(WorkerReported(worker.report(state=state, version=order.version, install=order.install)))
             return
         worker.install = order.install
         worker.holds = None if fails else order.version
         worker.fingerprint = "" if fails else self.ready[order.version]
-        worker.state = WorkerState.FAILED if fails else WorkerState.APPLIED
+        worker.state = resources_pb2.Worker.FAILED if fails else resources_pb2.Worker.APPLIED
         self.post(WorkerReported(worker.report(error="broke" if fails else "")))
 
     @rule(rank=st.integers(0, 2))
@@ -298,7 +298,10 @@ class Reconciling(RuleBasedStateMachine):
         for worker in self.plant.workers.values():
             assert (worker.holds, worker.fingerprint) == (server.serving, self.ready[server.serving]), why
         assert set(self.plant.open_on.values()) == {server.serving}, why
-        assert server.install is None or server.install.state in (InstallState.COMMITTED, InstallState.FAILED), why
+        assert server.install is None or server.install.state in (
+            resources_pb2.Install.COMMITTED,
+            resources_pb2.Install.FAILED,
+        ), why
         assert state_of(server) == resources_pb2.Server.SERVING
 
 

@@ -9,10 +9,10 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.rpc.convert import fleet_to_proto
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.fleet import FleetTargetKind, UpdateStrategy
-from resharder.server.state.server import OrderKind, Power, Worker, WorkerState
+from resharder.server.state.server import Worker
 from resharder.server.state.server_events import Order
-from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1 import operator_pb2, resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.simulated_fleet import AheadSimulation
 from tests.support.simulated_fleet_servers import FLEET, NAMES, ServerModel
@@ -24,7 +24,7 @@ class Site(AheadSimulation):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_up(UpdateStrategy.Kind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(resources_pb2.UpdateStrategy.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
         self.settle()
 
     def shows(self) -> list[int]:
@@ -38,7 +38,7 @@ class Site(AheadSimulation):
         assert self.shows() == [number] * 3, self.reasons()
         return number
 
-    def until(self, name: str, kind: OrderKind) -> tuple[ServerModel, Order]:
+    def until(self, name: str, kind: server_pb2.Order.Kind) -> tuple[ServerModel, Order]:
         """One server carries its orders out up to that of this kind, which is left to the test."""
         plant = self.plants[name]
         while True:
@@ -47,7 +47,7 @@ class Site(AheadSimulation):
             assert order is not None
             if order.kind == kind:
                 return plant, order
-            if order.kind not in (OrderKind.RENEWED, OrderKind.LEAD):
+            if order.kind not in (server_pb2.Order.RENEWED, server_pb2.Order.LEAD):
                 self.obey(plant, order, fails=False)
 
     def installs(self) -> list[int]:
@@ -62,7 +62,7 @@ class Site(AheadSimulation):
         """From now on, a server's worker cannot take versions over the direct path."""
         plain = self.report
 
-        def report(plant: ServerModel, state: WorkerState, version: int, install: str, error: str) -> None:
+        def report(plant: ServerModel, state: resources_pb2.Worker.State, version: int, install: str, error: str) -> None:
             if plant.id != name:
                 return plain(plant, state, version, install, error)
             fingerprint = plant.held_as if plant.holds else ""
@@ -90,14 +90,14 @@ def shown(site: Site) -> tuple[bool, int, str]:
     return message.serve_ahead, message.serve_ahead_setting, message.serve_ahead_reason
 
 
-def strategy(kind: UpdateStrategy.Kind) -> dict[str, object]:
+def strategy(kind: resources_pb2.UpdateStrategy.Kind) -> dict[str, object]:
     return {"strategy": resources_pb2.UpdateStrategy(kind=int(kind))}  # type: ignore[arg-type]
 
 
 WITH_OTHERS: list[tuple[dict[str, object], str]] = [
-    (strategy(UpdateStrategy.Kind.ROLLING), "default of a fleet that moves ROLLING"),
-    (strategy(UpdateStrategy.Kind.CANARY), "default of a fleet that moves CANARY"),
-    (strategy(UpdateStrategy.Kind.ATOMIC), "default of a fleet that moves ATOMIC"),
+    (strategy(resources_pb2.UpdateStrategy.ROLLING), "default of a fleet that moves ROLLING"),
+    (strategy(resources_pb2.UpdateStrategy.CANARY), "default of a fleet that moves CANARY"),
+    (strategy(resources_pb2.UpdateStrategy.ATOMIC), "default of a fleet that moves ATOMIC"),
     ({"max_skew": 2}, "default of a fleet with a skew bound of 2"),
 ]
 """Settings under which servers do not move each for itself."""
@@ -140,7 +140,7 @@ def test_an_operators_choice_survives_other_settings_and_restarts(site: Site) ->
     site.set(serve_ahead=False)
     for setting, _ in WITH_OTHERS:
         site.set(**setting)
-    site.set(**strategy(UpdateStrategy.Kind.ALL_AT_ONCE), max_skew=0)
+    site.set(**strategy(resources_pb2.UpdateStrategy.ALL_AT_ONCE), max_skew=0)
     site.restart_daemon()
     assert shown(site) == (False, resources_pb2.SERVE_AHEAD_OFF, "set by an operator")
     site.set(serve_ahead_setting=resources_pb2.SERVE_AHEAD_ON)
@@ -234,7 +234,7 @@ def test_an_aborted_version_gives_way_to_the_newest_ready_one(site: Site) -> Non
 def test_a_version_aborted_while_it_is_applied_is_never_opened(site: Site) -> None:
     number = site.versions.begin()
     site.fleets.tick()
-    plant, order = site.until("a", OrderKind.APPLY)
+    plant, order = site.until("a", server_pb2.Order.APPLY)
     site.versions.abort(number)
     site.obey(plant, order, fails=False)
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_a_version_aborted_while_it_is_applied_is_never_opened(site: Site) -> No
 def test_an_aborted_version_is_left_even_where_no_other_is_wanted(site: Site) -> None:
     number = site.offer()
     request = operator_pb2.UpdateFleetRequest(
-        fleet=resources_pb2.Fleet(name=FLEET, target=resources_pb2.VersionTarget(kind=int(FleetTargetKind.NONE))),  # type: ignore[arg-type]
+        fleet=resources_pb2.Fleet(name=FLEET, target=resources_pb2.VersionTarget(kind=int(resources_pb2.VersionTarget.NONE))),  # type: ignore[arg-type]
         update_mask=FieldMask(paths=["target"]),
     )
     site.operations.update(request)
@@ -263,7 +263,7 @@ def test_an_aborted_version_is_left_even_where_no_other_is_wanted(site: Site) ->
 def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_store(site: Site) -> None:
     number = site.versions.begin()
     site.fleets.tick()
-    site.obey(*site.until("a", OrderKind.APPLY), fails=True)
+    site.obey(*site.until("a", server_pb2.Order.APPLY), fails=True)
     for _ in range(10):
         site.settle()
     assert site.shows() == [1, number, number]
@@ -352,7 +352,7 @@ def test_a_sleeping_server_is_awaited_from_the_order_to_wake_on_unless_it_fails(
     assert awaiting(MODEL, 2) == set(), "nobody has ordered them awake"
     site.set_power(Power.WEIGHTS_AWAKE, one=False)
     assert awaiting(MODEL, 2) == set(NAMES), "the order is on its way"
-    plant, order = site.until("a", OrderKind.WAKE)
+    plant, order = site.until("a", server_pb2.Order.WAKE)
     site.obey(plant, order, fails=True)
     assert awaiting(MODEL, 2) == {"b", "c"}
     site.settle()

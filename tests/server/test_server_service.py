@@ -418,7 +418,6 @@ def test_a_claim_that_waits_ends_with_its_caller(site: Site) -> None:
     waiting = site.stub.ClaimServer.future(
         server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=3600)
     )
-    waits = site.fleets.changed.listeners
-    site.until(lambda: waits() == 1)
+    site.until(lambda: site.fleets.changed.connections == 1)
     waiting.cancel()
-    site.until(lambda: waits() == 0)
+    site.until(lambda: site.fleets.changed.connections == 0)

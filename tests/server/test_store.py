@@ -345,7 +345,7 @@ def test_a_second_daemon_on_the_same_store_is_refused(store: Store) -> None:
 
 def test_subscribers_hear_of_ready_retired_and_aborted(store: Store) -> None:
     heard: list[tuple[int, str]] = []
-    store.catalogue.subscribe(lambda record: heard.append((record.number, record.state)))
+    store.catalogue.version_changed.connect(lambda record: heard.append((record.number, record.state)))
     epoch = claim(store)
     for step in range(3):
         publish(store, epoch, step)
@@ -382,7 +382,7 @@ def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> 
     assert (wanted.retired, wanted.kept, wanted.freed_bytes) == ((made[0], made[2]), (made[1],), 2 * SIZE)
     assert numbers(store) == [1, 2, 3, 4]
     heard: list[VersionRecord] = []
-    store.catalogue.subscribe(heard.append)
+    store.catalogue.version_changed.connect(heard.append)
     done = store.lifecycle.retire("policy", [1, 2, 4, 5])
     assert [(r.number, r.state, r.reason) for r in done.retired] == [(1, "RETIRED", "retired by an operator")]
     assert done.kept == (made[1], made[3], arriving)

@@ -6,8 +6,9 @@ import pytest
 from resharder.server.fleets.fleets import MAX_TERM, Attachment, Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.server import OrderKind, Settings
+from resharder.server.state.server import Settings
 from resharder.server.state.server_events import Attached, Order, Reported
+from resharder.v1 import server_pb2
 
 from tests.support.simulated_store import SimulatedVersions
 from tests.support.waits import settled
@@ -54,17 +55,17 @@ def sent(attachment: Attachment) -> list[Order]:
 
 def led(attachment: Attachment) -> int:
     """The term of the only LEAD in it."""
-    (term,) = (order.term for order in sent(attachment) if order.kind == OrderKind.LEAD)
+    (term,) = (order.term for order in sent(attachment) if order.kind == server_pb2.Order.LEAD)
     return term
 
 
 def test_each_lead_begins_a_higher_term(site: Site) -> None:
     first, second = site.attach("a"), site.attach("b")
     one = led(first)
-    assert [(order.kind, order.term) for order in sent(second)] == [(OrderKind.RENEWED, one)], "it does not lead"
+    assert [(order.kind, order.term) for order in sent(second)] == [(server_pb2.Order.RENEWED, one)], "it does not lead"
     first.close()
     two = led(second)
-    assert OrderKind.LEAD not in {order.kind for order in sent(site.attach("a"))}
+    assert server_pb2.Order.LEAD not in {order.kind for order in sent(site.attach("a"))}
     three = led(site.attach("b"))  # its stream broke
     assert 0 < one < two < three
 

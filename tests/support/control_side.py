@@ -7,11 +7,13 @@ from typing import Any
 
 from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate, Position, ServerLease
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.engine import STAY_PAUSED, PowerState, SleepState
+from resharder.client.inference.control.orders import ControlOrder, Outcome
+from resharder.client.inference.engine import STAY_PAUSED, SleepState
 from resharder.client.inference.version_page import Journal
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
-LEAD = ControlOrder(Kind.LEAD)
+LEAD = ControlOrder(Order.LEAD)
 FINE = [{"ok": True, "rank": 0}, {"ok": True, "rank": 1}]
 RESETS = [("reset prefix", True, True), "reset mm", "reset encoder"]
 TORN = [{"ok": True, "rank": 0}, {"ok": False, "rank": 1, "error": "digest of lm_head.weight differs"}]
@@ -108,7 +110,7 @@ class Side:
         self.lease.renew(10.0)
         self.engine = engine or FakeEngine(self.gate)
         self.reattached: list[str] = []
-        self.told: list[PowerState] = []
+        self.told: list[Power] = []
         self.control = OrderExecutor(
             self.engine,
             self.gate,
@@ -134,23 +136,23 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def apply(version: int, install: str = "i1", mode: Any = "keep") -> ControlOrder:
-    return ControlOrder(Kind.APPLY, install, version, mode)
+    return ControlOrder(Order.APPLY, install, version, mode)
 
 
 def resume(version: int, install: str = "i1") -> ControlOrder:
-    return ControlOrder(Kind.RESUME, install, version)
+    return ControlOrder(Order.RESUME, install, version)
 
 
 def stage(version: int, install: str = "i1") -> ControlOrder:
-    return ControlOrder(Kind.STAGE, install, version)
+    return ControlOrder(Order.STAGE, install, version)
 
 
 def sleep(level: int, change: str = "p1", mode: Any = "keep") -> ControlOrder:
-    return ControlOrder(Kind.SLEEP, change, mode=mode, power=PowerState.ASLEEP_2 if level == 2 else PowerState.ASLEEP_1)
+    return ControlOrder(Order.SLEEP, change, mode=mode, power=Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1)
 
 
-def wake(power: PowerState = PowerState.AWAKE, change: str = "p2") -> ControlOrder:
-    return ControlOrder(Kind.WAKE, change, power=power)
+def wake(power: Power = Power.AWAKE, change: str = "p2") -> ControlOrder:
+    return ControlOrder(Order.WAKE, change, power=power)
 
 
 def serving(version: int = 1, **options: Any) -> Side:

@@ -9,8 +9,9 @@ from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.server.direct.direct import Cause, Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.plans import Member
-from resharder.server.direct.state import Act, Task
+from resharder.server.direct.state import Task
 from resharder.server.infra.change_signal import Pause
+from resharder.v1 import direct_pb2
 
 from tests.support.waits import settled
 
@@ -38,11 +39,10 @@ class Site:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def __post_init__(self) -> None:
-        self.direct = Direct(
-            self.awaiting, self.processes, offered=self.offered, observe=self.observe, seconds=10.0, clock=lambda: self.now
-        )
+        self.direct = Direct(self.awaiting, self.processes, offered=self.offered, seconds=10.0, clock=lambda: self.now)
+        self.direct.transferred.connect(self.transferred)
 
-    def observe(self, seconds: float, cause: Cause | None) -> None:
+    def transferred(self, seconds: float, cause: Cause | None) -> None:
         self.causes.append(cause)
 
     def awaiting(self, model: str, number: int) -> frozenset[str]:
@@ -109,9 +109,9 @@ def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install:
     """The group's id, once everybody has the link. What a rank still has of the one before it is told to drop."""
     links = [future.result(LONG) for future in site.join(server, number, install)]
     tasks = [rank.task() for rank in ranks]
-    if tasks[0] and tasks[0].act is Act.DROP:
+    if tasks[0] and tasks[0].kind == direct_pb2.DirectTask.DROP:
         tasks = [rank.task() for rank in ranks]
-    assert [task.act for task in tasks if task] == [Act.LINK] * 2
+    assert [task.kind for task in tasks if task] == [direct_pb2.DirectTask.LINK] * 2
     (group,) = {link.group for link in links} | {task.group for task in tasks if task}  # type: ignore[attr-defined]
     return str(group)
 
@@ -121,7 +121,7 @@ def after_drops(ranks: list[Rank], dropped: str) -> list[Task]:
     found = []
     for rank in ranks:
         task = rank.task()
-        while task == Task(Act.DROP, dropped):
+        while task == Task(direct_pb2.DirectTask.DROP, dropped):
             task = rank.task()
         assert task is not None
         found.append(task)

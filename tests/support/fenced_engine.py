@@ -8,9 +8,10 @@ from typing import Any
 from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.fence import FENCED, Fence
 from resharder.client.inference.control.gate import Gate, Position, ServerLease
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.engine import STAY_PAUSED, SleepState
 from resharder.client.inference.vllm.engine_core import guard
+from resharder.v1.server_pb2 import Order
 
 LEASE = 10.0
 OWN_TERM, NEXT_TERM = 1, 2
@@ -162,13 +163,13 @@ class Side:
     def renew(self) -> None:
         self.lease.renew(self.server.now + LEASE)
 
-    async def do(self, kind: Kind, version: int = 0, *, term: int = OWN_TERM, **fields: Any) -> Outcome | None:
+    async def do(self, kind: Order.Kind, version: int = 0, *, term: int = OWN_TERM, **fields: Any) -> Outcome | None:
         order = ControlOrder(kind, fields.pop("install", f"i{version}"), version, term=term, span=self.lease.span, **fields)
         return await self.control.carry_out(order)
 
     async def serve(self, version: int, term: int = OWN_TERM) -> None:
-        await self.do(Kind.LEAD, term=term)
-        await self.do(Kind.RESUME, version, term=term)
+        await self.do(Order.LEAD, term=term)
+        await self.do(Order.RESUME, version, term=term)
         assert self.gate.position is Position.OPEN
 
     async def past_its_lease(self) -> None:

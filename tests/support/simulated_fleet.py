@@ -11,10 +11,9 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from resharder.server.fleets.commands import SERVE_AHEAD
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import FleetTargetKind, MoveState, UpdateStrategy
-from resharder.server.state.server import Power
 from resharder.server.state.server_events import Reported
 from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.simulated_fleet_servers import FLEET, NAMES, SETTINGS, SimulatedServers
 from tests.support.simulated_store import MODEL
@@ -24,21 +23,25 @@ class FleetSimulation(SimulatedServers):
     """Time, versions, operators and the daemon's restarts; what always holds."""
 
     @initialize(
-        kind=st.sampled_from(UpdateStrategy.Kind),
+        kind=st.sampled_from(resources_pb2.UpdateStrategy.Kind.values()[1:]),
         max_skew=st.sampled_from([0, 0, 1, 2]),
         at_a_time=st.integers(1, 2),
         approval=st.booleans(),
         ahead=st.sampled_from([None, True, False]),
     )
-    def begin(self, kind: UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
+    def begin(
+        self, kind: resources_pb2.UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None
+    ) -> None:
         self.set_up(kind, max_skew, at_a_time, approval, ahead)
 
-    def set_up(self, kind: UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
+    def set_up(
+        self, kind: resources_pb2.UpdateStrategy.Kind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None
+    ) -> None:
         self.versions.publish()
         strategy = resources_pb2.UpdateStrategy(kind=int(kind))  # type: ignore[arg-type]
-        if kind in (UpdateStrategy.Kind.ROLLING, UpdateStrategy.Kind.CANARY):
+        if kind in (resources_pb2.UpdateStrategy.ROLLING, resources_pb2.UpdateStrategy.CANARY):
             strategy.at_a_time = at_a_time
-        if kind == UpdateStrategy.Kind.CANARY:
+        if kind == resources_pb2.UpdateStrategy.CANARY:
             strategy.hold_seconds, strategy.approval = 5, approval
         self.kind, self.max_skew, self.at_a_time = kind, max_skew, at_a_time
         fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, strategy=strategy, max_skew=max_skew)
@@ -108,12 +111,12 @@ class FleetSimulation(SimulatedServers):
         self.wall += seconds
         self.fleets.tick()
 
-    @rule(data=st.data(), kind=st.sampled_from(FleetTargetKind), every=st.sampled_from([0, 0, 20]))
-    def want(self, data: st.DataObject, kind: FleetTargetKind, every: float) -> None:
+    @rule(data=st.data(), kind=st.sampled_from(resources_pb2.VersionTarget.Kind.values()[1:]), every=st.sampled_from([0, 0, 20]))
+    def want(self, data: st.DataObject, kind: resources_pb2.VersionTarget.Kind, every: float) -> None:
         want = resources_pb2.VersionTarget(kind=int(kind))  # type: ignore[arg-type]
-        if kind == FleetTargetKind.NUMBER:
+        if kind == resources_pb2.VersionTarget.NUMBER:
             want.version = data.draw(st.sampled_from(sorted(self.versions.ever)))
-        if kind == FleetTargetKind.LATEST:
+        if kind == resources_pb2.VersionTarget.LATEST:
             want.every_seconds = every
         request = operator_pb2.UpdateFleetRequest(
             fleet=resources_pb2.Fleet(name=FLEET, target=want), update_mask=FieldMask(paths=["target"])
@@ -179,7 +182,7 @@ class FleetSimulation(SimulatedServers):
             if not sent and confirmed.get(id) == version and not self.plants[id].cut:
                 assert version in self.versions.ready, "nothing in use is dropped"
         versions = set(shown.values())
-        if self.plants and self.kind == UpdateStrategy.Kind.ATOMIC:
+        if self.plants and self.kind == resources_pb2.UpdateStrategy.ATOMIC:
             assert len(versions) <= 1, f"an atomic fleet serves one version: {shown}, {self.reasons()}"
         elif self.plants and self.max_skew:
             assert not versions or max(versions) - min(versions) <= self.max_skew, (
@@ -202,13 +205,13 @@ class FleetSimulation(SimulatedServers):
         for _ in range(60):
             self.settle()
             move = self.fleet.moving
-            if move is not None and (move.state == MoveState.STOPPED or (move.strategy.approval and not move.approved)):
+            if move is not None and (move.state == resources_pb2.Move.STOPPED or (move.strategy.approval and not move.approved)):
                 self.decide(go_on=True)
         want = self.fleet.target
         fleet = self.fleet
         assert fleet.moving is None, f"the move ends: {self.reasons()}"
         goal = fleet.settled
-        if want.kind == FleetTargetKind.LATEST:
+        if want.kind == resources_pb2.VersionTarget.LATEST:
             assert goal == max((v for v in self.versions.ready if v not in fleet.refused), default=goal)
         shown = {name: plant.shows(self.now) for name, plant in self.plants.items()}
         assert shown == dict.fromkeys(NAMES, goal), f"every server serves version {goal}: {shown}, {self.reasons()}"
@@ -221,7 +224,7 @@ class AheadSimulation(FleetSimulation):
 
     @initialize()
     def begin(self) -> None:  # type: ignore[override]
-        self.set_up(UpdateStrategy.Kind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(resources_pb2.UpdateStrategy.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
 
     @precondition(lambda self: len(self.versions.staging) < 2)
     @rule(rounds=st.integers(0, 2))

@@ -9,9 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import Fleet, FleetTargetKind, MoveState, PauseMode, UpdateStrategy
-from resharder.server.state.server import InstallState, OrderKind, Power, Settings, Worker, WorkerState
+from resharder.server.state.fleet import Fleet
+from resharder.server.state.server import ASLEEP, Settings, Worker
 from resharder.server.state.server_events import Attached, Order, Reported
+from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import PauseMode, Power
 
 from tests.support.simulated_store import MODEL, SimulatedFiles, SimulatedVersions
 from tests.support.waits import settled
@@ -33,7 +35,7 @@ class ServerModel:
     applied: str = ""  # the install that brought it
     ahead: bool = False  # what is staged comes from the ranks
     attachment: Attachment | None = None
-    state: WorkerState = WorkerState.BOOTED
+    state: resources_pb2.Worker.State = resources_pb2.Worker.BOOTED
     install: str = ""
     staged: int = 0
     gate: int = 0
@@ -145,12 +147,12 @@ class SimulatedServers(RuleBasedStateMachine):
         """The worker's own report."""
         if plant.cut:
             return
-        version = plant.staged if plant.state == WorkerState.STAGED else plant.holds or 0
-        error = "it failed" if plant.state == WorkerState.FAILED else ""
-        holding = plant.state in (WorkerState.BOOTED, WorkerState.APPLIED)
+        version = plant.staged if plant.state == resources_pb2.Worker.STAGED else plant.holds or 0
+        error = "it failed" if plant.state == resources_pb2.Worker.FAILED else ""
+        holding = plant.state in (resources_pb2.Worker.BOOTED, resources_pb2.Worker.APPLIED)
         self.report(plant, plant.state, version, plant.install, plant.differs if holding else error)
 
-    def report(self, plant: ServerModel, state: WorkerState, version: int, install: str, error: str) -> None:
+    def report(self, plant: ServerModel, state: resources_pb2.Worker.State, version: int, install: str, error: str) -> None:
         fingerprint = plant.held_as if plant.holds else ""
         worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True)
         worker = replace(worker, joined=self.joins and bool(install))
@@ -168,7 +170,7 @@ class SimulatedServers(RuleBasedStateMachine):
             plant.differs = "other weights"
         else:
             plant.held_as = versions.ready[plant.holds]
-        self.report(plant, WorkerState.APPLIED, plant.holds, plant.applied, plant.differs)
+        self.report(plant, resources_pb2.Worker.APPLIED, plant.holds, plant.applied, plant.differs)
 
     @rule(name=st.sampled_from(NAMES), fails=st.booleans())
     def carry_out(self, name: str, fails: bool) -> None:
@@ -182,27 +184,27 @@ class SimulatedServers(RuleBasedStateMachine):
             return
         assert order.term >= plant.term
         plant.term = order.term
-        if order.kind == OrderKind.LEAD:
+        if order.kind == server_pb2.Order.LEAD:
             assert order.term > plant.led, "each LEAD begins a higher term"
             plant.led = order.term
-        if order.kind == OrderKind.RENEWED:
+        if order.kind == server_pb2.Order.RENEWED:
             plant.strict = self.fleets.policy(name)[1]
-        elif order.kind != OrderKind.LEAD:
+        elif order.kind != server_pb2.Order.LEAD:
             self.obey(plant, order, fails)
 
     def obey(self, plant: ServerModel, order: Order, fails: bool) -> None:
         ok, now = not fails, self.now
         match order.kind:
-            case OrderKind.STAGE:
-                assert not plant.power.asleep, "nothing is staged while asleep"
+            case server_pb2.Order.STAGE:
+                assert plant.power not in ASLEEP, "nothing is staged while asleep"
                 plant.install, plant.staged, plant.ahead = order.install, order.version if ok else 0, bool(order.ahead_of)
-                plant.state = WorkerState.STAGED if ok else WorkerState.FAILED
+                plant.state = resources_pb2.Worker.STAGED if ok else resources_pb2.Worker.FAILED
                 self.tell(plant)
                 ok = True
-            case OrderKind.APPLY:
+            case server_pb2.Order.APPLY:
                 if now >= plant.lease_until:
                     return self.connect(plant.id)
-                assert not plant.power.asleep, "nothing is applied while asleep"
+                assert plant.power not in ASLEEP, "nothing is applied while asleep"
                 if plant.install != order.install or plant.staged != order.version:
                     if plant.answered.get(order.install) is None:
                         ok = False
@@ -212,26 +214,26 @@ class SimulatedServers(RuleBasedStateMachine):
                     plant.holds, plant.differs, plant.applied = order.version if ok else None, "", order.install
                     stored = self.versions.ready.get(order.version, "")
                     plant.held_as = self.versions.sent_as(order.version) if plant.ahead else stored
-                    plant.state = WorkerState.APPLIED if ok else WorkerState.FAILED
+                    plant.state = resources_pb2.Worker.APPLIED if ok else resources_pb2.Worker.FAILED
                     plant.staged = 0
                     plant.answered[order.install] = ok
                     self.tell(plant)
-            case OrderKind.RESUME:
+            case server_pb2.Order.RESUME:
                 if now >= plant.lease_until:
                     return self.connect(plant.id)
                 ok = True
                 plant.paused, plant.gate = False, order.version
-            case OrderKind.CLOSE:
+            case server_pb2.Order.CLOSE:
                 plant.gate, ok = 0, True
-            case OrderKind.UNSTAGE:
+            case server_pb2.Order.UNSTAGE:
                 plant.staged, ok = 0, True
-            case OrderKind.SLEEP:
+            case server_pb2.Order.SLEEP:
                 plant.gate = 0
                 if order.power == Power.ASLEEP_2:
-                    plant.holds, plant.state, plant.install = None, WorkerState.EMPTY, ""
+                    plant.holds, plant.state, plant.install = None, resources_pb2.Worker.EMPTY, ""
                     self.tell(plant)
                 plant.power = order.power if ok else plant.power
-            case OrderKind.WAKE:
+            case server_pb2.Order.WAKE:
                 plant.power = order.power if ok else plant.power
         if plant.cut or plant.attachment is None:
             return None
@@ -241,22 +243,24 @@ class SimulatedServers(RuleBasedStateMachine):
 
     def check_order(self, order: Order | None) -> None:
         """At the moment it is given."""
-        if order is not None and order.kind == OrderKind.APPLY:
+        if order is not None and order.kind == server_pb2.Order.APPLY:
             self.check_line()
-        if order is None or order.kind not in (OrderKind.STAGE, OrderKind.RESUME):
+        if order is None or order.kind not in (server_pb2.Order.STAGE, server_pb2.Order.RESUME):
             return
         fleet, version = self.fleet, order.version
         ahead = fleet.serves_ahead and version in self.versions.staging
-        known = self.versions.ready if order.kind == OrderKind.STAGE else self.versions.ever
-        assert version in known or ahead, f"{order.kind.name}: what is staged or served anew is READY or to be"
-        if order.kind == OrderKind.RESUME:
+        known = self.versions.ready if order.kind == server_pb2.Order.STAGE else self.versions.ever
+        assert version in known or ahead, (
+            f"{server_pb2.Order.Kind.Name(order.kind)}: what is staged or served anew is READY or to be"
+        )
+        if order.kind == server_pb2.Order.RESUME:
             return
         assert not order.ahead_of or order.ahead_of in self.versions.ready, "there is a READY version to fall back on"
         assert version in self.versions.ready or order.ahead_of, "what is not READY is staged as such"
-        named = fleet.target.kind == FleetTargetKind.NUMBER and fleet.target.version == version
+        named = fleet.target.kind == resources_pb2.VersionTarget.NUMBER and fleet.target.version == version
         held = any(plant.holds == version for plant in self.plants.values())
         move = fleet.moving  # an operator may have sent it back to where it was rolled back from
-        back = move is not None and move.state == MoveState.BACK and move.back_to == version
+        back = move is not None and move.state == resources_pb2.Move.BACK and move.back_to == version
         assert version not in fleet.refused or named or held or back, (
             f"a refused version is not installed again by itself: {fleet}"
         )
@@ -265,18 +269,20 @@ class SimulatedServers(RuleBasedStateMachine):
         """When one more has been told to pause."""
         move, known = self.fleet.moving, [view.server for view in self.fleets.servers()]
         together = self.fleet.pause_mode == PauseMode.WAIT or (
-            move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC
+            move is not None and move.strategy.kind == resources_pb2.UpdateStrategy.ATOMIC
         )
         if together or not self.joins:
             return
-        taking = [s.id for s in known if s.joined and s.install and s.install.state == InstallState.APPLYING]
+        taking = [s.id for s in known if s.joined and s.install and s.install.state == resources_pb2.Install.APPLYING]
         late = [s.id for s in known if s.install and s.install.active and self.now - self.booted >= s.install.step_started + 20]
         assert len(set(taking) - set(late)) <= 2, f"two at a time pause for the direct path: {taking}, {late}"
 
     def check_service(self, plant: ServerModel) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
         move = self.fleet.moving
-        rolling = self.kind == UpdateStrategy.Kind.ROLLING and (move is None or move.strategy.kind == UpdateStrategy.Kind.ROLLING)
+        rolling = self.kind == resources_pb2.UpdateStrategy.ROLLING and (
+            move is None or move.strategy.kind == resources_pb2.UpdateStrategy.ROLLING
+        )
         if not rolling or plant.shows(self.now) == 0:
             return
         away = [

@@ -1,7 +1,6 @@
 """A store and fleet files in memory, for fleets under a simulated clock."""
 
-from collections.abc import Callable
-
+from resharder.converters.signal import Signal
 from resharder.server.fleets.persistence import restored, stored
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.fleet import Fleet
@@ -20,6 +19,8 @@ class SimulatedVersions:
     def __init__(self, keep: int = 3) -> None:
         self.keep = keep
         self.ready: dict[int, str] = {}
+        self.version_changed: Signal[VersionRecord] = Signal()
+        self.offers_changed: Signal[()] = Signal()
         self.ever: set[int] = set()
         self.holders: dict[int, set[str]] = {}
         self.last = 0
@@ -80,9 +81,6 @@ class SimulatedVersions:
 
     def release(self, name: str, number: int, holder: str) -> None:
         self.holders.get(number, set()).discard(holder)
-
-    def subscribe(self, callback: Callable[..., None]) -> None:
-        pass
 
     def restart(self) -> None:
         """Drop pins and UPLOADING versions, which a restarted daemon loses."""

@@ -10,9 +10,10 @@ import pytest
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import Fence, clock_id
 from resharder.client.inference.control.gate import Position
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.engine import PowerState
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.vllm.engine_core import guard
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 from tests.support.fenced_engine import LEASE, NEXT_TERM, OWN_TERM, Server, Side
 
@@ -33,9 +34,9 @@ RESUMING = ("is_scheduler_paused", "is_sleeping", "resharder_describe", "reset_p
 def test_a_side_stopped_before_it_resumes_does_not_resume_and_opens_nothing(at: str, lapse: str) -> None:
     async def play() -> None:
         server, side = paused_by_another()
-        await side.do(Kind.LEAD)
+        await side.do(Order.LEAD)
         side.engine.engine_core.meanwhile[at] = getattr(side, lapse)
-        assert await side.do(Kind.RESUME, 1) is None
+        assert await side.do(Order.RESUME, 1) is None
         assert not side.engine.engine_core.meanwhile, "it was stopped"
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
         assert len(side.reattached) == 1
@@ -49,9 +50,9 @@ def test_a_side_stopped_before_it_resumes_does_not_resume_and_opens_nothing(at: 
 def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         server, side = paused_by_another()
-        await side.do(Kind.LEAD)
+        await side.do(Order.LEAD)
         side.engine.engine_core.meanwhile["resume_scheduler"] = side.past_its_lease
-        assert await side.do(Kind.RESUME, 1) is None
+        assert await side.do(Order.RESUME, 1) is None
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
         assert side.reattached == ["RESUME was refused: the lease of the order ended 1.000 s ago"]
         assert "RESUME of version 1 (i1) was refused: the lease of the order ended" in caplog.text
@@ -65,9 +66,9 @@ def test_a_gate_does_not_open_on_a_lease_that_lapsed_while_the_engine_resumed(la
     async def play() -> None:
         server, side = paused_by_another()
         side.lease.strict = strict
-        await side.do(Kind.LEAD)
+        await side.do(Order.LEAD)
         side.engine.engine_core.afterwards["resume_scheduler"] = getattr(side, lapse)
-        assert await side.do(Kind.RESUME, 1) is None
+        assert await side.do(Order.RESUME, 1) is None
         assert (server.core.paused, side.gate.position, side.gate.version) == (False, Position.SHUT, 0)
         side.renew()
         await side.serve(1, NEXT_TERM)
@@ -82,22 +83,22 @@ def test_a_stopped_leader_does_not_resume_what_the_next_one_has_paused(at: str) 
     async def play() -> None:
         server, old = paused_by_another()
         new = server.side()
-        await old.do(Kind.LEAD)
+        await old.do(Order.LEAD)
 
         async def the_next_one_leads() -> None:
-            assert await new.do(Kind.LEAD, term=NEXT_TERM) is None
-            applied = await new.do(Kind.APPLY, 2, term=NEXT_TERM)
+            assert await new.do(Order.LEAD, term=NEXT_TERM) is None
+            applied = await new.do(Order.APPLY, 2, term=NEXT_TERM)
             assert applied is not None
             assert applied.ok
             server.core.done.clear()
 
         old.engine.engine_core.meanwhile[at] = the_next_one_leads
-        assert await old.do(Kind.RESUME, 1) is None
+        assert await old.do(Order.RESUME, 1) is None
         assert (server.core.paused, server.core.done, old.gate.position) == (True, [], Position.SHUT)
         assert "expected an order of term 2 or later, got one of term 1" in old.reattached[0]
         assert old.lease.term == NEXT_TERM, "which it tells the daemon"
 
-        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        await new.do(Order.RESUME, 2, term=NEXT_TERM)
         assert (server.core.paused, new.gate.version) == (False, 2)
 
     asyncio.run(play())
@@ -106,34 +107,34 @@ def test_a_stopped_leader_does_not_resume_what_the_next_one_has_paused(at: str) 
 @pytest.mark.parametrize(
     ("at", "kind", "fields"),
     [
-        ("pause_scheduler", Kind.APPLY, {"version": 2}),
-        ("resharder_apply", Kind.APPLY, {"version": 2}),
-        ("reset_prefix_cache", Kind.APPLY, {"version": 2}),
-        ("sleep", Kind.SLEEP, {"power": PowerState.ASLEEP_1}),
-        ("wake_up", Kind.WAKE, {"power": PowerState.AWAKE}),
-        ("resharder_stage", Kind.STAGE, {"version": 2}),
-        ("resharder_unstage", Kind.UNSTAGE, {"version": 2}),
+        ("pause_scheduler", Order.APPLY, {"version": 2}),
+        ("resharder_apply", Order.APPLY, {"version": 2}),
+        ("reset_prefix_cache", Order.APPLY, {"version": 2}),
+        ("sleep", Order.SLEEP, {"power": Power.ASLEEP_1}),
+        ("wake_up", Order.WAKE, {"power": Power.AWAKE}),
+        ("resharder_stage", Order.STAGE, {"version": 2}),
+        ("resharder_unstage", Order.UNSTAGE, {"version": 2}),
     ],
 )
 @pytest.mark.parametrize("leader", ["none", "another"])
 def test_whatever_a_stopped_side_was_about_to_do_changes_nothing(
-    at: str, kind: Kind, fields: dict[str, Any], leader: str
+    at: str, kind: Order.Kind, fields: dict[str, Any], leader: str
 ) -> None:
     async def play() -> None:
         server = Server()
         old, new = server.side(), server.side()
         await old.serve(1)
-        if kind is Kind.WAKE:
-            await old.do(Kind.SLEEP, power=PowerState.ASLEEP_1, install="p1")
+        if kind == Order.WAKE:
+            await old.do(Order.SLEEP, power=Power.ASLEEP_1, install="p1")
 
         async def stopped() -> None:
             server.now += 1 if another else 2 * LEASE
             if another:
-                await new.do(Kind.LEAD, term=NEXT_TERM)
+                await new.do(Order.LEAD, term=NEXT_TERM)
             state[:] = [server.core.paused, set(server.core.slumber.tags), list(server.core.done)]
 
         state: list[Any] = []
-        another, needs_no_lease = leader == "another", kind in (Kind.STAGE, Kind.UNSTAGE)
+        another, needs_no_lease = leader == "another", kind in (Order.STAGE, Order.UNSTAGE)
         old.engine.engine_core.meanwhile[at] = stopped
         outcome = await old.do(kind, **fields, install="x")
         if needs_no_lease and not another:
@@ -153,7 +154,7 @@ def test_a_lease_that_ends_while_requests_drain_leaves_the_engine_awake(lapse: s
         side = server.side()
         await side.serve(1)
         side.engine.engine_core.afterwards["pause_scheduler"] = getattr(side, lapse)
-        assert await side.do(Kind.SLEEP, power=PowerState.ASLEEP_2, mode="wait") is None
+        assert await side.do(Order.SLEEP, power=Power.ASLEEP_2, mode="wait") is None
         assert (server.core.done, side.gate.position) == (["pause"], Position.SHUT)
         side.renew()
         await side.serve(1, NEXT_TERM)
@@ -167,16 +168,16 @@ def test_a_side_that_led_before_leaves_the_engine_to_the_one_that_leads_now() ->
         server = Server()
         old, new = server.side(), server.side()
         await old.serve(1)
-        await old.do(Kind.APPLY, 2)
-        await new.do(Kind.LEAD, term=NEXT_TERM)
+        await old.do(Order.APPLY, 2)
+        await new.do(Order.LEAD, term=NEXT_TERM)
         server.core.done.clear()
-        refused = await old.do(Kind.STAGE, 3, term=NEXT_TERM)
+        refused = await old.do(Order.STAGE, 3, term=NEXT_TERM)
         assert refused is not None
         assert refused.error == "STAGE is for the leading control side, and this one does not lead"
-        assert await old.do(Kind.RESUME, 2, term=NEXT_TERM) == Outcome(Kind.RESUME, "i2", pause_seconds=0.0)
+        assert await old.do(Order.RESUME, 2, term=NEXT_TERM) == Outcome(Order.RESUME, "i2", pause_seconds=0.0)
         assert (server.core.paused, server.core.done) == (True, [])
         assert (old.gate.position, old.gate.version) == (Position.OPEN, 2)
-        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        await new.do(Order.RESUME, 2, term=NEXT_TERM)
         assert not server.core.paused
 
     asyncio.run(play())
@@ -189,12 +190,12 @@ def test_the_next_leader_resumes_the_engine_though_its_gate_was_open_already() -
         server = Server()
         old, new = server.side(), server.side()
         await old.serve(1)
-        await old.do(Kind.APPLY, 2)
+        await old.do(Order.APPLY, 2)
         server.core.version = 2
-        await new.do(Kind.RESUME, 2)
+        await new.do(Order.RESUME, 2)
         assert (new.gate.position, server.core.paused) == (Position.OPEN, True)
-        await new.do(Kind.LEAD, term=NEXT_TERM)
-        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        await new.do(Order.LEAD, term=NEXT_TERM)
+        await new.do(Order.RESUME, 2, term=NEXT_TERM)
         assert (new.gate.position, server.core.paused) == (Position.OPEN, False)
 
     asyncio.run(play())
@@ -205,12 +206,12 @@ def test_a_side_that_leads_again_pauses_anew_what_another_has_resumed_meanwhile(
         server = Server()
         old, new = server.side(), server.side()
         await old.serve(1)
-        await old.do(Kind.APPLY, 2)
+        await old.do(Order.APPLY, 2)
         await new.serve(2, NEXT_TERM)
         assert not server.core.paused
-        await old.do(Kind.LEAD, term=NEXT_TERM + 1)
+        await old.do(Order.LEAD, term=NEXT_TERM + 1)
         server.core.done.clear()
-        await old.do(Kind.APPLY, 3, term=NEXT_TERM + 1)
+        await old.do(Order.APPLY, 3, term=NEXT_TERM + 1)
         assert server.core.done == ["pause", "resharder_apply", "reset"]
 
     asyncio.run(play())
@@ -219,8 +220,8 @@ def test_a_side_that_leads_again_pauses_anew_what_another_has_resumed_meanwhile(
 def test_an_order_received_before_the_stream_broke_is_not_begun_after_it() -> None:
     async def play() -> None:
         server, side = paused_by_another()
-        await side.do(Kind.LEAD)
-        before = ControlOrder(Kind.RESUME, "i1", 1, term=OWN_TERM, span=side.lease.span)
+        await side.do(Order.LEAD)
+        before = ControlOrder(Order.RESUME, "i1", 1, term=OWN_TERM, span=side.lease.span)
         await side.cut_off()
         assert await side.control.carry_out(before) is None
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
@@ -235,7 +236,7 @@ def test_a_leader_of_a_lower_term_learns_the_engines_and_leads_once_the_daemon_c
         server = Server()
         side = server.side()
         await side.serve(1, term=100)
-        assert await side.do(Kind.LEAD, term=7) is None
+        assert await side.do(Order.LEAD, term=7) is None
         assert side.reattached == [
             "LEAD was refused: expected an order of term 100 or later, got one of term 7: another control side leads"
         ]

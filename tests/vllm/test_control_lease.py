@@ -11,10 +11,11 @@ from types import TracebackType
 import grpc
 from resharder.client.inference.control.gate import ServerLease
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.engine import PowerState
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import server_pb2, server_pb2_grpc
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
@@ -108,7 +109,7 @@ class Side:
         self.runner.start()
         self.lease = ServerLease()
         self.identity = ControlIdentity("s1", 2, "host:8000", passes_kv=True)
-        self.about, self.failure = (PowerState.UNKNOWN, 0, 0), ""
+        self.about, self.failure = (Power.POWER_UNSPECIFIED, 0, 0), ""
         channel = Channel(f"127.0.0.1:{port}")
         self.thread = LeaseThread(
             channel, self.identity, self.lease, carry_out, lambda: self.about, self.loop, lambda: self.failure
@@ -138,7 +139,7 @@ def test_an_order_is_carried_out_on_the_loop_and_reported() -> None:
         stream = daemon.next_stream()
         stream.orders.put(APPLY)
         report = stream.next_outcome()
-        assert side.orders == [ControlOrder(Kind.APPLY, "i1", 2)]
+        assert side.orders == [ControlOrder(Order.APPLY, "i1", 2)]
         assert (report.install, report.done, report.ok, report.pause_seconds) == ("i1", server_pb2.Order.APPLY, True, 0.5)
 
 
@@ -149,13 +150,13 @@ def test_every_report_says_how_awake_the_engine_is_and_how_many_requests_it_answ
         assert (first.power, first.in_flight, first.passes_kv) == (0, 0, True)
         stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=1800))  # the next renewal is ten minutes away
         wait_until(lambda: side.lease.alive, "the lease is taken")
-        side.about = (PowerState.ASLEEP_2, 3, 7)
+        side.about = (Power.ASLEEP_2, 3, 7)
         side.thread.report_now()
         told = stream.next_that(lambda report: bool(report.power))
-        assert (told.power, told.in_flight, told.serving, told.done) == (PowerState.ASLEEP_2, 3, 7, 0)
+        assert (told.power, told.in_flight, told.serving, told.done) == (Power.ASLEEP_2, 3, 7, 0)
         stream.orders.put(STAGE)
         outcome = stream.next_outcome()
-        assert (outcome.power, outcome.in_flight) == (PowerState.ASLEEP_2, 3)
+        assert (outcome.power, outcome.in_flight) == (Power.ASLEEP_2, 3)
 
 
 def test_a_daemon_that_allows_no_server_without_a_lease_says_so_with_each_renewal() -> None:
@@ -223,7 +224,7 @@ def test_one_order_at_a_time_and_those_not_begun_are_dropped_when_the_stream_bre
         assert second.next_report().install == "i1", "the first report has to name the install that is being carried out"
         release.set()
         assert second.next_outcome().done == server_pb2.Order.APPLY
-        assert [order.kind for order in side.orders] == [Kind.APPLY]
+        assert [order.kind for order in side.orders] == [Order.APPLY]
         second.orders.put(server_pb2.Order(kind="RESUME", install="i1", version=2))
         assert second.next_outcome().done == server_pb2.Order.RESUME
 
@@ -246,7 +247,7 @@ def test_an_order_of_a_later_release_is_left_out_and_the_next_one_is_carried_out
         stream.orders.put(server_pb2.Order(kind=77))  # type: ignore[arg-type]
         stream.orders.put(STAGE)
         assert stream.next_outcome().done == server_pb2.Order.STAGE
-        assert [order.kind for order in side.orders] == [Kind.STAGE]
+        assert [order.kind for order in side.orders] == [Order.STAGE]
 
 
 def test_closing_ends_the_stream_and_no_other_follows() -> None:

@@ -7,10 +7,12 @@ import pytest
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
-from resharder.client.inference.engine import STAY_PAUSED, PowerState
+from resharder.client.inference.control.orders import ControlOrder, Outcome
+from resharder.client.inference.engine import STAY_PAUSED
 from resharder.client.inference.vllm.attach import AttachedEngine
 from resharder.client.rpc.channel import Channel
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 from tests.support.control_side import (
     RESETS,
@@ -28,21 +30,21 @@ from tests.support.control_side import (
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_paused(level: int) -> None:
     side = serving()
-    assert side.do(sleep(level, mode="abort")) == Outcome(Kind.SLEEP, "p1")
+    assert side.do(sleep(level, mode="abort")) == Outcome(Order.SLEEP, "p1")
     assert side.engine.calls == [("sleep", level, "abort")]
     assert side.engine.positions["sleep"] is Position.SHUT
     assert run(side.gate.enter()).reason == "an operator put the server to sleep"
 
-    assert side.do(wake(PowerState.WEIGHTS_AWAKE, "p2")) == Outcome(Kind.WAKE, "p2")
+    assert side.do(wake(Power.WEIGHTS_AWAKE, "p2")) == Outcome(Order.WAKE, "p2")
     assert side.engine.slumber.tags == {"kv_cache"}
-    assert side.do(wake(change="p3")) == Outcome(Kind.WAKE, "p3")
+    assert side.do(wake(change="p3")) == Outcome(Order.WAKE, "p3")
     assert side.engine.calls[1:] == [("wake", "weights", STAY_PAUSED), ("wake", "kv_cache", STAY_PAUSED)]
     assert (side.gate.position, side.engine.paused) == (Position.SHUT, True)
     assert side.told == [
-        PowerState.AWAKE,
-        PowerState.ASLEEP_2 if level == 2 else PowerState.ASLEEP_1,
-        PowerState.WEIGHTS_AWAKE,
-        PowerState.AWAKE,
+        Power.AWAKE,
+        Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1,
+        Power.WEIGHTS_AWAKE,
+        Power.AWAKE,
     ]
 
 
@@ -61,15 +63,15 @@ def test_after_a_sleep_at_level_2_nothing_is_resumed_before_a_version_is_install
     assert refused.error == "a sleep at level 2 dropped the weights: install a version first"
     side.do(stage(1, "i3"), apply(1, "i3"))
     assert side.gate.position is Position.SHUT
-    assert side.do(resume(1, "i3")) == Outcome(Kind.RESUME, "i3")
+    assert side.do(resume(1, "i3")) == Outcome(Order.RESUME, "i3")
     assert (side.gate.position, side.engine.paused) == (Position.OPEN, False)
 
 
 def test_an_install_with_the_weights_awake_and_the_kv_cache_asleep_asks_for_no_pause_and_resets_caches() -> None:
     side = serving()
-    side.do(sleep(2), wake(PowerState.WEIGHTS_AWAKE), stage(2))
+    side.do(sleep(2), wake(Power.WEIGHTS_AWAKE), stage(2))
     side.engine.calls.clear()
-    assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1")
+    assert side.do(apply(2)) == Outcome(Order.APPLY, "i1")
     assert side.engine.calls == [("resharder_apply", "i1"), *RESETS]
     too_early = side.do(resume(2))
     assert too_early is not None
@@ -82,7 +84,7 @@ def test_an_install_with_the_weights_awake_and_the_kv_cache_asleep_asks_for_no_p
 def test_while_the_weights_sleep_a_version_is_staged_but_neither_applied_nor_resumed_on(level: int) -> None:
     side = serving()
     side.do(sleep(level))
-    assert side.do(stage(2)) == Outcome(Kind.STAGE, "i1")
+    assert side.do(stage(2)) == Outcome(Order.STAGE, "i1")
     for order in (apply(2), resume(1)):
         outcome = side.do(order)
         assert outcome is not None
@@ -90,8 +92,8 @@ def test_while_the_weights_sleep_a_version_is_staged_but_neither_applied_nor_res
         assert f"ASLEEP_{level}" in outcome.error
     assert ("resharder_apply", "i1") not in side.engine.calls
     assert side.gate.position is Position.SHUT
-    side.do(wake(PowerState.WEIGHTS_AWAKE))
-    assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1"), "the same install is not refused for having come too early"
+    side.do(wake(Power.WEIGHTS_AWAKE))
+    assert side.do(apply(2)) == Outcome(Order.APPLY, "i1"), "the same install is not refused for having come too early"
 
 
 def test_an_install_that_was_applied_before_a_sleep_at_level_2_is_not_taken_for_applied_afterwards() -> None:
@@ -104,59 +106,59 @@ def test_an_install_that_was_applied_before_a_sleep_at_level_2_is_not_taken_for_
 
 def test_orders_about_power_that_hold_already_or_come_again_are_answered_and_do_nothing() -> None:
     side = serving()
-    assert side.do(wake(change="p0")) == Outcome(Kind.WAKE, "p0")
+    assert side.do(wake(change="p0")) == Outcome(Order.WAKE, "p0")
     assert (side.engine.calls, side.gate.position) == ([], Position.OPEN)
     for order in (sleep(1, "p1"), sleep(1, "p1"), sleep(1, "p2")):
-        assert side.do(order) == Outcome(Kind.SLEEP, order.install)
+        assert side.do(order) == Outcome(Order.SLEEP, order.install)
     assert side.engine.calls == [("sleep", 1, "keep")]
-    for order in (wake(change="p3"), wake(change="p3"), wake(PowerState.WEIGHTS_AWAKE, "p4")):
-        assert side.do(order) == Outcome(Kind.WAKE, order.install)
+    for order in (wake(change="p3"), wake(change="p3"), wake(Power.WEIGHTS_AWAKE, "p4")):
+        assert side.do(order) == Outcome(Order.WAKE, order.install)
     assert side.engine.calls[1:] == [("wake", "kv_cache", "weights", STAY_PAUSED)]
 
 
-@pytest.mark.parametrize("begin", [(sleep(1, "p0"),), (sleep(2, "p0"), wake(PowerState.WEIGHTS_AWAKE, "p00"))])
+@pytest.mark.parametrize("begin", [(sleep(1, "p0"),), (sleep(2, "p0"), wake(Power.WEIGHTS_AWAKE, "p00"))])
 def test_from_another_sleep_or_half_awake_it_is_woken_and_put_to_sleep_anew_with_no_request_in_between(begin: Any) -> None:
     side = serving()
     side.do(*begin)
     side.engine.calls.clear()
-    assert side.do(sleep(2)) == Outcome(Kind.SLEEP, "p1")
+    assert side.do(sleep(2)) == Outcome(Order.SLEEP, "p1")
     woken, slept = side.engine.calls
     assert (woken[0], woken[-1], slept) == ("wake", STAY_PAUSED, ("sleep", 2, "keep"))
-    assert (side.control.state.power, side.engine.dropped) == (PowerState.ASLEEP_2, True)
+    assert (side.control.state.power, side.engine.dropped) == (Power.ASLEEP_2, True)
 
 
 def test_a_side_that_does_not_lead_refuses_to_put_to_sleep_to_wake_and_to_unstage() -> None:
     side = Side(leads=False)
-    for order in (sleep(1), wake(), ControlOrder(Kind.UNSTAGE, "i1", 2)):
+    for order in (sleep(1), wake(), ControlOrder(Order.UNSTAGE, "i1", 2)):
         outcome = side.do(order)
         assert outcome is not None
-        assert outcome.error == f"{order.kind.name} is for the leading control side, and this one does not lead"
+        assert outcome.error == f"{Order.Kind.Name(order.kind)} is for the leading control side, and this one does not lead"
     assert side.engine.calls == []
 
 
 def test_an_engine_that_cannot_sleep_goes_on_serving() -> None:
     side = serving(cannot_sleep="start vLLM with --enable-sleep-mode")
-    assert side.do(sleep(2)) == Outcome(Kind.SLEEP, "p1", False, "start vLLM with --enable-sleep-mode")
+    assert side.do(sleep(2)) == Outcome(Order.SLEEP, "p1", False, "start vLLM with --enable-sleep-mode")
     assert (side.engine.calls, side.gate.position) == ([], Position.OPEN)
 
 
-@pytest.mark.parametrize("order", [wake(PowerState.ASLEEP_1), ControlOrder(Kind.SLEEP, "p1", power=PowerState.AWAKE)])
+@pytest.mark.parametrize("order", [wake(Power.ASLEEP_1), ControlOrder(Order.SLEEP, "p1", power=Power.AWAKE)])
 def test_an_order_to_wake_to_a_sleep_or_to_sleep_awake_is_refused(order: ControlOrder) -> None:
     outcome = serving().do(order)
     assert outcome is not None
     assert not outcome.ok
-    assert outcome.error.endswith(f"got {order.power.name}")
+    assert outcome.error.endswith(f"got {Power.Name(order.power)}")
 
 
 def test_a_worker_that_does_not_wake_fails_the_order_and_the_next_one_tries_again() -> None:
     side = serving()
     side.do(sleep(1))
-    side.engine.others = [{"ok": True, "power": PowerState.ASLEEP_1, "asleep": ["weights"], "dropped": False}]
+    side.engine.others = [{"ok": True, "power": Power.ASLEEP_1, "asleep": ["weights"], "dropped": False}]
     failed = side.do(wake())
-    assert failed == Outcome(Kind.WAKE, "p2", False, "the engine is ASLEEP_1, not AWAKE")
+    assert failed == Outcome(Order.WAKE, "p2", False, "the engine is ASLEEP_1, not AWAKE")
     assert side.do(wake()) == failed
     side.engine.others = []
-    assert side.do(wake(change="p3")) == Outcome(Kind.WAKE, "p3")
+    assert side.do(wake(change="p3")) == Outcome(Order.WAKE, "p3")
 
 
 def test_on_an_expired_lease_nobody_is_put_to_sleep_or_woken() -> None:
@@ -171,7 +173,7 @@ def test_on_an_expired_lease_nobody_is_put_to_sleep_or_woken() -> None:
 def test_what_was_staged_is_dropped_on_order_and_can_be_staged_again() -> None:
     side = serving()
     side.do(stage(2))
-    assert side.do(ControlOrder(Kind.UNSTAGE, "i1", 2)) == Outcome(Kind.UNSTAGE, "i1")
+    assert side.do(ControlOrder(Order.UNSTAGE, "i1", 2)) == Outcome(Order.UNSTAGE, "i1")
     side.do(stage(2))
     assert [call[0] for call in side.engine.calls] == ["resharder_stage", "resharder_unstage", "resharder_stage"]
 
@@ -186,8 +188,8 @@ def test_whoever_drops_the_weights_nothing_is_served_from_what_the_memory_then_h
 
     run(by_others())
     assert side.engine.positions["sleep"] is Position.SHUT
-    assert (side.gate.position, side.engine.paused, side.control.state.power) == (Position.SHUT, True, PowerState.AWAKE)
-    assert PowerState.ASLEEP_2 in side.told
+    assert (side.gate.position, side.engine.paused, side.control.state.power) == (Position.SHUT, True, Power.AWAKE)
+    assert Power.ASLEEP_2 in side.told
     refused = side.do(resume(1, "i2"))
     assert refused is not None
     assert not refused.ok
@@ -251,7 +253,7 @@ def test_a_side_that_led_while_the_engine_slept_opens_its_gate_once_another_has_
     side.do(sleep(2))
     side.engine.slumber.end(None)  # through another client
     side.engine.dropped = side.engine.paused = False
-    assert side.do(resume(2, "i5")) == Outcome(Kind.RESUME, "i5")
+    assert side.do(resume(2, "i5")) == Outcome(Order.RESUME, "i5")
     assert side.gate.position is Position.OPEN
 
 
@@ -298,7 +300,7 @@ def attached(side: Side) -> AttachedEngine:
     loop = asyncio.new_event_loop()
     identity = ControlIdentity("s", 2)
 
-    def status() -> tuple[PowerState, int, int]:
+    def status() -> tuple[Power, int, int]:
         return side.control.state.power, 0, 0
 
     thread = LeaseThread(Channel("127.0.0.1:1"), identity, side.lease, side.control.carry_out, status, loop)

@@ -217,7 +217,7 @@ def test_a_root_path_in_front_of_a_route_changes_nothing() -> None:
 def test_requests_are_counted_from_admission_to_the_end_of_the_answer_and_the_last_one_at_a_closed_gate_is_told() -> None:
     gate = Gate()
     emptied: list[int] = []
-    gate.observe_empty(lambda: emptied.append(gate.in_flight))
+    gate.emptied.connect(lambda: emptied.append(gate.in_flight))
 
     async def scenario(client: Client) -> None:
         gate.open(1)

@@ -9,12 +9,13 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from resharder.client.inference.engine import KV_CACHE, STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.engine import KV_CACHE, STAY_PAUSED, WEIGHTS
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 from resharder.client.inference.vllm.worker_rpc import agent_of
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.converters.geometry.layout import TensorSpec
+from resharder.v1.resources_pb2 import Power
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
@@ -123,7 +124,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert engine.install(version_b, "before the sleep")["ok"]
     engine.sleep(2)
     about = engine.one("resharder_describe")
-    assert (about["version"], about["power"], about["dropped"]) == (0, PowerState.ASLEEP_2, True)
+    assert (about["version"], about["power"], about["dropped"]) == (0, Power.ASLEEP_2, True)
     asleep = engine.install(version_b, "asleep")
     assert "cannot apply install asleep: the weights sleep" in asleep["error"]
     assert not engine.one("resharder_fingerprint")["ok"]
@@ -133,7 +134,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert lost == {path for path in raw.tensors[0] if path.endswith("weight")}
     assert engine.one("resharder_apply", "asleep") | {"nonce": ""} == APPLIED_B
     engine.wake(KV_CACHE, STAY_PAUSED)
-    assert (engine.one("resharder_describe")["power"], engine.paused) == (PowerState.AWAKE, True)
+    assert (engine.one("resharder_describe")["power"], engine.paused) == (Power.AWAKE, True)
     engine.wake("scheduling")
     assert not engine.paused
     assert weights(engine) == raw.tensors
@@ -144,10 +145,10 @@ def test_a_sleep_at_level_1_costs_no_version_and_no_install(raw: Case, running: 
     engine, version_b = running
     assert engine.install(version_b, "before level 1")["ok"]
     engine.sleep(1)
-    assert engine.one("resharder_describe")["power"] == PowerState.ASLEEP_1
+    assert engine.one("resharder_describe")["power"] == Power.ASLEEP_1
     engine.wake(WEIGHTS, KV_CACHE)
     about = engine.one("resharder_describe")
-    assert (about["version"], about["power"], about["dropped"]) == (2, PowerState.AWAKE, False)
+    assert (about["version"], about["power"], about["dropped"]) == (2, Power.AWAKE, False)
     assert weights(engine) == raw.tensors
     assert engine.logprobs(PROMPT) == raw.logprobs
 

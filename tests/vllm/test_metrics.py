@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
 from resharder.client.inference.control.gate import LEASE_ENDED, Gate, GateMiddleware, ServerLease
 from resharder.client.inference.control.metrics import Numbers
-from resharder.client.inference.control.orders import Kind, Outcome
+from resharder.client.inference.control.orders import Outcome
 from resharder.v1 import resources_pb2
+from resharder.v1.server_pb2 import Order
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -42,7 +43,7 @@ def positions(look: Look) -> Mapping[str, float | None]:
 
 def test_the_gate_says_where_it_stands_and_which_version_requests_get(registry: CollectorRegistry, look: Look) -> None:
     gate = Gate()
-    gate.watch(Numbers(registry))
+    Numbers(registry).connect(gate)
     assert (look("served_version"), positions(look)) == (0, {"open": 0, "held": 0, "shut": 1})
     gate.open(7)
     assert (look("served_version"), positions(look)) == (7, {"open": 1, "held": 0, "shut": 0})
@@ -57,7 +58,7 @@ def test_requests_that_are_turned_away_are_counted_by_why_and_health_checks_are_
 ) -> None:
     lease, ahead = ServerLease(lambda: ahead[0]), [0.0]
     gate = Gate(hold_seconds=0, lease=lease)
-    gate.watch(Numbers(registry))
+    Numbers(registry).connect(gate)
 
     async def fine(request: Request) -> PlainTextResponse:
         return PlainTextResponse("fine")
@@ -86,7 +87,7 @@ def test_requests_that_are_turned_away_are_counted_by_why_and_health_checks_are_
 def test_a_request_that_waits_for_an_install_is_counted_with_how_long(registry: CollectorRegistry, look: Look) -> None:
     clock = [100.0]
     gate = Gate(hold_seconds=60, clock=lambda: clock[0])
-    gate.watch(Numbers(registry))
+    Numbers(registry).connect(gate)
 
     async def scenario() -> None:
         gate.open(1)
@@ -110,13 +111,13 @@ def test_an_install_is_counted_once_in_all_its_phases_though_its_orders_come_aga
     registry: CollectorRegistry, look: Look
 ) -> None:
     numbers = Numbers(registry)
-    applied = Outcome(Kind.APPLY, "life-1", timings=timed(pause=0.25, workers=1.25, reset=0.5))
-    resumed = Outcome(Kind.RESUME, "life-1", pause_seconds=3.0, timings=timed(resume=0.125))
+    applied = Outcome(Order.APPLY, "life-1", timings=timed(pause=0.25, workers=1.25, reset=0.5))
+    resumed = Outcome(Order.RESUME, "life-1", pause_seconds=3.0, timings=timed(resume=0.125))
     for _ in range(2):
         numbers.carried_out(applied)
         numbers.carried_out(resumed)
-    numbers.carried_out(Outcome(Kind.APPLY, "life-2", ok=False, error="a worker failed"))
-    numbers.carried_out(Outcome(Kind.CLOSE, ""))
+    numbers.carried_out(Outcome(Order.APPLY, "life-2", ok=False, error="a worker failed"))
+    numbers.carried_out(Outcome(Order.CLOSE, ""))
     sums = {phase: look("install_phase_seconds_sum", phase=phase) for phase in ("pause", "apply", "reset", "resume")}
     assert sums == {"pause": 0.25, "apply": 1.25, "reset": 0.5, "resume": 0.125}
     assert look("install_phase_seconds_count", phase="apply") == 1
@@ -127,7 +128,7 @@ def test_an_install_is_counted_once_in_all_its_phases_though_its_orders_come_aga
 def test_the_lease_says_when_it_ends(registry: CollectorRegistry, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)
     lease = ServerLease(lambda: 40.0)
-    lease.observe(Numbers(registry).renewed)
+    lease.renewed.connect(Numbers(registry).renewed)
     lease.renew(55.0)
     assert look("lease_expiry_timestamp_seconds") == 1_000_015.0
     lease.renew(50.0)
@@ -140,7 +141,7 @@ import sys
 from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.metrics import numbers
 gate = Gate()
-gate.watch(numbers())
+numbers().connect(gate)
 numbers().refused("shut")
 numbers().waited(0.5)
 numbers().renewed(float(sys.argv[2]))

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 from resharder.client.inference.control.lease import _outcome_to_proto
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.v1 import resources_pb2
+from resharder.v1.server_pb2 import Order
 
 from tests.support.control_side import Side
 from tests.support.daemon import Daemon
@@ -31,13 +32,13 @@ def phases(outcome: Outcome | None) -> list[str]:
 
 def test_a_control_side_says_how_long_it_paused_reset_caches_and_resumed() -> None:
     side = Side()
-    assert phases(side.do(ControlOrder(Kind.APPLY, "i", 2))) == ["pause", "workers", "reset"]
-    assert phases(side.do(ControlOrder(Kind.RESUME, "i", 2))) == ["resume"]
+    assert phases(side.do(ControlOrder(Order.APPLY, "i", 2))) == ["pause", "workers", "reset"]
+    assert phases(side.do(ControlOrder(Order.RESUME, "i", 2))) == ["resume"]
 
 
 def test_a_control_side_that_need_not_pause_or_resume_says_nothing_of_it() -> None:
     side = Side()
-    assert phases(side.do(ControlOrder(Kind.RESUME, "i", 1))) == []
+    assert phases(side.do(ControlOrder(Order.RESUME, "i", 1))) == []
 
 
 def told(daemon: Daemon, state: int) -> list[str]:

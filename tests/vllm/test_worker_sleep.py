@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.inference.engine import PowerState, SleepState
+from resharder.client.inference.engine import SleepState
 from resharder.client.inference.vllm import sleep
 from resharder.client.inference.vllm.sleep import NOTHING_GAINED
+from resharder.v1.resources_pb2 import Power
 from vllm.v1.worker import gpu_worker
 
 pytestmark = pytest.mark.compat
@@ -63,16 +64,16 @@ def test_a_worker_that_sleeps_is_known_to_though_other_processes_took_what_it_fr
 ) -> None:
     worker, agent = watched(last, monkeypatch)
     worker.sleep(2)
-    assert agent.sleep_state.power is PowerState.ASLEEP_2
+    assert agent.sleep_state.power is Power.ASLEEP_2
     worker.wake_up(["weights"])
-    assert agent.sleep_state.power is PowerState.WEIGHTS_AWAKE
+    assert agent.sleep_state.power is Power.WEIGHTS_AWAKE
 
 
 def test_any_other_failure_to_sleep_is_vllms_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, agent = watched(fails("the allocator is not there"), monkeypatch)
     with pytest.raises(AssertionError, match="allocator"):
         worker.sleep(1)
-    assert agent.sleep_state.power is PowerState.AWAKE
+    assert agent.sleep_state.power == Power.AWAKE
 
 
 def test_vllm_still_says_it_in_the_words_that_are_waited_for() -> None:

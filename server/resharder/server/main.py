@@ -29,7 +29,7 @@ from resharder.server.direct.direct import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
 from resharder.server.fleets.commands import Operations
-from resharder.server.fleets.fleets import FleetObserver, Fleets
+from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
@@ -59,24 +59,21 @@ from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.limits import Limits
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import PauseMode
 from resharder.server.state.server import Settings
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
-from resharder.v1 import direct_pb2_grpc, node_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
+from resharder.v1 import (
+    direct_pb2_grpc,
+    node_pb2_grpc,
+    operator_pb2,
+    operator_pb2_grpc,
+    publisher_pb2_grpc,
+    resources_pb2,
+    server_pb2_grpc,
+)
 
 _log = structlog.get_logger("resharder.main")
-
-
-class _ServingSignal(FleetObserver):
-    """Observer that notifies calls which wait until a version is served."""
-
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
-
-    def serving_changed(self) -> None:
-        self._intake.serving_changed()
 
 
 class Daemon:
@@ -96,8 +93,8 @@ class Daemon:
             shared=config.shared_memory,
         )
         self.events = Events(config.store)
-        self.events.listeners.append(log_event)
-        self.store.catalogue.subscribe(self._note_version)
+        self.events.added.connect(log_event)
+        self.store.catalogue.version_changed.connect(self._note_version)
         self.checks = Checks(config.checks, config.check_seconds)
         offered = OfferedVersions()
         self.fleets = Fleets(
@@ -106,7 +103,7 @@ class Daemon:
             offers=offered,
             settings=replace(Settings(), lease=config.lease_seconds, forget=config.forget_seconds),
             files=FleetFiles(config.store / "fleets"),
-            pause_mode=PauseMode[config.pause_mode.upper()],
+            pause_mode=resources_pb2.PauseMode.Value(config.pause_mode.upper()),
             note=self.events.add,
             checks=self.checks,
         )
@@ -125,7 +122,7 @@ class Daemon:
             replica_seconds=config.replica_seconds,
             verified=self.store.reader.verified,
         )
-        self.store.catalogue.subscribe(self.nodes.version_changed)
+        self.store.catalogue.version_changed.connect(self.nodes.version_changed)
         self.intake = Intake(
             self.store,
             lease_seconds=config.lease_seconds,
@@ -136,12 +133,12 @@ class Daemon:
             nodes=self.nodes.homes,
             audience=self.fleets.serving,
         )
-        self.fleets.observe(_ServingSignal(self.intake))
+        self.fleets.serving_changed.connect(self.intake.serving_changed)
         self.tracing = Tracing()
         if self.tracing.on:
             traced = Traced(self.tracing, self.store.catalogue)
-            self.intake.observe(traced)
-            self.fleets.observe(traced)
+            self.intake.version_ended.connect(traced.version_ended)
+            self.fleets.server_stepped.connect(traced.server_stepped)
         self.fetcher = fetcher(self.store, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
@@ -151,11 +148,11 @@ class Daemon:
             self.fleets.awaiting,
             self.fleets.processes,
             offered=offered,
-            observe=self.shown.observed.transferred,
             staging_bytes=config.direct_staging_bytes,
             seconds=config.direct_seconds,
         )
-        self.store.catalogue.subscribe(lambda record: self.direct.version_changed(record.model))
+        self.direct.transferred.connect(self.shown.observed.transferred)
+        self.store.catalogue.version_changed.connect(lambda record: self.direct.version_changed(record.model))
         self._versions, self._checksums = StoredVersions(self.store.reader), PieceChecksums()
         self.data = self._data()
         self.server = self._server()

@@ -21,6 +21,7 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import joined
 from resharder.client.inference.vllm import attach as attach_module
 from resharder.client.inference.vllm import outputs
+from resharder.v1.server_pb2 import Order
 
 from tests.simulation.control.daemon_model import Daemon, Link, SimulatedChannel
 from tests.simulation.control.engine_model import Call, EngineCore, Output, Running
@@ -287,9 +288,9 @@ class ApiServer:
 
     async def check_and_carry_out(self, order: ControlOrder) -> "Outcome | None":
         """Check that the stream that delivered an order last has not ended before the order begins."""
-        stream = self.link.delivered.get((order.kind.value, order.install, order.version, order.term))
+        stream = self.link.delivered.get((order.kind, order.install, order.version, order.term))
         if self.process.alive and stream is not self.handle._thread._call:
-            self.schedule.fail(f"{self.process.name} begins {order.kind.name} of a stream that has ended")
+            self.schedule.fail(f"{self.process.name} begins {Order.Kind.Name(order.kind)} of a stream that has ended")
         return await self.carry_out(order)
 
     # Requests

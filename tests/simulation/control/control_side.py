@@ -14,9 +14,9 @@ from random import Random
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import Fleet, MoveState, UpdateStrategy
-from resharder.server.state.server import Power
+from resharder.server.state.fleet import Fleet
 from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 from tests.simulation.control.api_server import ApiServer, Request, simulated_modules
 from tests.simulation.control.daemon_model import FLEET, LEASE, Daemon
@@ -29,10 +29,10 @@ BOOT_BOUND, PEACE_BOUND, ANSWER_BOUND = 60.0, 90.0, 30.0
 _STOPS = (0.05, 0.5, LEASE / 2, 1.2 * LEASE, 2.5 * LEASE)
 _MODES = (resources_pb2.KEEP, resources_pb2.KEEP, resources_pb2.WAIT, resources_pb2.ABORT)
 _KINDS = (
-    UpdateStrategy.Kind.ALL_AT_ONCE,
-    UpdateStrategy.Kind.ALL_AT_ONCE,
-    UpdateStrategy.Kind.ROLLING,
-    UpdateStrategy.Kind.ATOMIC,
+    resources_pb2.UpdateStrategy.ALL_AT_ONCE,
+    resources_pb2.UpdateStrategy.ALL_AT_ONCE,
+    resources_pb2.UpdateStrategy.ROLLING,
+    resources_pb2.UpdateStrategy.ATOMIC,
 )
 _FAULTS = {
     "stop_leader": 5,
@@ -151,8 +151,8 @@ class World:
         self.schedule.stop_seconds = _STOPS
         self.daemon = Daemon(self.schedule, random.choice((0.002, 0.02, 0.1)), random.choice((1, 3)))
         self.kind = random.choice(_KINDS)
-        self.max_skew = random.choice((0, 0, 1)) if self.kind == UpdateStrategy.Kind.ROLLING else 0
-        self.strict = self.kind == UpdateStrategy.Kind.ATOMIC or self.max_skew > 0
+        self.max_skew = random.choice((0, 0, 1)) if self.kind == resources_pb2.UpdateStrategy.ROLLING else 0
+        self.strict = self.kind == resources_pb2.UpdateStrategy.ATOMIC or self.max_skew > 0
         self.failures: list[str] = []
         self.requests: list[Request] = []
         ids = "ab"[: random.choice((1, 1, 2))]
@@ -195,8 +195,8 @@ class World:
         self.schedule.after(0, self.daemon.process, publish)
 
     def _set_power(self, power: Power) -> None:
-        self.schedule.trace(f"operator sets {power.name}")
-        request = operator_pb2.SetPowerRequest(fleet=FLEET, power=int(power))  # type: ignore[arg-type]
+        self.schedule.trace(f"operator sets {Power.Name(power)}")
+        request = operator_pb2.SetPowerRequest(fleet=FLEET, power=power)
         self._ask(lambda: self.daemon.operations.set_power(request))
 
     def _drain(self, server: str, drained: bool) -> None:
@@ -344,15 +344,15 @@ class World:
         self._check_end(last)
 
     def _set_up(self) -> None:
-        strategy = resources_pb2.UpdateStrategy(kind=int(self.kind))  # type: ignore[arg-type]
-        if self.kind == UpdateStrategy.Kind.ROLLING:
+        strategy = resources_pb2.UpdateStrategy(kind=self.kind)
+        if self.kind == resources_pb2.UpdateStrategy.ROLLING:
             strategy.at_a_time = 1
         self._publish()
         self.schedule.run_until(self.schedule.now + 0.1)
         mode = self.random.choice(_MODES)
         self._update(["strategy", "max_skew", "pause_mode"], strategy=strategy, max_skew=self.max_skew, pause_mode=mode)
         self.schedule.run_until(self.schedule.now + 0.1)
-        self.schedule.trace(f"{self.kind.name}, skew {self.max_skew}, pause mode {mode}")
+        self.schedule.trace(f"{resources_pb2.UpdateStrategy.Kind.Name(self.kind)}, skew {self.max_skew}, pause mode {mode}")
         for server in self.servers:
             self.schedule.after(self.random.random(), None, server.boot)
 
@@ -387,7 +387,7 @@ class World:
             return False
         move = fleet.moving
         if move is not None:
-            if move.state == MoveState.STOPPED and self.schedule.now >= self._decided + 1:
+            if move.state == resources_pb2.Move.STOPPED and self.schedule.now >= self._decided + 1:
                 self._decided = self.schedule.now
                 request = operator_pb2.DecideMoveRequest(fleet=FLEET, go_on=True)
                 self._ask(lambda: self.daemon.operations.decide(request))

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from resharder.client.rpc.channel import Channel
 from resharder.server.fleets.commands import Operations
-from resharder.server.fleets.fleets import FleetObserver, Fleets
+from resharder.server.fleets.fleets import Fleets
 from resharder.server.infra.change_signal import Pause
 from resharder.server.rpc.server_service import Attendance
 from resharder.server.state.errors import DaemonError
@@ -54,17 +54,6 @@ def unavailable(details: str) -> RpcError:
     return RpcError(grpc.StatusCode.UNAVAILABLE, details)
 
 
-class Losses(FleetObserver):
-    """Records in `lost` the servers that were LOST since the world discarded their ids."""
-
-    def __init__(self, lost: set[str]) -> None:
-        self._lost = lost
-
-    def server_stepped(self, before: Server, after: Server) -> None:
-        if after.lost_at is not None:
-            self._lost.add(after.id)
-
-
 class Daemon:
     """The daemon, over all of its lives. `slow` is the mean latency of a message in seconds, `keep` that of its store."""
 
@@ -95,9 +84,14 @@ class Daemon:
             files=self.files,  # type: ignore[arg-type]
             tick_seconds=0,
         )
-        self.fleets.observe(Losses(self.lost))
+        self.fleets.server_stepped.connect(self._note_lost)
         self.operations = Operations(self.fleets)
         self._tick(self.process)
+
+    def _note_lost(self, before: Server, after: Server) -> None:
+        """Record the servers that were LOST since the world discarded their ids."""
+        if after.lost_at is not None:
+            self.lost.add(after.id)
 
     def kill(self, silent: bool) -> None:
         """Kill the daemon; clients see broken connections, or nothing if it is `silent`."""

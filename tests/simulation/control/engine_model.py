@@ -14,7 +14,8 @@ from resharder.client.inference.engine import STAY_PAUSED, WEIGHTS, SleepState
 from resharder.client.inference.version_page import Journal
 from resharder.client.inference.vllm.engine_core import resharder_fenced
 from resharder.server.state.errors import ResourceNotFound
-from resharder.server.state.server import Worker, WorkerState
+from resharder.server.state.server import Worker
+from resharder.v1 import resources_pb2
 
 from tests.simulation.control.daemon_model import Daemon, Link
 from tests.simulation.control.schedule import Process, Schedule
@@ -226,7 +227,7 @@ class EngineCore:
         for worker in self.workers if level == 2 else ():
             worker.applied, worker.dropped = "", True
             self._hold(worker, 0)
-            self._report(worker, WorkerState.EMPTY, installed=True)
+            self._report(worker, resources_pb2.Worker.EMPTY, installed=True)
 
     def wake_up(self, tags: list[str]) -> None:
         self._acts("wake")
@@ -290,10 +291,10 @@ class EngineCore:
                 return
             worker.staging = ""
             if self._fails("stage"):
-                self._report(worker, WorkerState.FAILED, install=install, error="it was not staged")
+                self._report(worker, resources_pb2.Worker.FAILED, install=install, error="it was not staged")
                 return
             worker.staged = install, version
-            self._report(worker, WorkerState.STAGED, version=version, install=install)
+            self._report(worker, resources_pb2.Worker.STAGED, version=version, install=install)
 
         self.schedule.after(0.02 + 0.4 * self.schedule.random.random(), self.process, staged)
 
@@ -312,12 +313,12 @@ class EngineCore:
             version = worker.staged[1]
             worker.staged = "", 0
             if self._fails("apply"):
-                self._report(worker, WorkerState.FAILED, install=install, error="it was torn")
+                self._report(worker, resources_pb2.Worker.FAILED, install=install, error="it was torn")
                 answers.append(self._answer(worker, "it was torn"))
                 return
             worker.applied, worker.dropped = install, False
             self._hold(worker, version)
-            self._report(worker, WorkerState.APPLIED, version=version, install=install, installed=True)
+            self._report(worker, resources_pb2.Worker.APPLIED, version=version, install=install, installed=True)
             answers.append(self._answer(worker))
 
         def done() -> None:
@@ -408,7 +409,7 @@ class EngineCore:
         """Load a version, as at the start of a server."""
         for worker in self.workers:
             self._hold(worker, version)
-            self._report(worker, WorkerState.BOOTED, version=version, installed=True)
+            self._report(worker, resources_pb2.Worker.BOOTED, version=version, installed=True)
         self._begin_reports()
 
     def _begin_reports(self) -> None:
@@ -424,7 +425,7 @@ class EngineCore:
     def _report(
         self,
         worker: WorkerModel,
-        state: WorkerState,
+        state: resources_pb2.Worker.State,
         *,
         version: int = 0,
         install: str = "",
@@ -433,7 +434,7 @@ class EngineCore:
     ) -> None:
         fingerprint = f"fingerprint {worker.holds}" if worker.holds else ""
         worker.latest = Worker(worker.rank, state, version, install, error, worker.nonce, fingerprint)
-        if installed or (state == WorkerState.FAILED and not worker.holds):
+        if installed or (state == resources_pb2.Worker.FAILED and not worker.holds):
             worker.installed = worker.latest
         self._send(worker)
 

@@ -1,19 +1,17 @@
 """The interface of an inference engine, implemented in one folder for each engine (`vllm/`).
 
 `Host` is the engine around one worker's model; `Engine` is the whole engine. `worker/` and `control/`
-reach engines through these protocols only. `PowerState` is an engine's power state, on the wire and in its sleep mode, and
-`InstallError` the end of an install.
+reach engines through these protocols only. `InstallError` is the end of an install.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from resharder.converters.allowances import refuse
 from resharder.converters.hf_config import Difference, described
-from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 if TYPE_CHECKING:  # the control side does not import torch
     import torch
@@ -29,30 +27,12 @@ the KV cache. Sleep unmaps the memory of both and keeps their addresses; waking 
 """
 STAY_PAUSED = "resharder: stay paused"
 """Pseudo-tag among the tags to wake: keep the engine paused after its last tag wakes."""
+SLEEP_LEVELS: dict[Power, int] = {Power.ASLEEP_1: 1, Power.ASLEEP_2: 2}
+"""vLLM's level of each state in which the weights sleep.
+
+Level 1 copies them to the host and back; after level 2 their memory has undefined contents.
+"""
 _REFUSAL = "server-config"
-
-
-class PowerState(IntEnum):
-    """Power state of an engine, ordered from awake to asleep; `UNKNOWN` before the first query.
-
-    Level 1 copies the weights to the host and back. After level 2 the weights' memory has undefined contents.
-    """
-
-    UNKNOWN = resources_pb2.POWER_UNSPECIFIED
-    AWAKE = resources_pb2.AWAKE
-    WEIGHTS_AWAKE = resources_pb2.WEIGHTS_AWAKE
-    ASLEEP_1 = resources_pb2.ASLEEP_1
-    ASLEEP_2 = resources_pb2.ASLEEP_2
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the weights sleep."""
-        return self in (PowerState.ASLEEP_1, PowerState.ASLEEP_2)
-
-    @property
-    def level(self) -> int:
-        """vLLM's sleep level; 0 if the weights are awake."""
-        return {PowerState.ASLEEP_1: 1, PowerState.ASLEEP_2: 2}.get(self, 0)
 
 
 @dataclass
@@ -73,11 +53,11 @@ class SleepState:
         self.tags -= self.tags if tags is None else set(tags)
 
     @property
-    def power(self) -> PowerState:
+    def power(self) -> Power:
         """The power state that follows from level and tags."""
         if WEIGHTS in self.tags:
-            return PowerState.ASLEEP_2 if self.level == 2 else PowerState.ASLEEP_1
-        return PowerState.WEIGHTS_AWAKE if self.tags else PowerState.AWAKE
+            return Power.ASLEEP_2 if self.level == 2 else Power.ASLEEP_1
+        return Power.WEIGHTS_AWAKE if self.tags else Power.AWAKE
 
 
 class ModelConfig(Protocol):

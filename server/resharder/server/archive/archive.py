@@ -75,7 +75,7 @@ class Archive:
         Args:
             restore: Restore the newest version of each model without a READY version, in the background.
         """
-        self.store.catalogue.subscribe(self._on_version)
+        self.store.catalogue.version_changed.connect(self._on_version)
         self._thread = threading.Thread(target=self._run, args=(restore,), name="archive", daemon=True)
         self._thread.start()
         if not self._looked.wait(_PATIENCE):

@@ -21,18 +21,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import numpy as np
 import structlog
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.piece_arrays import Pieces
+from resharder.converters.signal import Signal
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.plans import Member, Planned, Plans, Side
-from resharder.server.direct.state import Act, Group, Link, Offer, Task
+from resharder.server.direct.state import Group, Link, Offer, Task
 from resharder.server.infra.backoff import backoff
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ResourceNotFound
+from resharder.v1 import direct_pb2
 
 _LOOK = 0.25  # longest pause of a waiting call, in seconds
 _PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds without an attempt after the second failure in a row; doubles with each
@@ -50,16 +52,6 @@ Raises ResourceNotFound (SERVER_UNKNOWN).
 """
 
 
-class TransferObserver(Protocol):
-    """Observer of successful transfers (`cause` None) and of fallbacks to the staged path. It must not block."""
-
-    def __call__(self, seconds: float, cause: Cause | None) -> None: ...
-
-
-def _no_observer(seconds: float, cause: Cause | None) -> None:
-    pass
-
-
 class Direct:
     """Offers by model and groups by server, under one lock. Thread-safe.
 
@@ -73,7 +65,6 @@ class Direct:
         awaiting: Servers that an offer is for.
         processes: Processes of a server.
         offered: Table of offered versions for readers outside.
-        observe: Observer of transfers.
         clock: Monotonic clock in seconds.
     """
 
@@ -83,16 +74,16 @@ class Direct:
         processes: Processes,
         *,
         offered: OfferedVersions | None = None,
-        observe: TransferObserver = _no_observer,
         staging_bytes: int = 1 << 30,
         seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.staging_bytes, self.seconds = staging_bytes, seconds
-        self._awaiting, self._processes, self._observe, self._clock = awaiting, processes, observe, clock
+        self._awaiting, self._processes, self._clock = awaiting, processes, clock
         self._offered_versions = offered or OfferedVersions()
         self._plans = Plans()
         self._lock, self._changed = threading.RLock(), ChangeSignal()
+        self.transferred: Signal[float, Cause | None] = Signal()  # seconds, or why a version falls back to the staged path
         self._offers: dict[str, Offer] = {}  # the newest of each model
         self._groups: dict[str, Group] = {}  # by server
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
@@ -184,7 +175,7 @@ class Direct:
             if offer.complete:
                 self._ask_ahead(offer)
                 self._offered_versions.add(model, number)
-            self._changed.notify()
+            self._changed.emit()
             return offer
 
     def _ask_ahead(self, offer: Offer) -> None:
@@ -201,14 +192,14 @@ class Direct:
         """Declare that no rank will offer a version, nor an earlier one that is not offered yet."""
         with self._lock:
             self._withheld[model] = max(number, self._withheld.get(model, 0))
-            self._changed.notify()
+            self._changed.emit()
 
     def version_changed(self, model: str) -> None:
         """Schedule a check whether a model's offer is over, because the state of one of its versions has changed."""
         with self._lock:
             if offer := self._offers.get(model):
                 offer.look_at = 0.0
-                self._changed.notify()
+                self._changed.emit()
 
     def _usable(self, server: str, model: str, number: int) -> Offer | None:
         """Return the offer of a version, or None while it may still come. The lock is held.
@@ -258,7 +249,7 @@ class Direct:
             for group in [group for group in self._groups.values() if member in group.members]:
                 self._fail(group, "member_gone", f"rank {rank} of {member.owner} is gone")
             offer.end(f"rank {rank} of {member.owner} is gone")
-            self._changed.notify()
+            self._changed.emit()
 
     def _end_if_over(self, offer: Offer, state: str) -> None:
         """End transfers that are late, and the offer if no server needs it."""
@@ -272,7 +263,7 @@ class Direct:
             needed = offer.servers_sleep or any(not self._is_refused(server, offer.number) for server in awaiting - offer.served)
             if not offer.ended and (why := self._why_over(offer, state, now, needed)):
                 offer.end(why)
-                self._changed.notify()
+                self._changed.emit()
 
     def _why_over(self, offer: Offer, state: str, now: float, needed: bool) -> str:
         """Return why an offer is over; empty if it is not. Workers that wait for the begin of a transfer are waited for."""
@@ -314,7 +305,7 @@ class Direct:
                 workers = {}
                 self._joined[server] = install, workers
             workers[member.rank] = (member, memory)
-            self._changed.notify()
+            self._changed.emit()
         processes = self.check_worker(member)
         while True:
             seen = self._changed.count
@@ -343,7 +334,7 @@ class Direct:
         finally:
             with self._lock:
                 self._planning.discard(server)
-                self._changed.notify()
+                self._changed.emit()
         with self._lock:
             return self._new_group(offer, server, key, planned, ranks, workers).link(member)
 
@@ -367,7 +358,7 @@ class Direct:
         group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
         self._offered_versions.set_at_once(offer.model, self._disjoint_groups(offer))
-        offer.tell(group, Act.LINK, link=True)
+        offer.tell(group, direct_pb2.DirectTask.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
         return group
 
@@ -474,7 +465,7 @@ class Direct:
                 raise InvalidArgument("DIGESTS", f"rank {member.rank} sends {expected} boxes, got {len(digests)} digests")
             if group.reported_of == number:
                 group.reported[member.rank] = np.array(digests, np.uint64)
-                self._changed.notify()
+                self._changed.emit()
 
     def _check_offered(self, group: Group, offer: Offer) -> None:
         """Raise FailedPrecondition (NOT_OFFERED) if not all workers of a group will receive a version."""
@@ -504,7 +495,7 @@ class Direct:
                     f"of group {id}",
                 )
             group.keys[key] = value
-            self._changed.notify()
+            self._changed.emit()
 
     def get_key(self, id: str, key: str, wait_seconds: float) -> Waiting[bytes | None]:
         """Return the value of a key; None if it is not set in time.
@@ -563,13 +554,13 @@ class Direct:
     def _refuse(self, server: str, number: int, cause: Cause, why: str) -> NoReturn:
         """Make a server take a version over the staged path, and raise FailedPrecondition (NOT_OFFERED)."""
         self._give_up(server, number, cause)
-        self._changed.notify()
+        self._changed.emit()
         raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
 
     def _give_up(self, server: str, number: int, cause: Cause) -> None:
         if not self._is_refused(server, number):  # observed once, however many workers call
             self._refused[server] = number
-            self._observe(0.0, cause)
+            self.transferred.emit(0.0, cause)
 
     def _start_next(self, offer: Offer) -> None:
         """Start the queued transfers whose ranks are idle."""
@@ -580,9 +571,9 @@ class Direct:
             if not group.error:
                 offer.running[group.id] = group
                 group.granted, group.began = group.install, self._clock()
-                offer.tell(group, Act.RUN)
+                offer.tell(group, direct_pb2.DirectTask.RUN)
                 _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
-                self._changed.notify()
+                self._changed.emit()
 
     def _succeed(self, group: Group, offer: Offer) -> None:
         """End a transfer that every member has finished."""
@@ -596,12 +587,12 @@ class Direct:
             seconds=took,
             size_bytes=group.received,
         )
-        self._observe(took, None)
+        self.transferred.emit(took, None)
         self._failures.pop(group.server, None)
         offer.served.add(group.server)
         offer.look_at = 0.0
         self._start_next(offer)
-        self._changed.notify()
+        self._changed.emit()
 
     def _fail(self, group: Group, cause: Cause, why: str) -> None:
         """End a group after a failure, which delays further attempts of its server. A no-op for a group that has ended."""
@@ -619,10 +610,10 @@ class Direct:
         """End a group, which need not mean failure, and start the next queued transfers."""
         group.error = why
         for offer in self._offers_to(group):
-            offer.tell(group, Act.DROP)
+            offer.tell(group, direct_pb2.DirectTask.DROP)
             offer.running.pop(group.id, None)
             self._start_next(offer)
-        self._changed.notify()
+        self._changed.emit()
 
     def _end_late(self, offer: Offer, slack: float = 5.0) -> None:
         """End transfers that take longer than their bound and `slack` seconds."""

@@ -1,6 +1,8 @@
 """Versions that all ranks of a publisher have offered, for readers outside the direct path."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+
+from resharder.converters.signal import Signal
 
 _REMEMBERED = 4  # offered versions of a model
 
@@ -11,11 +13,8 @@ class OfferedVersions:
     def __init__(self) -> None:
         self._offered: dict[str, tuple[int, ...]] = {}
         self._at_once: dict[str, int] = {}
-        self._callbacks: list[Callable[[], None]] = []
-
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after each change of `offered`. It must not block."""
-        self._callbacks.append(callback)
+        self.offers_changed: Signal[()] = Signal()
+        """Emitted after each change of `offered`."""
 
     def offered(self, model: str) -> Collection[int]:
         """Return the numbers of the last versions that every rank has offered, whatever their state is now."""
@@ -30,8 +29,7 @@ class OfferedVersions:
         numbers = self._offered.get(model, ())
         if number not in numbers:
             self._offered = self._offered | {model: (*numbers, number)[-_REMEMBERED:]}
-            for callback in self._callbacks:
-                callback()
+            self.offers_changed.emit()
 
     def set_at_once(self, model: str, servers: int) -> None:
         """Set the number of servers to which the ranks of a model can send at the same time."""

@@ -3,22 +3,13 @@
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from resharder.converters.geometry.copy_table import Copies
 from resharder.converters.geometry.piece_arrays import Pieces
 from resharder.server.direct.plans import Digests, Member, Planned
 from resharder.server.infra.change_signal import ChangeSignal
-
-
-class Act(Enum):
-    """Kind of a rank's task: join a group, send, leave the group, report digests."""
-
-    LINK = "link"
-    RUN = "run"
-    DROP = "drop"
-    DIGEST = "digest"
+from resharder.v1 import direct_pb2
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,7 @@ class Link:
 class Task(NamedTuple):
     """Task of one rank in a group."""
 
-    act: Act
+    kind: direct_pb2.DirectTask.Kind
     group: str
     link: Link | None = None
     sent: Pieces[int] | None = None  # pieces to digest, in the first DIGEST task of a group
@@ -117,13 +108,13 @@ class Offer:
         """Return whether none of a group's ranks is sending."""
         return all(group.ranks.isdisjoint(other.ranks) for other in self.running.values())
 
-    def tell(self, group: Group, act: Act, *, link: bool = False) -> None:
+    def tell(self, group: Group, kind: direct_pb2.DirectTask.Kind, *, link: bool = False) -> None:
         """Queue a task for each rank of a group that still offers the version; with `link`, including the rank's link."""
         for member in group.members[: group.senders]:
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].append(Task(act, group.id, group.link(member) if link else None))
-        self.changed.notify()
+                there[2].append(Task(kind, group.id, group.link(member) if link else None))
+        self.changed.emit()
 
     def ask(self, group: Group) -> None:
         """Queue a DIGEST task of this version for each rank of a group."""
@@ -132,13 +123,13 @@ class Offer:
             sent = None if group.has_sent else group.planned.sent_by(member.rank)
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].append(Task(Act.DIGEST, group.id, sent=sent))
+                there[2].append(Task(direct_pb2.DirectTask.DIGEST, group.id, sent=sent))
         group.has_sent = True
-        self.changed.notify()
+        self.changed.emit()
 
     def end(self, why: str) -> None:
         """End the offer: each rank's queue of tasks ends, after which its memory may change."""
         self.over = self.over or why
         for _, _, tasks in self.ranks.values():
             tasks.append(None)
-        self.changed.notify()
+        self.changed.emit()

@@ -8,10 +8,11 @@ from google.protobuf.message import Message
 from resharder.server.fleets.explain import FleetView
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.updates import lost_servers, still_refused, turn_back
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, listed
-from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
-from resharder.server.state.server import Power
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, listed, unknown_value
+from resharder.server.state.fleet import Fleet, UpdateStrategy, VersionTarget, View
+from resharder.server.state.server import ASLEEP
 from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1.resources_pb2 import PauseMode, Power
 
 _FIELDS = ("target", "strategy", "pause_mode", "max_skew", "serve_ahead", "serve_ahead_setting")
 SERVE_AHEAD: dict[int, bool | None] = {
@@ -55,7 +56,9 @@ class Operations:
             raise InvalidArgument("UPDATE_MASK", f"expected fields of {listed(_FIELDS)}, got {listed(sorted(unknown))}")
         target = read_target(message.target) if "target" in fields else None
         strategy = read_strategy(message.strategy, self._checks) if "strategy" in fields else None
-        mode = _read_pause_mode(message.pause_mode) if "pause_mode" in fields else None
+        mode = message.pause_mode if "pause_mode" in fields else None
+        if mode is not None and (problem := unknown_value(PauseMode, mode, "a pause mode")):
+            raise InvalidArgument("PAUSE_MODE", problem)
         ahead = _read_serve_ahead(message.serve_ahead_setting) if "serve_ahead_setting" in fields else None
         if message.max_skew < 0:
             raise InvalidArgument("MAX_SKEW", f"expected max_skew of 0 or more, got {message.max_skew}")
@@ -64,7 +67,7 @@ class Operations:
         def act(fleet: Fleet, view: View) -> Fleet:
             if model and fleet.model != model:
                 raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet.name} follows model {fleet.model}, not {model}")
-            if request.accept_refused and (target is None or target.kind != FleetTargetKind.NUMBER):
+            if request.accept_refused and (target is None or target.kind != resources_pb2.VersionTarget.NUMBER):
                 fleet = replace(fleet, refused={})
             if target is not None:
                 fleet = _set_target(fleet, target, view)
@@ -138,12 +141,11 @@ class Operations:
 
         Raises InvalidArgument (POWER), ResourceNotFound (FLEET_UNKNOWN, SERVER_UNKNOWN).
         """
-        if int(request.power) not in set(Power) - {Power.UNKNOWN}:
-            names = [power.name for power in Power if power]
-            raise InvalidArgument("POWER", f"expected a power of {names}, got {request.power}")
-        power, servers = Power(request.power), _servers(request.server)
+        if problem := unknown_value(Power, request.power, "a power"):
+            raise InvalidArgument("POWER", problem)
+        power, servers = request.power, _servers(request.server)
         act = _of(servers, lambda fleet, _: set_power(fleet, power, servers))
-        return self._change(request.fleet, "sleep" if power.asleep else "wake", request, act)
+        return self._change(request.fleet, "sleep" if power in ASLEEP else "wake", request, act)
 
     def set_drained(self, request: operator_pb2.SetDrainedRequest) -> FleetView:
         """Drain servers or resume them. Raises ResourceNotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
@@ -173,7 +175,11 @@ def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> F
     """Return to version `to`, and refuse the versions after it. A target that is not LATEST becomes `to`."""
     later = {version: reason for version in view.usable if version > to}
     kept = {version: why for version, why in still_refused(fleet, view.ready).items() if version != to}
-    target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
+    target = (
+        fleet.target
+        if fleet.target.kind == resources_pb2.VersionTarget.LATEST
+        else VersionTarget(resources_pb2.VersionTarget.NUMBER, to)
+    )
     return replace(fleet, target=target, refused=later | kept, rolled_back=request)
 
 
@@ -183,45 +189,44 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
     if move is None:
         raise ValueError("no move is under way")
     if not go_on:
-        if move.state == MoveState.BACK:
+        if move.state == resources_pb2.Move.BACK:
             return fleet
         if move.back_to not in view.ready:
             raise ValueError("there is no version to go back to")
         return turn_back(fleet, move, view, reason or "an operator sent it back")
     match move.state:
-        case MoveState.STOPPED:
+        case resources_pb2.Move.STOPPED:
             counted = frozenset(move.counted - lost_servers(fleet, move, view).keys())  # it goes on without those
-            move = replace(move, state=MoveState.MOVING, counted=counted, short=False, failed={}, tries=move.tries + 1)
+            move = replace(move, state=resources_pb2.Move.MOVING, counted=counted, short=False, failed={}, tries=move.tries + 1)
             return replace(fleet, move=replace(move, reason=reason))
-        case MoveState.TRYING | MoveState.HOLDING:
+        case resources_pb2.Move.TRYING | resources_pb2.Move.HOLDING:
             return replace(fleet, move=replace(move, approved=True, reason=reason))
-    raise ValueError(f"a move that is {move.state.name} continues by itself")
+    raise ValueError(f"a move that is {resources_pb2.Move.State.Name(move.state)} continues by itself")
 
 
-def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
+def read_target(message: resources_pb2.VersionTarget) -> VersionTarget:
     """Convert and validate a version target. Raises InvalidArgument (TARGET)."""
-    if int(message.kind) not in set(FleetTargetKind):
+    if problem := unknown_value(resources_pb2.VersionTarget.Kind, message.kind, "a target"):
+        raise InvalidArgument("TARGET", problem)
+    kind = resources_pb2.VersionTarget.Kind.Name(message.kind)
+    target = VersionTarget(message.kind, message.version, message.every_seconds)
+    if (target.kind == resources_pb2.VersionTarget.NUMBER) != (target.version > 0):
         raise InvalidArgument(
-            "TARGET", f"expected a target of {listed(kind.name for kind in FleetTargetKind)}, got {message.kind}"
+            "TARGET",
+            f"expected a version of 1 or more with NUMBER alone, got {kind} {target.version}",
         )
-    target = FleetTarget(FleetTargetKind(message.kind), message.version, message.every_seconds)
-    if (target.kind == FleetTargetKind.NUMBER) != (target.version > 0):
-        raise InvalidArgument(
-            "TARGET", f"expected a version of 1 or more with NUMBER alone, got {target.kind.name} {target.version}"
-        )
-    if not 0 <= target.every_seconds < 1e9 or (target.every_seconds and target.kind != FleetTargetKind.LATEST):
+    if not 0 <= target.every_seconds < 1e9 or (target.every_seconds and target.kind != resources_pb2.VersionTarget.LATEST):
         raise InvalidArgument("TARGET", f"expected every_seconds of 0 or more, with LATEST alone, got {target.every_seconds:g}")
     return target
 
 
 def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> UpdateStrategy:
     """Convert and validate an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
-    if int(message.kind) not in set(UpdateStrategy.Kind):
-        raise InvalidArgument(
-            "STRATEGY", f"expected a strategy of {listed(kind.name for kind in UpdateStrategy.Kind)}, got {message.kind}"
-        )
+    if problem := unknown_value(resources_pb2.UpdateStrategy.Kind, message.kind, "a strategy"):
+        raise InvalidArgument("STRATEGY", problem)
+    kind = resources_pb2.UpdateStrategy.Kind.Name(message.kind)
     strategy = UpdateStrategy(
-        UpdateStrategy.Kind(message.kind),
+        message.kind,
         message.at_a_time,
         message.max_failures,
         message.canaries,
@@ -232,39 +237,30 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
     for name in ("at_a_time", "max_failures", "canaries", "hold_seconds"):
         if not 0 <= getattr(strategy, name) < 1e9:
             raise InvalidArgument("STRATEGY", f"expected {name} of 0 to 1e9, got {getattr(strategy, name)}")
-    if strategy.kind != UpdateStrategy.Kind.CANARY and (
+    if strategy.kind != resources_pb2.UpdateStrategy.CANARY and (
         strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
     ):
-        raise InvalidArgument(
-            "STRATEGY", f"canaries, a hold, approval and a check are for CANARY alone, not for {strategy.kind.name}"
-        )
-    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC) and (
+        raise InvalidArgument("STRATEGY", f"canaries, a hold, approval and a check are for CANARY alone, not for {kind}")
+    if strategy.kind in (resources_pb2.UpdateStrategy.ALL_AT_ONCE, resources_pb2.UpdateStrategy.ATOMIC) and (
         strategy.at_a_time or strategy.max_failures
     ):
-        raise InvalidArgument("STRATEGY", f"at_a_time and max_failures are for ROLLING and CANARY, not for {strategy.kind.name}")
+        raise InvalidArgument("STRATEGY", f"at_a_time and max_failures are for ROLLING and CANARY, not for {kind}")
     if strategy.check and strategy.check not in checks:
         there = sorted(checks)
         raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {strategy.check!r}")
     return strategy
 
 
-def _read_pause_mode(mode: int) -> PauseMode:
-    if mode not in set(PauseMode):
-        raise InvalidArgument("PAUSE_MODE", f"expected a pause mode of {listed(mode.name for mode in PauseMode)}, got {mode}")
-    return PauseMode(mode)
-
-
 def _read_serve_ahead(setting: int) -> bool | None:
     """Convert a setting; None is AUTO. Raises InvalidArgument (SERVE_AHEAD)."""
-    if setting not in SERVE_AHEAD:
-        names = listed(resources_pb2.ServeAhead.Name(value) for value in SERVE_AHEAD)
-        raise InvalidArgument("SERVE_AHEAD", f"expected serve_ahead_setting of {names}, got {setting}")
+    if problem := unknown_value(resources_pb2.ServeAhead, setting, "serve_ahead_setting"):
+        raise InvalidArgument("SERVE_AHEAD", problem)
     return SERVE_AHEAD[setting]
 
 
-def _set_target(fleet: Fleet, target: FleetTarget, view: View) -> Fleet:
+def _set_target(fleet: Fleet, target: VersionTarget, view: View) -> Fleet:
     refused = dict(fleet.refused)
-    if target.kind == FleetTargetKind.NUMBER:
+    if target.kind == resources_pb2.VersionTarget.NUMBER:
         _check_ready(target.version, view)
         refused.pop(target.version, None)  # naming a refused version permits it again
     fleet = replace(fleet, target=target, refused=refused)
@@ -286,17 +282,17 @@ def _check_ahead(fleet: Fleet) -> None:
         raise InvalidArgument(
             "SERVE_AHEAD",
             f"a fleet serves ahead of READY only if it moves ALL_AT_ONCE without a skew bound: {fleet.name} moves "
-            f"{fleet.strategy.kind.name} with {bound}",
+            f"{resources_pb2.UpdateStrategy.Kind.Name(fleet.strategy.kind)} with {bound}",
         )
 
 
 def _check_kv(fleet: Fleet, strategy: UpdateStrategy, view: View) -> None:
     passing = sorted(id for id, server in view.servers.items() if server.passes_kv)
-    if passing and strategy.kind != UpdateStrategy.Kind.ATOMIC:
+    if passing and strategy.kind != resources_pb2.UpdateStrategy.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
             f"servers {listed(passing)} pass KV caches on, so fleet {fleet.name} has to move atomically: it would move "
-            f"{strategy.kind.name}",
+            f"{resources_pb2.UpdateStrategy.Kind.Name(strategy.kind)}",
         )
 
 

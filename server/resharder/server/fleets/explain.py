@@ -6,9 +6,10 @@ from resharder.converters.units import size_text
 from resharder.server.fleets.reconciler.gate import went_half_way
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import latest, wanted
-from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
-from resharder.server.state.server import InstallState, Power, Server, Settings, WorkerState
+from resharder.server.state.fleet import Fleet, Move, View
+from resharder.server.state.server import ASLEEP, Server, Settings
 from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 _GOING = {
     Power.AWAKE: "is waking up",
@@ -47,10 +48,10 @@ def state_of(server: Server) -> int:
     install = server.install
     if server.lost_at is not None:
         return resources_pb2.Server.LOST
-    if install is not None and install.state == InstallState.APPLYING:
+    if install is not None and install.state == resources_pb2.Install.APPLYING:
         return resources_pb2.Server.APPLYING
-    staging = install is not None and install.state == InstallState.STAGING
-    if server.controls and (server.power not in (Power.AWAKE, Power.UNKNOWN) or _goes_to_sleep(server)):
+    staging = install is not None and install.state == resources_pb2.Install.STAGING
+    if server.controls and (server.power not in (Power.AWAKE, Power.POWER_UNSPECIFIED) or _goes_to_sleep(server)):
         return resources_pb2.Server.ASLEEP
     if server.agreed and not server.opened and not server.goal.open:
         return resources_pb2.Server.DRAINED
@@ -63,14 +64,14 @@ def state_of(server: Server) -> int:
         return resources_pb2.Server.FAILED
     if server.opened:
         return resources_pb2.Server.APPLYING if server.installs else resources_pb2.Server.BOOTING
-    broken = any(worker.state == WorkerState.FAILED for worker in server.workers.values())
+    broken = any(worker.state == resources_pb2.Worker.FAILED for worker in server.workers.values())
     if not staging and (broken or (server.complete and server.failures)):
         return resources_pb2.Server.FAILED
     return resources_pb2.Server.BOOTING
 
 
 def _goes_to_sleep(server: Server) -> bool:
-    return server.change is not None and server.change.power.asleep
+    return server.change is not None and server.change.power in ASLEEP
 
 
 def explain(server: Server, now: float, settings: Settings) -> str:
@@ -111,7 +112,7 @@ def _warnings(server: Server) -> str:
 
 
 def _serving(server: Server) -> str:
-    if server.controls and server.power not in (Power.AWAKE, Power.UNKNOWN):
+    if server.controls and server.power not in (Power.AWAKE, Power.POWER_UNSPECIFIED):
         return {
             Power.ASLEEP_1: f"asleep at level 1{_released(server)}; ",
             Power.ASLEEP_2: f"asleep at level 2{_released(server)}; ",
@@ -153,13 +154,15 @@ def _stranger(server: Server) -> str:
     """Return the error of the first worker that has a version of another store, as part of a sentence."""
     workers = sorted(server.workers.items())
     errors = [
-        f"worker {rank}: {worker.error}; " for rank, worker in workers if worker.state == WorkerState.EMPTY and worker.error
+        f"worker {rank}: {worker.error}; "
+        for rank, worker in workers
+        if worker.state == resources_pb2.Worker.EMPTY and worker.error
     ]
     return errors[0] if errors else ""
 
 
 def _half_way(server: Server) -> bool:
-    return went_half_way(server) and not (server.install is not None and server.install.state == InstallState.APPLYING)
+    return went_half_way(server) and not (server.install is not None and server.install.state == resources_pb2.Install.APPLYING)
 
 
 def _doing(server: Server, now: float, settings: Settings) -> str:
@@ -173,14 +176,16 @@ def _doing(server: Server, now: float, settings: Settings) -> str:
         return _GOING[server.change.power]
     if server.change_failed is not None and now < server.change_failed.retry_at:
         return f"{server.change_failed.error}; tries again in {server.change_failed.retry_at - now:.0f} s"
-    if server.power.asleep and server.goal.power.asleep:
+    if server.power in ASLEEP and server.goal.power in ASLEEP:
         return "asleep by order" + (f"; version {server.wanted} is installed at wake" if target(server, settings) else "")
     if server.staged and not server.goal.apply:
         return f"version {server.staged} is staged; {server.goal.why}"
     if install is not None and install.active:
-        done = WorkerState.STAGED if install.state == InstallState.STAGING else WorkerState.APPLIED
-        ready = [w for w in server.workers.values() if w.install == install.id and w.state in (done, WorkerState.APPLIED)]
-        what = "staging" if install.state == InstallState.STAGING else "applying"
+        done = resources_pb2.Worker.STAGED if install.state == resources_pb2.Install.STAGING else resources_pb2.Worker.APPLIED
+        ready = [
+            w for w in server.workers.values() if w.install == install.id and w.state in (done, resources_pb2.Worker.APPLIED)
+        ]
+        what = "staging" if install.state == resources_pb2.Install.STAGING else "applying"
         last = f" after: {_last_failure(server)}" if server.failures else ""
         return f"{what} version {install.version}, {len(ready)} of {server.world_size} workers done{last}"
     return _idle(server, now, settings)
@@ -228,12 +233,12 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
         return _explain_move(move, view)
     refused = "".join(f"; version {version} is refused: {why}" for version, why in sorted(fleet.refused.items()))
     match fleet.target.kind:
-        case FleetTargetKind.NONE:
+        case resources_pb2.VersionTarget.NONE:
             return f"stays at version {fleet.settled}" if fleet.settled else "has no version to serve"
-        case FleetTargetKind.NUMBER if fleet.target.version != fleet.settled:
+        case resources_pb2.VersionTarget.NUMBER if fleet.target.version != fleet.settled:
             why = "is refused" if fleet.target.version in fleet.refused else "is not READY"
             return f"its target is version {fleet.target.version}, which {why}{refused}"
-        case FleetTargetKind.NUMBER:
+        case resources_pb2.VersionTarget.NUMBER:
             return f"pinned to version {fleet.target.version}{refused}"
     if not view.ready:
         return f"model {fleet.model} has no READY version"
@@ -255,7 +260,7 @@ def explain_serve_ahead(fleet: Fleet) -> str:
     if fleet.max_skew:
         return f"default of a fleet with a skew bound of {fleet.max_skew}"
     bound = " without a skew bound" if fleet.serves_ahead else ""
-    return f"default of a fleet that moves {fleet.strategy.kind.name}{bound}"
+    return f"default of a fleet that moves {resources_pb2.UpdateStrategy.Kind.Name(fleet.strategy.kind)}{bound}"
 
 
 def _explain_move(move: Move, view: View) -> str:
@@ -264,7 +269,7 @@ def _explain_move(move: Move, view: View) -> str:
     way = f"from version {move.back_to or '–'} to {move.to}{ahead}, {there} of {len(view.servers)} servers there"
     why = f" ({move.reason})" if move.reason else ""
     match move.state:
-        case MoveState.HOLDING:
+        case resources_pb2.Move.HOLDING:
             left = move.hold_left(view.now)
             waits = [
                 f"for another {left:.0f} s" if left else "",
@@ -273,15 +278,15 @@ def _explain_move(move: Move, view: View) -> str:
             ]
             canaries = ", ".join(move.canaries)
             return f"{way}; canaries {canaries} serve it and the rest waits {' and '.join(filter(None, waits)) or 'a moment'}"
-        case MoveState.TRYING:
+        case resources_pb2.Move.TRYING:
             return f"{way}; canaries {', '.join(move.canaries) or '(none is in service)'} go first"
-        case MoveState.STAGING:
+        case resources_pb2.Move.STAGING:
             return f"{way}; all servers stage it before any applies{why}"
-        case MoveState.APPLYING:
+        case resources_pb2.Move.APPLYING:
             return f"{way}; all servers apply it before any serves it{why}"
-        case MoveState.BACK:
+        case resources_pb2.Move.BACK:
             return f"going back to version {move.back_to}: {move.reason}"
-        case MoveState.STOPPED:
+        case resources_pb2.Move.STOPPED:
             if move.short:
                 return f"{way}; stopped: {move.reason}; it is done when they are back, `approve` ends it without them"
             return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"

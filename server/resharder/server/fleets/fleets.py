@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 import structlog
+from resharder.converters.signal import Signal
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets import updates
 from resharder.server.fleets.canary_checks import Checks
@@ -29,8 +30,8 @@ from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable, unknown_server
-from resharder.server.state.fleet import Fleet, PauseMode, UpdateStrategy, View
-from resharder.server.state.server import Server, Settings, Worker, WorkerState, in_use, processes
+from resharder.server.state.fleet import Fleet, View
+from resharder.server.state.server import ASLEEP, Server, Settings, Worker, in_use, processes
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -47,6 +48,7 @@ from resharder.server.state.server_events import (
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import PauseMode
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_WORLD_SIZE = 65536
@@ -73,19 +75,6 @@ def _no_note(kind: Kind, subject: str, what: str, reason: str = "", **details: o
     pass
 
 
-class FleetObserver:
-    """Observer of every step of servers and fleets. Methods are called with the fleets' lock held and must not block."""
-
-    def server_stepped(self, before: Server, after: Server) -> None:
-        """Called after each step of a server, even if nothing changed."""
-
-    def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
-        """Called after each change of a fleet's durable state; `before` is None for a new fleet."""
-
-    def serving_changed(self) -> None:
-        """Called when `Fleets.serving` may have changed."""
-
-
 @dataclass(eq=False)
 class Attachment:
     """Stream of one control side. Methods are thread-safe."""
@@ -102,7 +91,7 @@ class Attachment:
     def put(self, order: Order | None) -> None:
         """Queue an order, or with None the end of the stream."""
         self.orders.put(order)
-        self.changed.notify()
+        self.changed.emit()
 
     def report(self, report: Reported) -> None:
         """Process a report. Raises ResourceNotFound (SERVER_UNKNOWN) if the server was removed."""
@@ -116,7 +105,8 @@ class Attachment:
 class Fleets:
     """State of all servers and fleets, under one lock. Thread-safe.
 
-    `lock` guards changes. It is taken before ingest's and the store's locks, so a subscriber of the store must not wait for it.
+    `lock` guards changes. It is taken before ingest's and the store's locks: what is connected to the store's signals must not
+    wait for it.
     Queries take no lock: `by_id`, `by_name` and their values are replaced, never modified.
 
     A thread ticks every `tick_seconds` and after `wake`. After a restart of the daemon, all READY versions of a model stay pinned
@@ -168,7 +158,10 @@ class Fleets:
         self._life = secrets.token_hex(4)
         self._streams: dict[tuple[str, str], Attachment] = {}  # attached control sides, by server and nonce
         self._left: dict[str, frozenset[str]] = {}  # processes of servers that have left, by id
-        self._observers: list[FleetObserver] = []
+        # Emitted with the lock held.
+        self.server_stepped: Signal[Server, Server] = Signal()  # before and after each step, even if nothing changed
+        self.fleet_stepped: Signal[Fleet | None, Fleet] = Signal()  # before, None for a new fleet, and after each change
+        self.serving_changed: Signal[()] = Signal()  # `serving` may have changed
         self._started = self._checkpointed = clock()
         self._settled_at = self._started + self.settings.lease + _SETTLE
         self._returning = {fleet.model for fleet in self.by_name.values() if fleet.members}
@@ -180,13 +173,9 @@ class Fleets:
         self._thread = threading.Thread(target=self._run, args=(tick_seconds,), name="fleets", daemon=True)
         if tick_seconds:
             self._thread.start()
-        versions.subscribe(self._versions.version_changed)
-        versions.subscribe(lambda _: self.wake())
-        offers.subscribe(self.wake)
-
-    def observe(self, observer: FleetObserver) -> None:
-        """Report every later step to an observer."""
-        self._observers.append(observer)
+        versions.version_changed.connect(self._versions.version_changed)
+        versions.version_changed.connect(lambda _: self.wake())
+        offers.offers_changed.connect(self.wake)
 
     # Calls of servers
 
@@ -279,11 +268,11 @@ class Fleets:
                     f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
                 )
             strategy = self.by_name[known.fleet].strategy.kind
-            if first.passes_kv and strategy != UpdateStrategy.Kind.ATOMIC:
+            if first.passes_kv and strategy != resources_pb2.UpdateStrategy.ATOMIC:
                 raise FailedPrecondition(
                     "KV_FLEET",
                     f"server {server} transfers KV caches, so fleet {known.fleet} has to update atomically (`fleet set "
-                    f"--atomic`): it updates {strategy.name}",
+                    f"--atomic`): it updates {resources_pb2.UpdateStrategy.Kind.Name(strategy)}",
                 )
             former = self._streams.get((server, first.control))
             if former is not None:
@@ -341,7 +330,7 @@ class Fleets:
         if server not in self.by_id and worker.process in self._left.get(server, ()):
             raise FailedPrecondition("SERVER_LEFT", f"server {server} has left: its API servers have ended")
         known = self.server(server)
-        loaded = worker.state in (WorkerState.BOOTED, WorkerState.APPLIED)
+        loaded = worker.state in (resources_pb2.Worker.BOOTED, resources_pb2.Worker.APPLIED)
         if loaded and worker.fingerprint != known.ready.get(worker.version):
             self._versions.look(known.model)  # the version may have become READY since the last tick
         with self.lock:
@@ -361,7 +350,7 @@ class Fleets:
         self._left[server.id] = processes(server)
         self._forget(server)
         self._steer(server.fleet)
-        self.changed.notify()
+        self.changed.emit()
 
     def _forget(self, server: Server) -> None:
         """Remove a server, its pins and its membership, so that its fleet's move no longer waits for it."""
@@ -395,7 +384,7 @@ class Fleets:
             for server in self._of_fleet(name):
                 self._see_versions(server.id)
             self._steer(name)
-            self.changed.notify()
+            self.changed.emit()
             return self._fleet_view(self.by_name[name])
 
     def _new_fleet(self, name: str, model: str, models: list[str]) -> Fleet:
@@ -455,7 +444,7 @@ class Fleets:
                 self._files.delete(name)
             self.by_name = {other: known for other, known in self.by_name.items() if other != name}
             self._versions.release(f"fleets/{name}", fleet.model)
-            self.changed.notify()
+            self.changed.emit()
 
     def forget(self, id: str) -> None:
         """Forget a LOST server, with its pins and its membership.
@@ -473,7 +462,7 @@ class Fleets:
             self.note("operator", f"servers/{id}", "forget")
             self._forget(server)
             self._steer(server.fleet)
-            self.changed.notify()
+            self.changed.emit()
 
     # Steps. Callers hold the lock.
 
@@ -483,7 +472,7 @@ class Fleets:
         self._steer(self.by_id[id].fleet)
 
     def _step(self, id: str, event: Event) -> None:
-        """Take one step of a server: new state, pins, orders, observers."""
+        """Take one step of a server: new state, pins, orders, signals."""
         now, settings = self.clock(), self.settings
         before, holder = self.by_id[id], f"servers/{id}"
         after, orders = step(before, event, now, settings)
@@ -498,12 +487,10 @@ class Fleets:
                 attachment.put(replace(order, term=after.term))
         self._versions.release(holder, after.model, keep=in_use(after, now, settings))
         self._note_step(before, after)
-        for observer in self._observers:
-            observer.server_stepped(before, after)
-        self.changed.notify()
+        self.server_stepped.emit(before, after)
+        self.changed.emit()
         if (before.serving, before.lost_at is None) != (after.serving, after.lost_at is None):
-            for observer in self._observers:
-                observer.serving_changed()
+            self.serving_changed.emit()
 
     def _put(self, server: Server) -> None:
         self.by_id = {**self.by_id, server.id: server}
@@ -586,8 +573,7 @@ class Fleets:
         self.by_name = {**self.by_name, fleet.name: fleet}
         self._pin_versions(fleet)
         self._note_move(before, fleet)
-        for observer in self._observers:
-            observer.fleet_stepped(before, fleet)
+        self.fleet_stepped.emit(before, fleet)
 
     def _note_move(self, before: Fleet | None, after: Fleet) -> None:
         """Record a move that began or changed its state."""
@@ -595,8 +581,16 @@ class Fleets:
         known = before.move if before is not None else None
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
-        what, subject = move.state.name.lower(), f"fleets/{after.name}"
-        self.note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, strategy=move.strategy.kind.name)
+        what, subject = resources_pb2.Move.State.Name(move.state).lower(), f"fleets/{after.name}"
+        self.note(
+            "move",
+            subject,
+            what,
+            move.reason,
+            to=move.to,
+            back_to=move.back_to,
+            strategy=resources_pb2.UpdateStrategy.Kind.Name(move.strategy.kind),
+        )
 
     def _pin_versions(self, fleet: Fleet) -> None:
         """Pin the versions that a fleet needs, and release others. A fleet that serves ahead needs the newest READY version."""
@@ -643,7 +637,7 @@ class Fleets:
             for name in list(self.by_name):
                 self._steer(name)
             self._release_returning()
-            self.changed.notify()
+            self.changed.emit()
             if now >= self._checkpointed + _CHECKPOINT:
                 self._checkpointed = now
                 self._save_waits()
@@ -690,7 +684,7 @@ class Fleets:
                 self._save_waits()
             except OSError as error:
                 _log.error("waits_not_saved", error=str(error))
-            self.changed.notify()
+            self.changed.emit()
 
     # Queries
 
@@ -814,6 +808,6 @@ def _is_a_place(address: str) -> bool:
 def _installs_directly(server: Server, number: int) -> bool:
     """Return whether a server is about to install a version, without an earlier failure, into memory that ranks can write to."""
     reachable = server.complete and all(worker.memory for worker in server.workers.values())
-    wakes = not server.goal.power.asleep and not (server.power.asleep and server.change_failed is not None)
+    wakes = server.goal.power not in ASLEEP and not (server.power in ASLEEP and server.change_failed is not None)
     up = server.lost_at is None and bool(server.controls) and wakes
     return reachable and up and server.wanted == number != server.agreed and number not in server.failures

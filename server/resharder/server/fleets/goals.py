@@ -18,8 +18,10 @@ from resharder.server.fleets.updates import (
     uncertain_servers,
     wanted,
 )
-from resharder.server.state.fleet import NOBODY, Fleet, FleetTargetKind, MoveState, PauseMode, UpdateStrategy, View
-from resharder.server.state.server import Goal, InstallState, Server
+from resharder.server.state.fleet import NOBODY, Fleet, View
+from resharder.server.state.server import Goal, Server
+from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import PauseMode
 
 _PAUSED = 2  # paused servers for each that ranks can send to at the same time
 _PATIENCE = 20.0  # seconds of a pause after which a server no longer counts as paused
@@ -29,7 +31,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     """Return the goal of every server of the view."""
     found, move = {}, fleet.moving
     turns = _turns(fleet, view)
-    together = move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC
+    together = move is not None and move.strategy.kind == resources_pb2.UpdateStrategy.ATOMIC
     late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
@@ -54,8 +56,8 @@ def boots(fleet: Fleet, view: View) -> int:
     """Return the version from which a server of the fleet should boot now; 0: none is READY."""
     move = fleet.moving
     version = fleet.settled
-    short = move is not None and move.state == MoveState.STOPPED and move.short
-    if move is not None and (short or move.state in (MoveState.MOVING, MoveState.APPLYING)):
+    short = move is not None and move.state == resources_pb2.Move.STOPPED and move.short
+    if move is not None and (short or move.state in (resources_pb2.Move.MOVING, resources_pb2.Move.APPLYING)):
         version = move.to
     elif move is not None:
         version = move.back_to
@@ -72,26 +74,31 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
     install = server.install
     stays = _in_service(fleet, id, view) or move.back_to or move.to
     match move.state:
-        case MoveState.STAGING:
+        case resources_pb2.Move.STAGING:
             if is_broken(server, move, view):
                 return move.to, True, ""
             if not server.opened and server.agreed != move.back_to and move.back_to in view.ready - fleet.refused.keys():
                 return move.back_to, True, ""
             return move.to, False, "all servers stage before any applies"
-        case MoveState.APPLYING:
+        case resources_pb2.Move.APPLYING:
             return move.to, True, "no server serves it before all have applied it"
-        case MoveState.TRYING | MoveState.HOLDING:
+        case resources_pb2.Move.TRYING | resources_pb2.Move.HOLDING:
             return (move.to, True, "") if id in move.canaries else (stays, True, f"version {move.to} is tried first")
-        case MoveState.BACK:
+        case resources_pb2.Move.BACK:
             return move.back_to, True, f"the fleet goes back: {move.reason}"
-        case MoveState.STOPPED:
+        case resources_pb2.Move.STOPPED:
             return (move.to if id in move.servers or move.short else stays), True, f"the move stopped: {move.reason}"
-    if id in move.failed and move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE:
+    if id in move.failed and move.strategy.kind != resources_pb2.UpdateStrategy.ALL_AT_ONCE:
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
-    if move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
+    if (
+        move.strategy.kind == resources_pb2.UpdateStrategy.ALL_AT_ONCE
+        and install is not None
+        and install.active
+        and not fleet.max_skew
+    ):
         # An install in progress ends first: if versions arrive faster than installs, no server would ever arrive.
         keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
-        if keeps and fleet.target.kind == FleetTargetKind.LATEST:
+        if keeps and fleet.target.kind == resources_pb2.VersionTarget.LATEST:
             return install.version, True, ""
     return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
 
@@ -113,7 +120,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     """
     move = fleet.moving
     strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
-    if strategy.kind in (UpdateStrategy.Kind.ALL_AT_ONCE, UpdateStrategy.Kind.ATOMIC):
+    if strategy.kind in (resources_pb2.UpdateStrategy.ALL_AT_ONCE, resources_pb2.UpdateStrategy.ATOMIC):
         return set(view.servers)
     if view.settling:
         return set()
@@ -140,12 +147,12 @@ def _in_service(fleet: Fleet, id: str, view: View) -> int:
 def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     """Return the range of versions on which a server may open its gate now."""
     move = fleet.moving
-    if move is not None and move.state == MoveState.APPLYING:
+    if move is not None and move.state == resources_pb2.Move.APPLYING:
         return NOBODY
-    if move is not None and move.strategy.kind == UpdateStrategy.Kind.ATOMIC and move.state == MoveState.BACK:
+    if move is not None and move.strategy.kind == resources_pb2.UpdateStrategy.ATOMIC and move.state == resources_pb2.Move.BACK:
         return move.back_to, move.back_to
-    if fleet.strategy.kind == UpdateStrategy.Kind.ATOMIC:
-        version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
+    if fleet.strategy.kind == resources_pb2.UpdateStrategy.ATOMIC:
+        version = fleet.settled if move is None else move.to if move.state == resources_pb2.Move.MOVING else move.back_to
         return version, version
     if not fleet.max_skew:
         return None
@@ -160,7 +167,7 @@ def held_back(view: View) -> Set[str]:
     joined = {id for id, server in view.servers.items() if server.joined}
     if not joined:
         return frozenset()
-    staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
+    staging = {id: server for id, server in view.servers.items() if _is(server, resources_pb2.Install.STAGING)}
     staged = {id for id, server in staging.items() if server.staged}
     waiting = [id for id in staged & joined if _can_go(staging[id])]
     room = _PAUSED * view.at_once - sum(_takes(view.servers[id], view.now) for id in joined)
@@ -170,7 +177,7 @@ def held_back(view: View) -> Set[str]:
     return staging.keys() - (staged - joined) - set(waiting[: max(0, room)])
 
 
-def _is(server: Server, state: InstallState) -> bool:
+def _is(server: Server, state: resources_pb2.Install.State) -> bool:
     return server.install is not None and server.install.state == state
 
 
@@ -183,4 +190,4 @@ def _can_go(server: Server) -> bool:
 
 
 def _takes(server: Server, now: float) -> bool:
-    return _is(server, InstallState.APPLYING) and now < _began(server) + _PATIENCE
+    return _is(server, resources_pb2.Install.APPLYING) and now < _began(server) + _PATIENCE

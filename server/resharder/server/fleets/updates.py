@@ -27,8 +27,10 @@ Durations are measured by the monotonic clock (`View.now`). The wall clock may j
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, UpdateStrategy, View
-from resharder.server.state.server import InstallState, Power, Server
+from resharder.server.state.fleet import Fleet, Move, UpdateStrategy, View
+from resharder.server.state.server import ASLEEP, Server
+from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import Power
 
 
 def wanted(fleet: Fleet, view: View) -> int:
@@ -36,10 +38,10 @@ def wanted(fleet: Fleet, view: View) -> int:
     move = fleet.moving
     current = move.to if move else fleet.settled
     match fleet.target.kind:
-        case FleetTargetKind.NUMBER:
+        case resources_pb2.VersionTarget.NUMBER:
             number = fleet.target.version
             return number if number in view.ready and number not in fleet.refused else current
-        case FleetTargetKind.NONE:
+        case resources_pb2.VersionTarget.NONE:
             return current if current in view.usable else _instead(current, fleet, view)
     newest = latest(fleet, view, current)
     early = fleet.rest_left(view.now) > 0 and current in view.usable and current not in fleet.refused
@@ -67,8 +69,8 @@ def _instead(gone: int, fleet: Fleet, view: View) -> int:
 def advance(fleet: Fleet, view: View) -> Fleet:
     """Return the fleet after one step of its move, or the fleet itself. Call until nothing changes."""
     if (move := fleet.moving) is not None and _taken_back(fleet, move, view):
-        return replace(fleet, move=replace(move, state=MoveState.BACK, reason=fleet.refused[move.to]))
-    if view.settling and (fleet.strict or fleet.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE):
+        return replace(fleet, move=replace(move, state=resources_pb2.Move.BACK, reason=fleet.refused[move.to]))
+    if view.settling and (fleet.strict or fleet.strategy.kind != resources_pb2.UpdateStrategy.ALL_AT_ONCE):
         return fleet
     target, move = wanted(fleet, view), fleet.moving
     if move is None:
@@ -80,22 +82,22 @@ def advance(fleet: Fleet, view: View) -> Fleet:
             return _begin(fleet, target, view)
         gone = "" if move.to in view.usable else f"version {move.to} was not completed"
         reason = fleet.refused.get(move.to, gone or f"version {target} is wanted again")
-        return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
-    single = move.state in (MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING)
+        return replace(fleet, move=replace(move, state=resources_pb2.Move.BACK, reason=reason))
+    single = move.state in (resources_pb2.Move.TRYING, resources_pb2.Move.HOLDING, resources_pb2.Move.MOVING)
     if single and fleet.mixes(move.to, view.shown) and move.to not in fleet.refused:
         return _begin(fleet, move.to, view)  # servers returned with versions beyond the skew bound
     match move.state:
-        case MoveState.STAGING:
+        case resources_pb2.Move.STAGING:
             return _staging(fleet, move, view)
-        case MoveState.APPLYING:
+        case resources_pb2.Move.APPLYING:
             return _applying(fleet, move, view)
-        case MoveState.TRYING | MoveState.HOLDING:
+        case resources_pb2.Move.TRYING | resources_pb2.Move.HOLDING:
             return _trying(fleet, move, view)
-        case MoveState.MOVING:
+        case resources_pb2.Move.MOVING:
             return _moving(fleet, move, view)
-        case MoveState.BACK:
+        case resources_pb2.Move.BACK:
             return _back(fleet, move, view)
-        case MoveState.STOPPED if move.short:
+        case resources_pb2.Move.STOPPED if move.short:
             return _short(fleet, move, view)
     return fleet
 
@@ -106,18 +108,23 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     strategy, reason = fleet.strategy, f"version {at} was not completed" if left else ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
     if fleet.mixes(to, view.shown):
-        wide = strategy.kind != UpdateStrategy.Kind.ATOMIC
+        wide = strategy.kind != resources_pb2.UpdateStrategy.ATOMIC
         strategy, reason = (
-            UpdateStrategy(UpdateStrategy.Kind.ATOMIC),
+            UpdateStrategy(resources_pb2.UpdateStrategy.ATOMIC),
             f"the jump is wider than the skew bound of {fleet.max_skew}" if wide else "",
         )
     elif not back_to:
-        strategy = UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE)
-    elif strategy.kind == UpdateStrategy.Kind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
-        strategy = replace(strategy, kind=UpdateStrategy.Kind.ROLLING)  # back to a tried version
-    states = {UpdateStrategy.Kind.CANARY: MoveState.TRYING, UpdateStrategy.Kind.ATOMIC: MoveState.STAGING}
+        strategy = UpdateStrategy(resources_pb2.UpdateStrategy.ALL_AT_ONCE)
+    elif strategy.kind == resources_pb2.UpdateStrategy.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
+        strategy = replace(strategy, kind=resources_pb2.UpdateStrategy.ROLLING)  # back to a tried version
+    states = {
+        resources_pb2.UpdateStrategy.CANARY: resources_pb2.Move.TRYING,
+        resources_pb2.UpdateStrategy.ATOMIC: resources_pb2.Move.STAGING,
+    }
     number = fleet.move.id + 1 if fleet.move else 1
-    move = Move(number, states.get(strategy.kind, MoveState.MOVING), back_to, to, strategy, view.wall, reason, began=view.now)
+    move = Move(
+        number, states.get(strategy.kind, resources_pb2.Move.MOVING), back_to, to, strategy, view.wall, reason, began=view.now
+    )
     return replace(fleet, move=replace(move, counted=_counted(fleet, move, view)))
 
 
@@ -128,8 +135,8 @@ def _counted(fleet: Fleet, move: Move, view: View) -> frozenset[str]:
     """
     awaited = {id for id in fleet.members - view.servers.keys() if _takes_part(fleet, id)} if view.settling else set()
     before = fleet.moving
-    follows = before is not None and before.state == MoveState.MOVING and before.to < move.to
-    alike = before is not None and {before.strategy.kind, move.strategy.kind} == {UpdateStrategy.Kind.ALL_AT_ONCE}
+    follows = before is not None and before.state == resources_pb2.Move.MOVING and before.to < move.to
+    alike = before is not None and {before.strategy.kind, move.strategy.kind} == {resources_pb2.UpdateStrategy.ALL_AT_ONCE}
     follows_on = before.counted if before is not None and follows and alike else frozenset[str]()
     return frozenset(present_servers(fleet, view).keys() | awaited | follows_on)
 
@@ -144,20 +151,20 @@ def _taken_back(fleet: Fleet, move: Move, view: View) -> bool:
 
     If the previous version was refused as well, servers go straight to the target if they can.
     """
-    if move.state == MoveState.BACK or move.to not in fleet.refused or move.back_to not in view.ready:
+    if move.state == resources_pb2.Move.BACK or move.to not in fleet.refused or move.back_to not in view.ready:
         return False
-    return move.back_to not in fleet.refused or move.state == MoveState.APPLYING or view.settling
+    return move.back_to not in fleet.refused or move.state == resources_pb2.Move.APPLYING or view.settling
 
 
 def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
     """Return whether another version may replace the target of a move."""
-    if move.state in (MoveState.APPLYING, MoveState.BACK):
+    if move.state in (resources_pb2.Move.APPLYING, resources_pb2.Move.BACK):
         return False
-    if move.to in fleet.refused or move.to not in view.usable or fleet.target.kind == FleetTargetKind.NUMBER:
+    if move.to in fleet.refused or move.to not in view.usable or fleet.target.kind == resources_pb2.VersionTarget.NUMBER:
         return True
-    if move.state == MoveState.STOPPED:
+    if move.state == resources_pb2.Move.STOPPED:
         return True
-    return move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and not fleet.mixes(target, view.shown)
+    return move.strategy.kind == resources_pb2.UpdateStrategy.ALL_AT_ONCE and not fleet.mixes(target, view.shown)
 
 
 def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
@@ -165,7 +172,7 @@ def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
     return {
         id: server
         for id, server in sorted(view.servers.items())
-        if is_attached(server) and _takes_part(fleet, id) and not server.power.asleep
+        if is_attached(server) and _takes_part(fleet, id) and server.power not in ASLEEP
     }
 
 
@@ -187,7 +194,7 @@ def uncertain_servers(fleet: Fleet, move: Move, view: View) -> set[str]:
         server = view.servers.get(id)
         if server is None:
             return id in fleet.members  # since the daemon's restart
-        return server.lost_at is None and not server.controls and not server.left and not server.power.asleep
+        return server.lost_at is None and not server.controls and not server.left and server.power not in ASLEEP
 
     return {id for id in move.counted if _takes_part(fleet, id) and awaited(id)}
 
@@ -217,8 +224,8 @@ def _lost_over(server: Server, version: int) -> bool:
     return server.lost_at is not None and install is not None and install.version == version and server.confirmed != version
 
 
-def _end(fleet: Fleet, move: Move, state: MoveState, view: View, reason: str = "") -> Fleet:
-    settled = move.to if state == MoveState.DONE else move.back_to
+def _end(fleet: Fleet, move: Move, state: resources_pb2.Move.State, view: View, reason: str = "") -> Fleet:
+    settled = move.to if state == resources_pb2.Move.DONE else move.back_to
     move = replace(move, state=state, ended=view.wall, seconds=view.now - move.began, reason=reason or move.reason)
     return replace(fleet, move=move, settled=settled)
 
@@ -236,8 +243,10 @@ def still_refused(fleet: Fleet, ready: Collection[int]) -> dict[int, str]:
 def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
     """Reverse a move and refuse its version; without an earlier version to return to, stop the move."""
     if move.back_to not in view.ready:
-        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"{reason}; there is no version to go back to"))
-    return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))
+        return replace(
+            fleet, move=replace(move, state=resources_pb2.Move.STOPPED, reason=f"{reason}; there is no version to go back to")
+        )
+    return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=resources_pb2.Move.BACK, reason=reason))
 
 
 def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
@@ -256,7 +265,7 @@ def _noted(fleet: Fleet, move: Move, view: View) -> Move:
     Servers that move all at once have failed after all their attempts. Others stop the move, and have after the first one.
     """
     there = {id for id, server in view.servers.items() if server.serving == move.to}
-    attempts = view.settings.attempts if move.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE else 1
+    attempts = view.settings.attempts if move.strategy.kind == resources_pb2.UpdateStrategy.ALL_AT_ONCE else 1
     failed = {id: error for id, error in move.failed.items() if id not in there} | lost_servers(fleet, move, view)
     for id in view.servers.keys() - there - failed.keys():
         if error := _hopeless(view.servers[id], move.to, move, attempts):
@@ -265,12 +274,12 @@ def _noted(fleet: Fleet, move: Move, view: View) -> Move:
 
 
 def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
-    rolling = move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE
+    rolling = move.strategy.kind != resources_pb2.UpdateStrategy.ALL_AT_ONCE
     noted = _noted(fleet, move, view)
     if rolling and noted != move:
         return replace(fleet, move=noted)
     if rolling and len(move.failed) >= max(1, move.strategy.max_failures):
-        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"it failed on {_listed(move.failed)}"))
+        return replace(fleet, move=replace(move, state=resources_pb2.Move.STOPPED, reason=f"it failed on {_listed(move.failed)}"))
     return _at_its_end(fleet, noted, view)
 
 
@@ -282,10 +291,10 @@ def _at_its_end(fleet: Fleet, noted: Move, view: View) -> Fleet:
         return fleet
     lost = lost_servers(fleet, noted, view)
     if not lost:
-        return _end(fleet, replace(noted, short=False), MoveState.DONE, view)
+        return _end(fleet, replace(noted, short=False), resources_pb2.Move.DONE, view)
     are = "is" if len(lost) == 1 else "are"
     reason = f"{len(lost)} of {len(noted.counted)} servers {are} missing: {_listed(lost)}"
-    return replace(fleet, move=replace(noted, state=MoveState.STOPPED, short=True, reason=reason))
+    return replace(fleet, move=replace(noted, state=resources_pb2.Move.STOPPED, short=True, reason=reason))
 
 
 def _short(fleet: Fleet, move: Move, view: View) -> Fleet:
@@ -310,10 +319,10 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
             return turn_back(fleet, move, view, f"canary {id}: {error}")
     if not chosen or not all(id in present and present[id].serving == move.to for id in chosen):
         return fleet
-    if move.state == MoveState.TRYING:
-        return replace(fleet, move=replace(move, state=MoveState.HOLDING, held=view.now))
+    if move.state == resources_pb2.Move.TRYING:
+        return replace(fleet, move=replace(move, state=resources_pb2.Move.HOLDING, held=view.now))
     waits = move.hold_left(view.now) > 0 or move.checking or (move.strategy.approval and not move.approved)
-    return fleet if waits else replace(fleet, move=replace(move, state=MoveState.MOVING))
+    return fleet if waits else replace(fleet, move=replace(move, state=resources_pb2.Move.MOVING))
 
 
 def _canary_error(server: Server | None, move: Move, view: View) -> str:
@@ -327,17 +336,19 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
     for id, server in present.items():
         if error := _hopeless(server, move.to, move, view.settings.attempts):
             reason = f"{id} could not stage it: {error}"
-            return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
+            return _end(_refuse(fleet, move.to, reason, view.ready), move, resources_pb2.Move.FAILED, view, reason)
     if lost := lost_servers(fleet, move, view):
         reason = f"servers were lost before all had staged it: {_listed(lost)}"
-        return _end(_refuse(fleet, move.to, reason, view.ready), replace(move, failed=lost), MoveState.FAILED, view, reason)
+        return _end(
+            _refuse(fleet, move.to, reason, view.ready), replace(move, failed=lost), resources_pb2.Move.FAILED, view, reason
+        )
     if uncertain_servers(fleet, move, view):
         return fleet
     able = [server for server in present.values() if not is_broken(server, move, view)]
     if any(server.shown for id, server in view.servers.items() if id not in present):
         return fleet  # it is unreachable and may serve until its lease expires
     if all(server.staged == move.to or server.agreed == move.to for server in able):
-        return replace(fleet, move=replace(move, state=MoveState.APPLYING, servers=tuple(present)))
+        return replace(fleet, move=replace(move, state=resources_pb2.Move.APPLYING, servers=tuple(present)))
     return fleet
 
 
@@ -357,7 +368,7 @@ def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
     if others & uncertain_servers(fleet, move, view):
         return fleet
     if all(server.agreed == move.to for server in present.values()) and view.shown.keys() <= {move.to}:
-        return _end(fleet, move, MoveState.DONE, view)
+        return _end(fleet, move, resources_pb2.Move.DONE, view)
     return fleet
 
 
@@ -365,7 +376,7 @@ def _apply_error(server: Server, version: int) -> str:
     """Return the error of a server that had staged the version. Its install may have been replaced by now."""
     install, failure = server.install, server.failures.get(version)
     if install is not None and install.version == version:
-        return install.error if install.state == InstallState.FAILED else ""
+        return install.error if install.state == resources_pb2.Install.FAILED else ""
     return failure.error if failure is not None else ""
 
 
@@ -375,4 +386,4 @@ def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
     back = all(server.serving == move.back_to or id in stuck for id, server in present.items())
     if not back or uncertain_servers(fleet, move, view):
         return fleet
-    return _end(fleet, replace(move, failed={**move.failed, **lost_servers(fleet, move, view)}), MoveState.FAILED, view)
+    return _end(fleet, replace(move, failed={**move.failed, **lost_servers(fleet, move, view)}), resources_pb2.Move.FAILED, view)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
-from resharder.server.state.server import InstallState
 from resharder.v1 import resources_pb2
 
 MAX_BYTES = 64 << 20  # of one worker's profile
@@ -113,7 +112,7 @@ class Profiles:
     def _ended(self, server: str, install: str) -> bool:
         """Return whether the install has ended. Raises FailedPrecondition (NOT_SERVING) if it failed."""
         known = self._fleets.server(server)
-        if (ended := known.ended) is not None and ended.id == install and ended.state == InstallState.FAILED:
+        if (ended := known.ended) is not None and ended.id == install and ended.state == resources_pb2.Install.FAILED:
             raise FailedPrecondition("NOT_SERVING", f"the install that was to be profiled failed: {ended.error}")
         return known.install is None or known.install.id != install or not known.install.active
 
@@ -126,4 +125,4 @@ class Profiles:
             if waiting is not None and profile.rank in waiting.missing:
                 waiting.missing.discard(profile.rank)
                 waiting.arrived.append(profile)
-                waiting.changed.notify()
+                waiting.changed.emit()

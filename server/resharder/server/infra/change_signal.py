@@ -10,58 +10,41 @@ its result. The RPC server drives it from its event loop and holds no thread mea
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeVar
+
+from resharder.converters.signal import Signal
 
 T = TypeVar("T")
 
 
-class ChangeSignal:
-    """Counter of changes with waiters and listeners.
+class ChangeSignal(Signal[()]):
+    """Signal that counts its emissions, so that calls can wait for the next one.
 
-    Thread-safe. No other lock is taken under its own, so `notify` may be called under any.
+    Thread-safe. No other lock is taken under its own, so `emit` may be called under any.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.count = 0
         self._changed = threading.Condition()
-        self._listeners: dict[object, Callable[[], object]] = {}
 
-    def notify(self) -> None:
-        """Count a change, wake all waiters, then call the listeners on this thread."""
+    def emit(self) -> None:
+        """Count a change, wake all waiters, then call every connected function on this thread."""
         with self._changed:
             self.count += 1
             self._changed.notify_all()
-            listeners = list(self._listeners.values())
-        for listener in listeners:
-            listener()
+        super().emit()
 
     def wait(self, seen: int, seconds: float) -> None:
         """Block until a change after `seen`, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self.count != seen, seconds)
 
-    def listeners(self) -> int:
-        """Return the number of current listeners."""
-        return len(self._listeners)
-
     def pause(self, seen: int, seconds: float) -> "Pause":
         """Return a `Pause` until a change after `seen`, for at most `seconds`."""
         return Pause(self, seen, seconds)
-
-    @contextmanager
-    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
-        """Call `listener` at each change within the context, on the thread that notifies. It must not block."""
-        key = object()
-        with self._changed:
-            self._listeners[key] = listener
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._listeners[key]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.failpoints import failpoint
 from resharder.converters.json_input import check_fields, is_text
+from resharder.converters.signal import Signal
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.server.infra.filesystem import sync, touching
@@ -71,13 +72,13 @@ class Event:
 class Events:
     """The events of one daemon. Thread-safe.
 
-    No other lock is taken under that of the log, so `add` may be called under any. Each of `listeners` is called for every event,
-    and must not block. The constructor raises OSError.
+    No other lock is taken under that of the log, so `add` may be called under any. `added` is emitted for every event. The
+    constructor raises OSError.
     """
 
     def __init__(self, root: Path, limit: int = 10_000, wall: Callable[[], float] = time.time) -> None:
         self._root, self._wall = root, wall
-        self.listeners: list[Callable[[Event], None]] = []
+        self.added: Signal[Event] = Signal()
         self._lock, self._changed = threading.Lock(), ChangeSignal()
         self._closed = False
         self._journal = JournalFile(root / "events.jsonl", max_late=limit, max_lines=limit)
@@ -103,13 +104,12 @@ class Events:
             if not self._closed:
                 self._write(event)
             self._events.append(event)
-            self._changed.notify()
+            self._changed.emit()
             with touching(self._journal.path, "syncing"):
                 synced = self._journal.duplicate() if kind == "operator" and not self._closed else None
         if synced is not None:
             self._sync(synced)
-        for listener in self.listeners:
-            listener(event)
+        self.added.emit(event)
         return event
 
     def last(self, count: int, subject: str = "") -> list[Event]:
@@ -147,7 +147,7 @@ class Events:
                     self._journal.flush()
                 self._closed = True
                 self._journal.close()
-            self._changed.notify()
+            self._changed.emit()
 
     def _since(self, id: int) -> list[Event]:
         with self._lock:

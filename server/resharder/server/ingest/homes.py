@@ -17,11 +17,10 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.ingest.boxes import PackedBoxes
+from resharder.server.state.version import DAEMON
 from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.partial import MissingPieces
 
-DAEMON_HOST = ""
-"""Host of the daemon, among the hosts of ranks; others are ids of nodes."""
 Readable = Mapping[str, bytes]
 """Nonce files that a rank has read, and their contents."""
 
@@ -90,7 +89,7 @@ class HomeNodes(Protocol):
         """Return where ranks find the nonces of nodes, and for which nodes no rank waits."""
 
     def host_of(self, readable: Readable) -> str | None:
-        """Return the host of a rank that has read these nonce files: `DAEMON_HOST` or the id of a node; None if unknown."""
+        """Return the host of a rank that has read these nonce files: `DAEMON` or the id of a node; None if unknown."""
 
     def reserve(
         self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
@@ -187,7 +186,7 @@ def ranks_at_home(homes: Mapping[int, str], boxes: Mapping[int, PackedBoxes], ho
     """Return the ranks that may write on the node of their host, by node."""
     found: dict[str, list[int]] = {}
     for rank, host in hosts.items():
-        if host != DAEMON_HOST and len(boxes_at_home(homes, boxes[rank])):
+        if host != DAEMON and len(boxes_at_home(homes, boxes[rank])):
             found.setdefault(host, []).append(rank)
     return found
 

@@ -29,6 +29,7 @@ import numpy as np
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
+from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
@@ -93,25 +94,6 @@ _OPENING = 20.0  # seconds that a rank waits while another rank's call begins th
 _log = structlog.get_logger("resharder.intake")
 
 
-class IngestObserver:
-    """Observer of publishing. Methods are called with locks held and must not block."""
-
-    def publish_phase(self, phase: Phase, model: str, seconds: float) -> None:
-        """Called when a phase of a publish has ended."""
-
-    def received(self, model: str, transport: str, size: int) -> None:
-        """Called with the bytes of each chunk, and of each slot in mapped files when it is sealed."""
-
-    def slot_sealed(self, transport: str, size: int, seconds: float) -> None:
-        """Called when a slot is sealed, with its bytes and the seconds since its version began."""
-
-    def rank_lost(self, model: str) -> None:
-        """Called when the lease of a rank with an open slot expires."""
-
-    def version_ended(self, upload: Upload, record: VersionRecord) -> None:
-        """Called when a version is no longer UPLOADING."""
-
-
 class Intake:
     """Publishers of all models, the UPLOADING versions of their steps, and the calls that wait for either. Thread-safe.
 
@@ -158,16 +140,17 @@ class Intake:
         self.lease_seconds, self.chunk_bytes, self._threads = lease_seconds, chunk_bytes, threads
         self._patience, self._replicas, self._replicate = writer_patience, replicas, replicate
         self.lock, self.draining = threading.RLock(), False
-        self._observers: list[IngestObserver] = []
+        # Emitted with locks held.
+        self.phase_ended: Signal[Phase, str, float] = Signal()  # phase of a publish, model, seconds
+        self.received: Signal[str, str, int] = Signal()  # model, transport, bytes of a chunk, or of a sealed slot in mapped files
+        self.slot_sealed: Signal[str, int, float] = Signal()  # transport, bytes, seconds since its version began
+        self.rank_lost: Signal[str] = Signal()  # model of a rank with an open slot whose lease has expired
+        self.version_ended: Signal[Upload, VersionRecord] = Signal()  # no longer UPLOADING
         self._by_model: dict[str, tuple[PublisherRecord, ...]] = {}  # by epoch, without fenced ones; replaced, never modified
         self._creating: set[tuple[str, int, int]] = set()  # model, epoch and step of versions that a rank's call is beginning
         self._open: dict[tuple[str, int], Upload] = {}  # UPLOADING versions by model and number
         self._changed, self._versions_changed, self._serving_changed = ChangeSignal(), ChangeSignal(), ChangeSignal()
-        store.catalogue.subscribe(lambda record: self._version_changed())
-
-    def observe(self, observer: IngestObserver) -> None:
-        """Report all later events to an observer."""
-        self._observers.append(observer)
+        store.catalogue.version_changed.connect(lambda record: self._version_changed())
 
     # Claims
 
@@ -298,7 +281,7 @@ class Intake:
                 publisher.reject(error)
                 raise
             finally:
-                self._changed.notify()
+                self._changed.emit()
             if not publisher.is_complete:
                 return publisher
             publisher.activating, publisher.stalled = True, None
@@ -327,7 +310,7 @@ class Intake:
                 for each in [publisher, *self._partners(publisher)]:
                     if due := self._due(each):
                         self._take_effect(*due)
-                self._changed.notify()
+                self._changed.emit()
         except Exception as error:
             known = _registration_error(error)
             with self.lock:
@@ -336,7 +319,7 @@ class Intake:
                     publisher.stalled = known
                 elif publisher.state == REGISTERING:
                     publisher.reject(known)
-                self._changed.notify()
+                self._changed.emit()
             _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
             raise known from error
 
@@ -371,8 +354,7 @@ class Intake:
             publisher.activate(found)
             homes, gathered = publisher.file_homes(found.files), publisher.gathered_boxes(found.files)
             self.nodes.reserve(publisher.name, found.files, homes, gathered)
-            for observer in self._observers:
-                observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
+            self.phase_ended.emit("registration", publisher.model, self._clock() - publisher.created)
             tensors = len(publisher.specs)
             _log.info("publisher_active", model=publisher.model, job=publisher.job, epoch=publisher.epoch, tensors=tensors)
 
@@ -480,7 +462,7 @@ class Intake:
         finally:
             with self.lock:
                 self._creating.discard(key)
-                self._changed.notify()
+                self._changed.emit()
 
     def _start_step(self, name: str, rank: int, step: int) -> None:
         """Record that a rank is at `step`, and abort earlier versions whose slots it has not sealed."""
@@ -578,7 +560,7 @@ class Intake:
         with self.lock:
             maxima = self._maxima_of(publisher, record)
             self._contribute(maxima, record, rank, np.array(values, np.float32))
-            self._changed.notify()
+            self._changed.emit()
         while True:
             seen = self._changed.count
             self.publisher(publisher.name)  # raises if a newer job has claimed the model
@@ -637,8 +619,7 @@ class Intake:
         """Write a chunk, and renew the lease of its rank. Raises the errors of `open_upload` and `Upload.land`."""
         upload = self.open_upload(model, header.version, header.epoch)
         upload.land(header, data, transport)
-        for observer in self._observers:
-            observer.received(model, transport, len(data))
+        self.received.emit(model, transport, len(data))
         upload.publisher.seen[header.rank] = self._clock()
 
     def missing_chunks(self, model: str, number: int, epoch: int, rank: int) -> list[int]:
@@ -698,13 +679,21 @@ class Intake:
         last = upload.seal(rank, digests, mapped, timings, trace)
         upload.publisher.seen[rank] = now = self._clock()
         if fresh:
-            _observe_seal(self._observers, upload, rank, now - upload.created)
+            self._note_seal(upload, rank, now - upload.created)
         failpoint("seal.after-slot")
         if last:
-            for observer in self._observers:
-                observer.publish_phase("upload", model, now - upload.created)
+            self.phase_ended.emit("upload", model, now - upload.created)
             threading.Thread(target=self._commit, args=(upload,), name="commit").start()
         return self.store.catalogue.get(model, number)
+
+    def _note_seal(self, upload: Upload, rank: int, seconds: float) -> None:
+        """Emit a sealed slot; bytes written into mapped files count with the seal."""
+        delivery = upload.deliveries[rank]
+        if delivery.transport == MAPPED:
+            self.received.emit(upload.record.model, delivery.transport, delivery.size_bytes)
+        elif delivery.home_bytes:
+            self.received.emit(upload.record.model, AT_HOME, delivery.home_bytes)
+        self.slot_sealed.emit(delivery.transport, delivery.size_bytes, seconds)
 
     # Commit
 
@@ -712,8 +701,7 @@ class Intake:
     def _timed(self, phase: Phase, upload: Upload) -> Iterator[None]:
         with timed(upload.timings, phase):
             yield
-        for observer in self._observers:
-            observer.publish_phase(phase, upload.record.model, upload.timings[-1].seconds)
+        self.phase_ended.emit(phase, upload.record.model, upload.timings[-1].seconds)
 
     def _commit(self, upload: Upload) -> None:
         """Verify a version, and make it READY with all versions of its group if it is the last of them."""
@@ -758,11 +746,10 @@ class Intake:
     def _forget(self, upload: Upload) -> None:
         with self.lock:
             known = self._open.pop((upload.record.model, upload.record.number), None)
-            self._changed.notify()
+            self._changed.emit()
         if known is not None:
             record = self.store.catalogue.get(upload.record.model, upload.record.number)
-            for observer in self._observers:
-                observer.version_ended(upload, record)
+            self.version_ended.emit(upload, record)
 
     def _abort(self, upload: Upload, reason: str) -> VersionRecord:
         """Abort a version and the others of its group."""
@@ -832,8 +819,7 @@ class Intake:
             for rank in self._open_ranks(upload):
                 silent = now - max(upload.created, upload.publisher.seen.get(rank, 0.0))
                 if silent > self.lease_seconds:
-                    for observer in self._observers:
-                        observer.rank_lost(upload.record.model)
+                    self.rank_lost.emit(upload.record.model)
                     self._abort(
                         upload, f"rank {rank} was silent for {silent:.1f} s, longer than its lease of {self.lease_seconds} s"
                     )
@@ -898,12 +884,12 @@ class Intake:
 
     def _version_changed(self) -> None:
         """Notify every waiting call."""
-        self._versions_changed.notify()
-        self._serving_changed.notify()
+        self._versions_changed.emit()
+        self._serving_changed.emit()
 
     def serving_changed(self) -> None:
         """Notify calls that wait until a version is served."""
-        self._serving_changed.notify()
+        self._serving_changed.emit()
 
     def wait_version(self, model: str, number: int, wait_seconds: float, serving: bool) -> Waiting[VersionRecord]:
         """Return a version that is READY (with `serving`: served by all that follow the model), ABORTED or RETIRED.
@@ -944,17 +930,6 @@ class Intake:
         if epoch != record.epoch or (claim is not None and epoch < claim.epoch):
             why = f": {taken_over(record.model, claim.job)}" if claim is not None and epoch < claim.epoch else ""
             raise FailedPrecondition("STALE_EPOCH", f"{record.name} is of epoch {record.epoch}, the call is of {epoch}{why}")
-
-
-def _observe_seal(observers: Iterable[IngestObserver], upload: Upload, rank: int, seconds: float) -> None:
-    """Report a sealed slot; bytes written into mapped files count with the seal."""
-    delivery = upload.deliveries[rank]
-    for observer in observers:
-        if delivery.transport == MAPPED:
-            observer.received(upload.record.model, delivery.transport, delivery.size_bytes)
-        elif delivery.home_bytes:
-            observer.received(upload.record.model, AT_HOME, delivery.home_bytes)
-        observer.slot_sealed(delivery.transport, delivery.size_bytes, seconds)
 
 
 def _same_slot(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:

@@ -21,9 +21,10 @@ from resharder.converters.storage.files import INDEX_FILE, FileLayout, lay_out
 from resharder.converters.wire.boxes import fingerprint_of
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.boxes import PackedBoxes, Slot, cut_slot
-from resharder.server.ingest.homes import DAEMON_HOST, GatheredBoxes, Readable, boxes_at_home
+from resharder.server.ingest.homes import GatheredBoxes, Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
+from resharder.server.state.version import DAEMON
 from resharder.server.store.catalogue import taken_over
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.partial import PIECES_FILE
@@ -390,7 +391,7 @@ def assign(
     Args:
         specs: The tensors.
         held: The boxes of each rank, replicas included; together they tile the tensors.
-        hosts: Host of each rank whose host is known: `DAEMON_HOST` or the id of a node.
+        hosts: Host of each rank whose host is known: `DAEMON` or the id of a node.
         gatherers: Ranks that can write boxes which other nodes gather.
     """
     counts = [len(boxes) for boxes in held]
@@ -411,12 +412,12 @@ def _senders(
     """Return the boxes that are sent, as indices into those of all ranks, and `homes` and `gathered` of `Assigned`."""
     tensors, boxes = np.concatenate([part.tensors for part in held]).astype(np.int64), join_boxes([p.boxes for p in held])
     items = np.array([ITEM_SIZES[spec.dtype] for spec in specs], np.int64)
-    names = sorted({*known.values()})
-    if not any(names):  # no rank is on a node's host
+    names = sorted({*known.values()}, key=lambda name: (name != DAEMON, name))
+    if not set(names) - {DAEMON}:  # no rank is on a node's host
         return senders(tensors, boxes, rank, len(held), items), {}, frozenset()
     hosts = np.array([names.index(known[r]) if r in known else -1 for r in range(len(held))], np.int64)
     sizes = np.array([spec.size for spec in specs], np.int64)
-    nodes = {number for number, name in enumerate(names) if name != DAEMON_HOST}
+    nodes = {number for number, name in enumerate(names) if name != DAEMON}
     older = {int(hosts[r]) for r in known.keys() - set(gatherers)}
     found = senders_by_host(tensors, boxes, rank, len(held), sizes, items, hosts, nodes - older)
     homes = {number: names[host] for number, host in enumerate(found.hosts.tolist()) if host in nodes}

@@ -125,7 +125,7 @@ class NodeAgent:
         self._identity, self._daemon, self._copies = identity, daemon, copies
         self._received, self._sent, self._clock = received, sent, clock
         self._sets, self._instance = sets, instance
-        sets.observe(self._report_soon)
+        sets.changed.connect(self._report_soon)
         self._changed = threading.Condition()
         self._ended = False
         self._orders = node_pb2.NodeOrders()

@@ -24,6 +24,7 @@ import grpc
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES
+from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
@@ -121,16 +122,12 @@ class FileSets:
     ) -> None:
         self._root, self._copies, self._daemon = make_folder(root / "sets"), copies, daemon
         self._node, self._instance, self._gatherer, self._clock = node, instance, gatherer, clock
-        self._changed: Callable[[], object] = lambda: None
+        self.changed: Signal[()] = Signal()  # the next report differs
         self._lock, self._pool, self._closed = threading.Lock(), ThreadPoolExecutor(_THREADS, "sets"), threading.Event()
         self._reservations: dict[str, ReservedSets] = {}
         for left in matching(self._root, "*"):
             shutil.rmtree(left)
         copies.recycle_by(self._take_back)
-
-    def observe(self, changed: Callable[[], object]) -> None:
-        """Call a function when the next report differs."""
-        self._changed = changed
 
     def report(self) -> list[node_pb2.NodeReservation]:
         with self._lock:
@@ -236,7 +233,7 @@ class FileSets:
         for found in free if drained else ():
             del reservation.sets[found.id]
             self._pool.submit(_remove, found.folder)
-            self._changed()
+            self.changed.emit()
         if not free and not drained and not reservation.making and self._clock() >= reservation.retry:
             reservation.making += 1
             self._pool.submit(self._make, reservation)
@@ -265,7 +262,7 @@ class FileSets:
             found.busy = False
             if reservation.ended and found.id in reservation.sets:
                 _remove(found.folder)
-        self._changed()
+        self.changed.emit()
 
     def _make(self, reservation: ReservedSets) -> None:
         """Lay out a set. A failure is the problem of the reservation until the next attempt."""
@@ -307,7 +304,7 @@ class FileSets:
                 early = EarlyDigests(folder, reservation.files, _read_early)
                 reservation.sets[folder.name] = FileSet(folder.name, folder, early)
             self._account()
-        self._changed()
+        self.changed.emit()
 
     def _verify(self, reservation: ReservedSets, found: FileSet) -> None:
         """Gather what the set lacks and verify it once, and report the result until the daemon has it."""

@@ -17,13 +17,14 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.part_files import AHEAD, FilesOnNode, PartFile
 from resharder.server.holding.tls import NodeTls
-from resharder.server.ingest.homes import DAEMON_HOST, FileProof, GatheredBoxes, HomeLost, NodeHome, NodeNonces, Readable
+from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, NodeHome, NodeNonces, Readable
 from resharder.server.nodes.home_fetch import FetchFailed, HomeCopy, HomeSource, fetch_from_homes
 from resharder.server.nodes.records import LostNodes, nonce_id
-from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, SetState, StateReport
+from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
+from resharder.v1 import node_pb2
 
 _FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
 LAYOUT_SECONDS = 5.0
@@ -99,7 +100,7 @@ class WrittenVersion:
 
     homes: dict[str, TakenSet]  # by node
     gathers: bool = False  # whether nodes fetch boxes from each other
-    state: SetState = SetState.UPLOADING
+    state: node_pb2.FileSetOrder.State = node_pb2.FileSetOrder.UPLOADING
 
 
 class HomeState:
@@ -119,12 +120,12 @@ class HomeState:
         """Return the order for a set that a version has taken."""
         for name, version in self.versions.items():
             if (taken := version.homes.get(node)) is not None and taken.set == set:
-                ended = version.state is SetState.READY and name not in wanted
-                state = SetState.ENDED if ended else version.state
-                closed = taken.closed if state is SetState.UPLOADING else ()
-                sources = self.addresses(taken.own.gathered) if state is SetState.VERIFYING else ()
+                ended = version.state == node_pb2.FileSetOrder.READY and name not in wanted
+                state = node_pb2.FileSetOrder.ENDED if ended else version.state
+                closed = taken.closed if state == node_pb2.FileSetOrder.UPLOADING else ()
+                sources = self.addresses(taken.own.gathered) if state == node_pb2.FileSetOrder.VERIFYING else ()
                 return FileSetOrder(set, name, state, closed, version.gathers, sources)
-        return FileSetOrder(set, "", SetState.ENDED)
+        return FileSetOrder(set, "", node_pb2.FileSetOrder.ENDED)
 
     def addresses(self, sources: Iterable[GatheredBoxes]) -> tuple[tuple[str, str], ...]:
         """Return each node from which boxes are gathered, with the address of its data port."""
@@ -190,7 +191,7 @@ class HomeState:
 
     def problem(self, version: WrittenVersion) -> str:
         """Return why a version has lost a home; empty if it has not."""
-        if version.state is SetState.READY:
+        if version.state == node_pb2.FileSetOrder.READY:
             return ""
         for id, taken in version.homes.items():
             node = self.nodes.get(id)
@@ -307,7 +308,7 @@ class HomeRegister:
             return {
                 name: (version.homes[node].own.files, version.homes[node].reservation.files)
                 for name, version in self._state.versions.items()
-                if version.state is not SetState.READY and node in version.homes and version.homes[node].own.files
+                if version.state != node_pb2.FileSetOrder.READY and node in version.homes and version.homes[node].own.files
             }
 
     def reserved_files(self, publisher: str, reservation: str, node: str, caller: str) -> FilesOnNode:
@@ -349,7 +350,7 @@ class HomeRegister:
         with self._state.changed:
             self._state.check_caller(node, caller)
             found = self._state.versions.get(version)
-            taken = found.homes.get(node) if found is not None and found.state is SetState.VERIFYING else None
+            taken = found.homes.get(node) if found is not None and found.state == node_pb2.FileSetOrder.VERIFYING else None
             if taken is None or (taken.set, taken.instance) != (set, instance):
                 raise FailedPrecondition("VERSION_CLOSED", f"{version} waits for no proof of set {set[:80]!r} on nodes/{node}")
             if not problem:
@@ -389,7 +390,7 @@ class HomeRegister:
             if found is None or record.state not in (READY, ABORTED, RETIRED):
                 return
             if record.state == READY:
-                found.state = SetState.READY
+                found.state = node_pb2.FileSetOrder.READY
             else:
                 del self._state.versions[record.name]
             self._state.tell(found.homes)
@@ -407,7 +408,7 @@ class HomeRegister:
         """Return the host of a rank, as `HomeNodes.host_of`."""
         store = self._store
         if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
-            return DAEMON_HOST
+            return DAEMON
         with self._state.changed:
             return next((id for id, node in sorted(self._state.nodes.items()) if reads_nonce(readable, node.report)), None)
 
@@ -461,7 +462,9 @@ class HomeRegister:
         """Have the version's homes verify some of their files, which all ranks have closed."""
         with self._state.changed:
             found = self._state.versions.get(version)
-            for node, taken in found.homes.items() if found is not None and found.state is SetState.UPLOADING else ():
+            for node, taken in (
+                found.homes.items() if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING else ()
+            ):
                 whole = taken.own.whole.files  # boxes of the others are gathered after the last seal
                 if own := [file.path for file in whole if file.path in {*files} - {*taken.closed}]:
                     taken.closed += tuple(own)
@@ -471,8 +474,8 @@ class HomeRegister:
         """Have the version's homes verify their files."""
         with self._state.changed:
             found = self._state.versions.get(version)
-            if found is not None and found.state is SetState.UPLOADING:
-                found.state = SetState.VERIFYING
+            if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING:
+                found.state = node_pb2.FileSetOrder.VERIFYING
                 self._state.tell(found.homes)
 
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:

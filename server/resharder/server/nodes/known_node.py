@@ -156,7 +156,7 @@ def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
 def notify(nodes: Iterable[KnownNode]) -> None:
     """Let nodes that wait for a change of their orders look again."""
     for node in nodes:
-        node.changed.notify()
+        node.changed.emit()
 
 
 def revision_of(parts: Iterable[object]) -> int:

@@ -21,11 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, Bits, bytes_of, unpack
-from resharder.server.state.version import parse_name
+from resharder.server.state.version import DAEMON, parse_name
 from resharder.server.store.partial import PartialVersion
-
-DAEMON = "@daemon"
-"""Id of the daemon's own row in the table, which no node can have."""
 
 
 class PieceState(IntEnum):

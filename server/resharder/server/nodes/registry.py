@@ -29,7 +29,7 @@ from resharder.server.nodes.known_node import (
     revision_of,
     source_of,
 )
-from resharder.server.nodes.pieces import DAEMON, OwnPieces, PieceTable
+from resharder.server.nodes.pieces import OwnPieces, PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
 from resharder.server.nodes.reports import (
@@ -37,7 +37,6 @@ from resharder.server.nodes.reports import (
     CopyReport,
     CopyView,
     HostCopy,
-    NodeState,
     NodeView,
     Orders,
     PeerSource,
@@ -47,10 +46,11 @@ from resharder.server.nodes.reports import (
 )
 from resharder.server.nodes.tracker import LONGEST, NodeReport, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
-from resharder.server.state.version import READY, UPLOADING, VersionRecord, parse_name
+from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
 from resharder.server.store.reader import VerifiedVersions
+from resharder.v1 import resources_pb2
 
 
 class NodeRegistry:
@@ -143,7 +143,7 @@ class NodeRegistry:
             del self._nodes[node]
             self._tracker.remove_node(node)
             self.homes.gone(node)
-        found.changed.notify()
+        found.changed.emit()
         self._note("node", f"nodes/{node}", "left", "")
 
     def admit(self, version: str, caller: str) -> None:
@@ -184,7 +184,7 @@ class NodeRegistry:
             with self._lock:
                 if version in self._numberings:
                     found.want(version, {server}, pieces)
-            found.changed.notify()
+            found.changed.emit()
         return self._host_copy(found, version, pieces)
 
     # Operators
@@ -207,9 +207,9 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
-            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.notify)
+            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.emit)
             view = self._view(node)
-        node.changed.notify()
+        node.changed.emit()
         return view
 
     # The daemon
@@ -227,7 +227,7 @@ class NodeRegistry:
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
         for id, node in lost:
-            node.changed.notify()
+            node.changed.emit()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
         self.own.update()
         with self._lock:
@@ -278,7 +278,7 @@ class NodeRegistry:
                 return
             node.want(version, (), pieces)
             self._tracker.table.report(version, id, pieces, whole=True)
-        node.changed.notify()
+        node.changed.emit()
 
     def _known(self, version: str) -> PieceNumbering | None:
         """Return the numbering of a READY version's pieces, and add it to the table; None for any other version."""
@@ -327,10 +327,10 @@ class NodeRegistry:
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
-            self.homes.reported(report, caller, node.drained or report.ending, node.changed.notify)
+            self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
         notify(told)
         if joined:
-            node.changed.notify()  # an earlier process of this id may wait
+            node.changed.emit()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
         return node
 
@@ -383,8 +383,8 @@ class NodeRegistry:
             return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(node.report.node) is node)
 
     def _view(self, node: KnownNode) -> NodeView:
-        state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
-        chosen = set(self._chosen(node)) if state is not NodeState.LOST else set()
+        state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
+        chosen = set(self._chosen(node)) if state != resources_pb2.Node.LOST else set()
         held = {name: len(self._tracker.table.bitmap(name, node.report.node)) for name in self._numberings}
         copies = copies_of(node, chosen, self._numberings, held)
         for version, (own, files) in self.homes.uploading(node.report.node).items():

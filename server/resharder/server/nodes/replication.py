@@ -19,7 +19,8 @@ from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.ingest.homes import ReplicasShort
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import KnownNode, model_of, pieces_of
-from resharder.server.nodes.pieces import DAEMON, PieceTable
+from resharder.server.nodes.pieces import PieceTable
+from resharder.server.state.version import DAEMON
 from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
 
@@ -231,7 +232,7 @@ class Replication:
         with self._lock:
             told = self._update()
         for node in told:
-            node.changed.notify()
+            node.changed.emit()
 
     def shortages(self) -> list[ReplicaShortage]:
         """Return the versions with pieces of too few holders, by name. Takes the lock."""

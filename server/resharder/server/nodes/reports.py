@@ -1,21 +1,13 @@
 """Reports of nodes, the daemon's orders to them, and views of both for operators and workers."""
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.sources import PeerOffer
 from resharder.server.holding.swarm import LinkReport
 from resharder.server.state.errors import InvalidArgument
-
-
-class NodeState(Enum):
-    """State of a node, as operators see it."""
-
-    LIVE = 1
-    DRAINED = 2
-    LOST = 3
+from resharder.v1 import node_pb2, resources_pb2
 
 
 @dataclass(frozen=True)
@@ -75,15 +67,6 @@ class StateReport:
     """Whether it fetches boxes that ranks have written on other nodes."""
 
 
-class SetState(Enum):
-    """State of a set that a version has taken; values as in `FileSetOrder.State`."""
-
-    UPLOADING = 1
-    VERIFYING = 2
-    READY = 3
-    ENDED = 4
-
-
 @dataclass(frozen=True)
 class FileSetOrder:
     """State of a set that a version has taken. `version` is empty if the set has ended.
@@ -94,7 +77,7 @@ class FileSetOrder:
 
     set: str
     version: str
-    state: SetState
+    state: node_pb2.FileSetOrder.State
     closed: tuple[str, ...] = ()
     gathers: bool = False
     sources: tuple[tuple[str, str], ...] = ()
@@ -169,7 +152,7 @@ class NodeView:
     """A node for display. `report_time` is in seconds since 1970."""
 
     report: StateReport
-    state: NodeState
+    state: resources_pb2.Node.State
     report_time: float
     copies: tuple[CopyView, ...]
 

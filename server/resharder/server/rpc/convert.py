@@ -12,11 +12,11 @@ from resharder.server.fleets.explain import FleetView, ServerView, explain_serve
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.nodes.reports import NodeState, NodeView
+from resharder.server.nodes.reports import NodeView
 from resharder.server.observability.tracing.ids import Tracing
-from resharder.server.state.errors import InvalidArgument, listed
+from resharder.server.state.errors import InvalidArgument, unknown_value
 from resharder.server.state.fleet import Move, UpdateStrategy
-from resharder.server.state.server import Install, OrderKind, Power, Worker, WorkerState
+from resharder.server.state.server import Install, Worker
 from resharder.server.state.server_events import Attached, Reported
 from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
@@ -24,14 +24,10 @@ from resharder.server.store.folder import StoreFolder
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 _MAX_WAIT = 3600.0
 _NODE_ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
-_NODE_STATES = {
-    NodeState.LIVE: resources_pb2.Node.LIVE,
-    NodeState.DRAINED: resources_pb2.Node.DRAINED,
-    NodeState.LOST: resources_pb2.Node.LOST,
-}
 
 
 class Views:
@@ -137,14 +133,13 @@ def timestamp(seconds: float) -> Timestamp:
 
 def worker_from_proto(message: resources_pb2.Worker) -> Worker:
     """Convert a worker's report. Raises InvalidArgument (WORKER) for an unknown state."""
-    try:
-        state = WorkerState(message.state)
-    except ValueError:
+    state = message.state
+    if problem := unknown_value(resources_pb2.Worker.State, state, "a worker state"):
+        raise InvalidArgument("WORKER", problem)
+    if message.version < 0 or (state in (resources_pb2.Worker.BOOTED, resources_pb2.Worker.APPLIED) and not message.version):
         raise InvalidArgument(
-            "WORKER", f"expected a worker state of {listed(s.name for s in WorkerState)}, got {message.state}"
-        ) from None
-    if message.version < 0 or (state in (WorkerState.BOOTED, WorkerState.APPLIED) and not message.version):
-        raise InvalidArgument("WORKER", f"expected the version of a worker that is {state.name}, got {message.version}")
+            "WORKER", f"expected the version of a worker that is {resources_pb2.Worker.State.Name(state)}, got {message.version}"
+        )
     return Worker(
         rank=message.rank,
         state=state,
@@ -167,7 +162,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         path=message.path,
         timings=timings_from_proto(message.timings),
         verification=_verification(message),
-        altered=message.altered and state == WorkerState.FAILED,
+        altered=message.altered and state == resources_pb2.Worker.FAILED,
         released_bytes=max(0, message.released_bytes) if message.HasField("released_bytes") else None,
     )
 
@@ -194,7 +189,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
     """Convert a worker, without what the daemon derives from its reports."""
     return resources_pb2.Worker(
         rank=worker.rank,
-        state=worker.state.name,
+        state=worker.state,
         version=worker.version,
         install=worker.install,
         error=worker.error,
@@ -222,7 +217,7 @@ def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
         message.world_size,
         message.address,
         message.install,
-        power_from_proto(message.power),
+        known_power(message.power),
         message.in_flight,
         message.passes_kv,
         message.serving,
@@ -230,34 +225,25 @@ def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
     )
 
 
-def power_to_proto(power: Power) -> resources_pb2.Power:
-    """Convert a power state; UNKNOWN is POWER_UNSPECIFIED."""
-    value: resources_pb2.Power = resources_pb2.Power.Value(power.name if power else "POWER_UNSPECIFIED")
-    return value
-
-
-def power_from_proto(power: int) -> Power:
-    """Convert a power state. Raises InvalidArgument (POWER)."""
-    try:
-        return Power(power)
-    except ValueError:
-        raise InvalidArgument("POWER", f"expected a power of {listed(p.name for p in Power)}, got {power}") from None
+def known_power(power: Power) -> Power:
+    """Return a power state of a report, which may be unspecified. Raises InvalidArgument (POWER) for one of a later release."""
+    if power and (problem := unknown_value(Power, power, "a power")):
+        raise InvalidArgument("POWER", problem)
+    return power
 
 
 def report_from_proto(message: server_pb2.ControlReport) -> Reported:
     """Convert a report. Raises InvalidArgument (ORDER, POWER)."""
-    try:
-        done = OrderKind(message.done) if message.done else None
-    except ValueError:
-        raise InvalidArgument("ORDER", f"expected an order of {listed(k.name for k in OrderKind)}, got {message.done}") from None
+    if message.done and (problem := unknown_value(server_pb2.Order.Kind, message.done, "an order")):
+        raise InvalidArgument("ORDER", problem)
     return Reported(
         message.control,
         message.install,
-        done,
+        message.done,
         message.ok,
         message.error[:4000],
         possible(message.pause_seconds),
-        power_from_proto(message.power),
+        known_power(message.power),
         message.in_flight,
         timings_from_proto(message.timings),
         message.leaving,
@@ -283,8 +269,8 @@ def server_to_proto(view: ServerView) -> resources_pb2.Server:
         address=server.controls[0].address if server.controls else "",
         world_size=server.world_size,
         control_sides=len(server.controls),
-        power=power_to_proto(server.power),
-        wanted_power=power_to_proto(server.goal.power),
+        power=server.power,
+        wanted_power=server.goal.power,
         drained=not server.goal.open,
         in_flight=sum(control.in_flight for control in server.controls),
         passes_kv=server.passes_kv,
@@ -301,7 +287,7 @@ def _install_to_proto(install: Install, workers: list[Worker], to_wall: float) -
     return resources_pb2.Install(
         id=install.id,
         version=install.version,
-        state=install.state.name,
+        state=install.state,
         error=install.error,
         start_time=timestamp(install.started + to_wall),
         end_time=None if install.active else timestamp(install.ended + to_wall),
@@ -317,12 +303,12 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
     message = resources_pb2.Fleet(
         name=fleet.name,
         model=fleet.model,
-        pause_mode=resources_pb2.PauseMode.Value(fleet.pause_mode.name),
+        pause_mode=fleet.pause_mode,
         wanted_version=view.wanted_version,
         servers=[f"servers/{id}" for id in view.servers],
         returning=[f"servers/{id}" for id in view.returning],
         target=resources_pb2.VersionTarget(
-            kind=resources_pb2.VersionTarget.Kind.Value(fleet.target.kind.name),
+            kind=fleet.target.kind,
             version=fleet.target.version,
             every_seconds=fleet.target.every_seconds,
         ),
@@ -333,7 +319,7 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         serve_ahead_reason=explain_serve_ahead(fleet),
         settled_version=fleet.settled,
         refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
-        power=power_to_proto(fleet.power),
+        power=fleet.power,
         reason=view.reason,
     )
     if fleet.move is not None:
@@ -348,7 +334,7 @@ def _strategy_to_proto(strategy: UpdateStrategy) -> resources_pb2.UpdateStrategy
 def _move_to_proto(move: Move) -> resources_pb2.Move:
     return resources_pb2.Move(
         id=move.id,
-        state=resources_pb2.Move.State.Value(move.state.name),
+        state=move.state,
         from_version=move.back_to,
         to_version=move.to,
         reason=move.reason,
@@ -372,7 +358,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
     report = view.report
     return resources_pb2.Node(
         name=f"nodes/{report.node}",
-        state=_NODE_STATES[view.state],
+        state=view.state,
         data_address=report.data_address,
         capacity_bytes=report.capacity_bytes,
         used_bytes=report.used_bytes,

@@ -7,7 +7,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.direct import copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.server.direct.direct import Direct
 from resharder.server.direct.plans import Member
-from resharder.server.direct.state import Act, Link, Task
+from resharder.server.direct.state import Link, Task
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.intake import Intake
 from resharder.server.rpc.convert import seconds
@@ -15,13 +15,6 @@ from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import parse_name
 from resharder.v1 import direct_pb2
-
-_KINDS = {
-    Act.LINK: direct_pb2.DirectTask.LINK,
-    Act.RUN: direct_pb2.DirectTask.RUN,
-    Act.DROP: direct_pb2.DirectTask.DROP,
-    Act.DIGEST: direct_pb2.DirectTask.DIGEST,
-}
 
 
 class DirectService:
@@ -63,7 +56,7 @@ class DirectService:
     def _task(self, task: Task) -> direct_pb2.DirectTask:
         link = self._link(task.link) if task.link else None
         sent = layout_to_proto(task.sent) if task.sent else None
-        return direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link, sent=sent)
+        return direct_pb2.DirectTask(kind=task.kind, group=task.group, link=link, sent=sent)
 
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
         """Return a worker's link to its group, without the copies if the worker has this link already."""

@@ -185,12 +185,13 @@ class Dispatcher:
             with suppress(RuntimeError):  # the server has stopped, and closed its loop
                 loop.call_soon_threadsafe(changed.set)
 
-        with pause.signal.listening(wake):
+        pause.signal.connect(wake)
+        try:
             if pause.signal.count == pause.seen:
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), pause.seconds)
-                except TimeoutError:
-                    return
+        finally:
+            pause.signal.disconnect(wake)
 
     def lane(self, method: Method, caller: CallerIdentity, context: grpc.ServicerContext, request: Any) -> str:
         """Return the lane of a call: the model that it names, else its caller, which without security is a connection."""

@@ -13,7 +13,6 @@ from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.homes import FileProof
-from resharder.server.nodes.pieces import DAEMON
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.reports import (
     CopyOrder,
@@ -21,13 +20,12 @@ from resharder.server.nodes.reports import (
     ReportedSet,
     ReservationOrder,
     ReservationReport,
-    SetState,
     StateReport,
 )
 from resharder.server.rpc.convert import node_id, seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound
-from resharder.server.state.version import parse_name
+from resharder.server.state.version import host_name, parse_name
 from resharder.v1 import node_pb2
 
 _MOST_PIECES = 256
@@ -168,7 +166,7 @@ def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:
             node_pb2.FileSetOrder(
                 id=each.set,
                 version=each.version,
-                state=_SETS[each.state],
+                state=each.state,
                 closed=each.closed,
                 gathers=each.gathers,
                 sources=[node_pb2.PartSource(node=f"nodes/{node}", data_address=address) for node, address in each.sources],
@@ -177,14 +175,6 @@ def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:
         ],
         readers=order.readers,
     )
-
-
-_SETS = {
-    SetState.UPLOADING: node_pb2.FileSetOrder.UPLOADING,
-    SetState.VERIFYING: node_pb2.FileSetOrder.VERIFYING,
-    SetState.READY: node_pb2.FileSetOrder.READY,
-    SetState.ENDED: node_pb2.FileSetOrder.ENDED,
-}
 
 
 def _order(order: CopyOrder) -> node_pb2.NodeOrder:
@@ -197,7 +187,7 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
         sole_holder=order.sole_holder,
         peers=[
             node_pb2.NodePeer(
-                node="daemon" if source.offer.peer == DAEMON else f"nodes/{source.offer.peer}",
+                node=host_name(source.offer.peer),
                 data_address=source.data_address,
                 held=source.offer.held.to_bytes(),
                 transfers=source.offer.load,

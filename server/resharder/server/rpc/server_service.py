@@ -17,7 +17,6 @@ from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.rpc.convert import (
     attached_from_proto,
     manifest_to_proto,
-    power_to_proto,
     report_from_proto,
     server_to_proto,
     store_access,
@@ -185,12 +184,12 @@ class Attendance:
     def _order_to_proto(self, server: str, order: Order) -> server_pb2.Order:
         pause_mode, strict = self._fleets.policy(server)
         return server_pb2.Order(
-            kind=order.kind.name,
+            kind=order.kind,
             install=order.install,
             version=order.version,
-            pause_mode=resources_pb2.PauseMode.Value(pause_mode.name),
+            pause_mode=pause_mode,
             strict_lease=strict,
-            power=power_to_proto(order.power),
+            power=order.power,
             lease_seconds=self._fleets.settings.lease,
             reason=order.reason,
             profile=order.profile,

@@ -1,4 +1,4 @@
-"""Errors of calls; `rpc/errors.py` converts them to gRPC statuses.
+"""Errors of calls; `rpc/dispatch.py` converts them to gRPC statuses.
 
 DaemonError
 ├── InvalidArgument      malformed request, in any state
@@ -14,9 +14,12 @@ DaemonError
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import grpc
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 # docs/errors.md lists when each is sent, and with which status.
 Reason = Literal[
@@ -116,6 +119,14 @@ class PermissionDenied(DaemonError):
 def unknown_server(id: str) -> ResourceNotFound:
     """Return the error for an id that no server has claimed since the daemon started, or whose server was dropped."""
     return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown: it has to claim its id first")
+
+
+def unknown_value(enumeration: "EnumTypeWrapper", value: int, what: str) -> str:
+    """Return why a value is none of an enumeration of the protocol; empty if it is one, and not 0."""
+    if value and value in enumeration.values():
+        return ""
+    names = listed(name for name, number in enumeration.items() if number)
+    return f"expected {what} of {names}, got {value}"
 
 
 def listed(values: Iterable[object], most: int = 20) -> str:

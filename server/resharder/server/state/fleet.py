@@ -2,50 +2,33 @@
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cached_property
+from typing import Annotated
 
-from resharder.server.state.server import Power, Server, Settings
+from pydantic import GetPydanticSchema
+from pydantic_core import core_schema
+from resharder.server.state.server import Server, Settings
 from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import PauseMode, Power
 
 NOBODY = (1, 0)  # an empty range of versions: no server may serve
 
 
-class FleetTargetKind(IntEnum):
-    """Kind of a version target: the newest READY version that is not refused, a fixed number, or no automatic move."""
-
-    LATEST = resources_pb2.VersionTarget.LATEST
-    NUMBER = resources_pb2.VersionTarget.NUMBER
-    NONE = resources_pb2.VersionTarget.NONE
+def _known(values: Iterable[int]) -> GetPydanticSchema:
+    """Return the metadata by which pydantic reads an enumeration of the protocol in a stored fleet: its numbers except 0."""
+    return GetPydanticSchema(lambda source, handler: core_schema.literal_schema([value for value in values if value]))
 
 
-class MoveState(IntEnum):
-    """Phase of a move. STAGING and APPLYING are phases of ATOMIC, TRYING and HOLDING of CANARY; DONE and FAILED are final."""
-
-    STAGING = resources_pb2.Move.STAGING
-    APPLYING = resources_pb2.Move.APPLYING
-    TRYING = resources_pb2.Move.TRYING
-    HOLDING = resources_pb2.Move.HOLDING
-    MOVING = resources_pb2.Move.MOVING
-    BACK = resources_pb2.Move.BACK
-    STOPPED = resources_pb2.Move.STOPPED
-    DONE = resources_pb2.Move.DONE
-    FAILED = resources_pb2.Move.FAILED
-
-
-class PauseMode(IntEnum):
-    """Treatment of running requests during an install: freeze and continue, finish first, or abort."""
-
-    KEEP = resources_pb2.KEEP
-    WAIT = resources_pb2.WAIT
-    ABORT = resources_pb2.ABORT
+_Power = Annotated[Power, _known(Power.values())]
 
 
 @dataclass(frozen=True)
-class FleetTarget:
+class VersionTarget:
     """Version target. `version` is for NUMBER. `every_seconds`, for LATEST, is the shortest time between two moves' starts."""
 
-    kind: FleetTargetKind = FleetTargetKind.LATEST
+    kind: Annotated[resources_pb2.VersionTarget.Kind, _known(resources_pb2.VersionTarget.Kind.values())] = (
+        resources_pb2.VersionTarget.LATEST
+    )
     version: int = 0
     every_seconds: float = 0.0
 
@@ -54,15 +37,9 @@ class FleetTarget:
 class UpdateStrategy:
     """Update strategy. An `at_a_time` of 0 means all servers; other counts of 0 mean 1."""
 
-    class Kind(IntEnum):
-        """Kind of an update strategy."""
-
-        ALL_AT_ONCE = resources_pb2.UpdateStrategy.ALL_AT_ONCE
-        ROLLING = resources_pb2.UpdateStrategy.ROLLING
-        CANARY = resources_pb2.UpdateStrategy.CANARY
-        ATOMIC = resources_pb2.UpdateStrategy.ATOMIC
-
-    kind: Kind = Kind.ALL_AT_ONCE
+    kind: Annotated[resources_pb2.UpdateStrategy.Kind, _known(resources_pb2.UpdateStrategy.Kind.values())] = (
+        resources_pb2.UpdateStrategy.ALL_AT_ONCE
+    )
     at_a_time: int = 0
     max_failures: int = 0
     canaries: int = 0
@@ -76,7 +53,7 @@ class Move:
     """Move of a fleet to a version. `started` and `ended` are in seconds since 1970 and only for display."""
 
     id: int
-    state: MoveState
+    state: Annotated[resources_pb2.Move.State, _known(resources_pb2.Move.State.values())]
     back_to: int  # 0: none
     to: int
     strategy: UpdateStrategy
@@ -96,12 +73,12 @@ class Move:
 
     def hold_left(self, now: float) -> float:
         """Return the seconds until the canaries' hold time ends; 0 if none runs."""
-        return max(0.0, self.held + self.strategy.hold_seconds - now) if self.state == MoveState.HOLDING else 0.0
+        return max(0.0, self.held + self.strategy.hold_seconds - now) if self.state == resources_pb2.Move.HOLDING else 0.0
 
     @property
     def active(self) -> bool:
         """Whether the move is neither DONE nor FAILED. A STOPPED move awaits an operator or missing servers, and is active."""
-        return self.state not in (MoveState.DONE, MoveState.FAILED)
+        return self.state not in (resources_pb2.Move.DONE, resources_pb2.Move.FAILED)
 
     @property
     def canaries(self) -> tuple[str, ...]:
@@ -111,7 +88,7 @@ class Move:
     @property
     def checking(self) -> bool:
         """Whether its check is due or running."""
-        return self.state == MoveState.HOLDING and bool(self.strategy.check) and not self.checked
+        return self.state == resources_pb2.Move.HOLDING and bool(self.strategy.check) and not self.checked
 
 
 @dataclass(frozen=True)
@@ -120,16 +97,16 @@ class Fleet:
 
     name: str
     model: str
-    pause_mode: PauseMode = PauseMode.KEEP
-    target: FleetTarget = FleetTarget()
+    pause_mode: Annotated[PauseMode, _known(PauseMode.values())] = PauseMode.KEEP
+    target: VersionTarget = VersionTarget()
     strategy: UpdateStrategy = UpdateStrategy()
     max_skew: int = 0
     serve_ahead: bool | None = None  # None: by rule; True only for ALL_AT_ONCE without a skew bound
     settled: int = 0  # version of the last move that ended
     move: Move | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
-    power: Power = Power.AWAKE
-    powers: Mapping[str, Power] = field(default_factory=dict)  # of servers with a setting of their own
+    power: _Power = Power.AWAKE
+    powers: Mapping[str, _Power] = field(default_factory=dict)  # of servers with a setting of their own
     drained: frozenset[str] = frozenset()
     members: frozenset[str] = frozenset()
     rolled_back: str = ""  # request id of the last rollback
@@ -142,12 +119,12 @@ class Fleet:
     @property
     def strict(self) -> bool:
         """Whether versions must not mix beyond a bound, so that gates close when leases expire."""
-        return self.max_skew > 0 or self.strategy.kind == UpdateStrategy.Kind.ATOMIC
+        return self.max_skew > 0 or self.strategy.kind == resources_pb2.UpdateStrategy.ATOMIC
 
     @property
     def independent(self) -> bool:
         """Whether servers move all at once, each by itself, which is required to serve ahead."""
-        return self.strategy.kind == UpdateStrategy.Kind.ALL_AT_ONCE and not self.max_skew
+        return self.strategy.kind == resources_pb2.UpdateStrategy.ALL_AT_ONCE and not self.max_skew
 
     @property
     def serves_ahead(self) -> bool:
@@ -156,7 +133,7 @@ class Fleet:
 
     def mixes(self, version: int, shown: Iterable[int]) -> bool:
         """Return whether serving this version beside others breaks the skew bound."""
-        bound = 0 if self.strategy.kind == UpdateStrategy.Kind.ATOMIC else self.max_skew
+        bound = 0 if self.strategy.kind == resources_pb2.UpdateStrategy.ATOMIC else self.max_skew
         return self.strict and any(abs(version - other) > bound for other in shown)
 
     def rest_left(self, now: float) -> float:
@@ -173,9 +150,11 @@ class Fleet:
         if move is None:
             versions = {self.settled}
         else:
-            returns = move.strategy.kind != UpdateStrategy.Kind.ALL_AT_ONCE or move.state == MoveState.BACK
+            returns = move.strategy.kind != resources_pb2.UpdateStrategy.ALL_AT_ONCE or move.state == resources_pb2.Move.BACK
             versions = {move.to, move.back_to if returns else 0}
-        return frozenset(versions | ({self.target.version} if self.target.kind == FleetTargetKind.NUMBER else set())) - {0}
+        return frozenset(
+            versions | ({self.target.version} if self.target.kind == resources_pb2.VersionTarget.NUMBER else set())
+        ) - {0}
 
 
 @dataclass(frozen=True)

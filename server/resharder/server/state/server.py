@@ -2,58 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from resharder.server.state.timing import Timing
 from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
-
-class WorkerState(IntEnum):
-    """State of a worker's memory, as it reports it."""
-
-    BOOTED = resources_pb2.Worker.BOOTED
-    STAGED = resources_pb2.Worker.STAGED
-    APPLIED = resources_pb2.Worker.APPLIED
-    FAILED = resources_pb2.Worker.FAILED
-    EMPTY = resources_pb2.Worker.EMPTY
-
-
-class OrderKind(IntEnum):
-    """Kind of an order to a control side; RENEWED answers a renewal without an order."""
-
-    RENEWED = server_pb2.Order.RENEWED
-    LEAD = server_pb2.Order.LEAD
-    STAGE = server_pb2.Order.STAGE
-    APPLY = server_pb2.Order.APPLY
-    RESUME = server_pb2.Order.RESUME
-    CLOSE = server_pb2.Order.CLOSE
-    UNSTAGE = server_pb2.Order.UNSTAGE
-    SLEEP = server_pb2.Order.SLEEP
-    WAKE = server_pb2.Order.WAKE
-
-
-class Power(IntEnum):
-    """Power state of an engine. Levels 1 and 2 of sleep are vLLM's: weights in host memory, weights dropped."""
-
-    UNKNOWN = resources_pb2.POWER_UNSPECIFIED
-    AWAKE = resources_pb2.AWAKE
-    WEIGHTS_AWAKE = resources_pb2.WEIGHTS_AWAKE
-    ASLEEP_1 = resources_pb2.ASLEEP_1
-    ASLEEP_2 = resources_pb2.ASLEEP_2
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the engine sleeps at either level. False for UNKNOWN and WEIGHTS_AWAKE."""
-        return self in (Power.ASLEEP_1, Power.ASLEEP_2)
-
-
-class InstallState(IntEnum):
-    """State of an install on one server."""
-
-    STAGING = resources_pb2.Install.STAGING
-    APPLYING = resources_pb2.Install.APPLYING
-    COMMITTED = resources_pb2.Install.COMMITTED
-    FAILED = resources_pb2.Install.FAILED
+ASLEEP = (Power.ASLEEP_1, Power.ASLEEP_2)
+"""Levels of sleep, which are vLLM's: weights in host memory, weights dropped."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +30,7 @@ class Worker:
     """Last report of a worker."""
 
     rank: int
-    state: WorkerState
+    state: resources_pb2.Worker.State
     version: int = 0
     install: str = ""
     error: str = ""
@@ -162,7 +117,7 @@ class Change:
 class OrderFailure:
     """Failure of STAGE or APPLY that a control side has reported at a monotonic time."""
 
-    kind: OrderKind
+    kind: server_pb2.Order.Kind
     error: str
     workers_failed: bool  # in workers, which report it themselves
     at: float
@@ -174,7 +129,7 @@ class Install:
 
     id: str
     version: int
-    state: InstallState
+    state: resources_pb2.Install.State
     started: float
     step_started: float
     error: str = ""
@@ -189,7 +144,7 @@ class Install:
     @property
     def active(self) -> bool:
         """Whether the install has neither committed nor failed."""
-        return self.state in (InstallState.STAGING, InstallState.APPLYING)
+        return self.state in (resources_pb2.Install.STAGING, resources_pb2.Install.APPLYING)
 
 
 @dataclass(frozen=True)
@@ -327,9 +282,9 @@ class Server:
     def staged(self) -> int:
         """Version that every worker has staged; 0: none."""
         install = self.install
-        if install is None or install.state != InstallState.STAGING:
+        if install is None or install.state != resources_pb2.Install.STAGING:
             return 0
-        done = [w for w in self.workers.values() if w.install == install.id and w.state == WorkerState.STAGED]
+        done = [w for w in self.workers.values() if w.install == install.id and w.state == resources_pb2.Worker.STAGED]
         return install.version if self.complete and len(done) == self.world_size else 0
 
     @property

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from resharder.server.state.server import Ahead, Goal, OrderKind, Power, Worker
+from resharder.server.state.server import Ahead, Goal, Worker
 from resharder.server.state.timing import Timing
+from resharder.v1 import server_pb2
+from resharder.v1.resources_pb2 import Power
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Attached:
     world_size: int
     address: str = ""
     busy: str = ""
-    power: Power = Power.UNKNOWN
+    power: Power = Power.POWER_UNSPECIFIED
     in_flight: int = 0
     passes_kv: bool = False
     serving: int = 0  # version on which its gate is open, by an earlier order
@@ -36,11 +38,11 @@ class Reported:
 
     control: str
     install: str = ""
-    done: OrderKind | None = None
+    done: server_pb2.Order.Kind = server_pb2.Order.KIND_UNSPECIFIED
     ok: bool = True
     error: str = ""
     pause_seconds: float = 0.0
-    power: Power = Power.UNKNOWN
+    power: Power = Power.POWER_UNSPECIFIED
     in_flight: int = 0
     timings: tuple[Timing, ...] = ()
     leaving: bool = False  # the control side ends after this report, by an order
@@ -96,11 +98,11 @@ class Order:
     """Order to one control side. `install` is the id that its answer repeats, also for orders about the gate and power."""
 
     control: str
-    kind: OrderKind
+    kind: server_pb2.Order.Kind
     install: str = ""
     version: int = 0
     reason: str = ""
-    power: Power = Power.UNKNOWN
+    power: Power = Power.POWER_UNSPECIFIED
     profile: bool = False
     ahead_of: int = 0
     term: int = 0  # set by the fleets when the order is sent

@@ -14,6 +14,8 @@ LAST_NUMBER = (1 << 62) - 1
 UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
 LOST = "LOST"
 """First word of the reason of a RETIRED version whose bytes are lost."""
+DAEMON = "@daemon"
+"""Id of the daemon's own host among those of nodes, which no node can have."""
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -77,6 +79,11 @@ class VersionRecord:
         if max(record.number, record.epoch) > LAST_NUMBER:
             raise ValueError(f"expected a number and an epoch of at most {LAST_NUMBER}, got {record.number} and {record.epoch}")
         return record
+
+
+def host_name(id: str) -> str:
+    """Return the name of a host in messages: `nodes/{id}`, or `daemon`."""
+    return "daemon" if id == DAEMON else f"nodes/{id}"
 
 
 def check_model_name(name: str) -> str:

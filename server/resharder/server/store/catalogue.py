@@ -2,13 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Condition
 
 from resharder.converters.json_input import check_fields, is_count, is_text, parse_json
+from resharder.converters.signal import Signal
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import make_durable_folder, write_file
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound, Unavailable
@@ -181,7 +182,8 @@ class Catalogue:
     def __init__(self, root: Path, models: dict[str, StoredModel]) -> None:
         self.changed = Condition()
         self._folder, self._models = root / "models", models
-        self._subscribers: list[Callable[[VersionRecord], None]] = []
+        self.version_changed: Signal[VersionRecord] = Signal()
+        """Emitted after every READY, RETIRED and ABORTED, without the lock."""
         self.closed = False
 
     # Queries
@@ -244,16 +246,6 @@ class Catalogue:
         return self._models[name]
 
     # Changes
-
-    def subscribe(self, callback: Callable[[VersionRecord], None]) -> None:
-        """Call `callback(record)` after every READY, RETIRED and ABORTED, without the lock."""
-        self._subscribers.append(callback)
-
-    def notify_subscribers(self, records: Iterable[VersionRecord]) -> None:
-        """Call the subscribers with each record, on this thread. Callers must not hold the lock."""
-        for record in records:
-            for callback in self._subscribers:
-                callback(record)
 
     def wait(self) -> None:
         """Block until a change, with the lock released. Callers must hold it. Raises Unavailable (DRAINING) after `close`."""

@@ -63,7 +63,7 @@ class VersionLifecycle:
     """Transitions of versions. Thread-safe; files are written, synced and verified without the lock.
 
     The catalogue's lock guards the state of models. `_retain`, `_free_capacity` and `_end` are called with it, and their callers
-    notify the catalogue's subscribers afterwards, without it. Callers of `settle` and `adopt` hold no lock.
+    emit the catalogue's `version_changed` afterwards, without it. Callers of `settle` and `adopt` hold no lock.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class VersionLifecycle:
                 self._pool.top_up(model)
                 self._changed.notify_all()
         finally:
-            self._catalogue.notify_subscribers(retired)
+            for each in retired:
+                self._catalogue.version_changed.emit(each)
         return record
 
     def _take_set(self, model: StoredModel, reservation: Reservation, retired: list[VersionRecord]) -> Path:
@@ -182,7 +183,7 @@ class VersionLifecycle:
             done = replace(record, state=ABORTED, reason=reason, end_time=round(self._clock(), 6))
             self._end(model, record, done)
             self._changed.notify_all()
-        self._catalogue.notify_subscribers([done])
+        self._catalogue.version_changed.emit(done)
         return done
 
     # READY
@@ -229,7 +230,8 @@ class VersionLifecycle:
                 failpoint("commit.after-history")
                 retired += self._retain(model)
             self._changed.notify_all()
-        self._catalogue.notify_subscribers([*ready, *retired])
+        for record in [*ready, *retired]:
+            self._catalogue.version_changed.emit(record)
         return ready[0]
 
     def _write_manifest(self, folder: Path, proven: ProvenVersion) -> VersionRecord:
@@ -328,7 +330,8 @@ class VersionLifecycle:
                 make_folder(part)
                 model.arriving += size
         finally:
-            self._catalogue.notify_subscribers(retired)
+            for each in retired:
+                self._catalogue.version_changed.emit(each)
         try:
             write(part)
             failpoint("adopt.before-proof")
@@ -343,7 +346,7 @@ class VersionLifecycle:
                 if not is_gone(part):
                     model.stuck[part] = size
                 changed.notify_all()
-        self._catalogue.notify_subscribers([found.record])
+        self._catalogue.version_changed.emit(found.record)
         return found.record
 
     def _free_folder(self, model: StoredModel, number: int) -> Path:
@@ -414,7 +417,8 @@ class VersionLifecycle:
             model.holders.pop(number, None)
             retired = self._retain(model)
             self._changed.notify_all()
-        self._catalogue.notify_subscribers(retired)
+        for each in retired:
+            self._catalogue.version_changed.emit(each)
 
     def holders(self, name: str, number: int) -> list[str]:
         """Return the names of the holders that pin the version."""
@@ -457,7 +461,7 @@ class VersionLifecycle:
                     failed = failed or error
                     continue
                 self._changed.notify_all()
-            self._catalogue.notify_subscribers([done])
+            self._catalogue.version_changed.emit(done)
             yield done
         if failed is not None:
             raise failed
@@ -477,7 +481,7 @@ class VersionLifecycle:
             self._end(model, record, done)
             self._changed.notify_all()
         _log.error("version_lost", version=record.name, reason=reason)
-        self._catalogue.notify_subscribers([done])
+        self._catalogue.version_changed.emit(done)
         return done
 
     def _retain(self, model: StoredModel) -> list[VersionRecord]:

@@ -40,9 +40,7 @@ class Shown:
         self._ready = False
         registry, self.observed = metrics.make(RELEASE)
         metrics.show(registry, self._look)
-        intake.observe(self.observed)
-        fleets.observe(self.observed)
-        events.listeners.append(self.observed.happened)
+        self.observed.connect(intake, fleets, events)
         self._listener: Listener | None = None
         self.listen = ""
         if listen:

@@ -6,10 +6,10 @@ from typing import Any
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
-from resharder.server.nodes.reports import NodeState, NodeView
+from resharder.server.nodes.reports import NodeView
 from resharder.server.observability.snapshot import Snapshot
-from resharder.server.state.fleet import FleetTarget, FleetTargetKind, Move, MoveState, UpdateStrategy
-from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
+from resharder.server.state.fleet import Move, UpdateStrategy, VersionTarget
+from resharder.server.state.server import Install, Server, Settings, Worker
 from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
@@ -56,7 +56,7 @@ def _problems(now: Snapshot) -> Iterator[str]:
     for path, size in now.stuck.items():
         yield f"{path} cannot be removed, and takes {size} bytes of the store: remove what protects it"
     for node in now.nodes:
-        if node.state is NodeState.LOST:
+        if node.state == resources_pb2.Node.LOST:
             yield f"node {node.report.node} is LOST: it has not called within its lease"
         for copy in (copy for copy in node.copies if copy.problem and copy.wanted):
             yield f"node {node.report.node}: {copy.version} does not arrive: {copy.problem}"
@@ -76,8 +76,8 @@ def _fleet_problems(now: Snapshot, view: FleetView) -> Iterator[str]:
         each = "; ".join(f"{server.server.id}: {server.reason}" for server in behind)
         yield f"fleet {name}: {len(behind)} {of} gave up an install: {each}"
     move = view.fleet.move
-    if move is not None and move.state in (MoveState.STOPPED, MoveState.BACK):
-        yield f"fleet {name}: the move to version {move.to} is {move.state.name}: {move.reason}"
+    if move is not None and move.state in (resources_pb2.Move.STOPPED, resources_pb2.Move.BACK):
+        yield f"fleet {name}: the move to version {move.to} is {resources_pb2.Move.State.Name(move.state)}: {move.reason}"
 
 
 def _uploads(now: Snapshot) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def _installs(now: Snapshot) -> list[dict[str, Any]]:
                         "fleet": fleet,
                         "server": view.server.id,
                         "version": install.version,
-                        "state": install.state.name,
+                        "state": resources_pb2.Install.State.Name(install.state),
                         "since": install.started + view.to_wall,
                         "done": _done(view.server, install),
                         "workers": view.server.world_size,
@@ -126,7 +126,11 @@ def _installs(now: Snapshot) -> list[dict[str, Any]]:
 
 def _done(server: Server, install: Install) -> int:
     """Return the workers that have finished the current half of an install."""
-    wanted = (WorkerState.STAGED, WorkerState.APPLIED) if install.state == InstallState.STAGING else (WorkerState.APPLIED,)
+    wanted = (
+        (resources_pb2.Worker.STAGED, resources_pb2.Worker.APPLIED)
+        if install.state == resources_pb2.Install.STAGING
+        else (resources_pb2.Worker.APPLIED,)
+    )
     return sum(worker.state in wanted for worker in _about(server, install))
 
 
@@ -152,11 +156,11 @@ def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
     }
 
 
-def _set_target(target: FleetTarget) -> str:
+def _set_target(target: VersionTarget) -> str:
     match target.kind:
-        case FleetTargetKind.NUMBER:
+        case resources_pb2.VersionTarget.NUMBER:
             return f"version {target.version}"
-        case FleetTargetKind.NONE:
+        case resources_pb2.VersionTarget.NONE:
             return "no other version"
     return "the latest" + (f", at most every {target.every_seconds:g} s" if target.every_seconds else "")
 
@@ -164,16 +168,16 @@ def _set_target(target: FleetTarget) -> str:
 def _strategy(strategy: UpdateStrategy) -> str:
     at_a_time = f"{strategy.at_a_time} at a time" if strategy.at_a_time else "the rest at once"
     return {
-        UpdateStrategy.Kind.ALL_AT_ONCE: "all at once",
-        UpdateStrategy.Kind.ROLLING: f"rolling, {at_a_time}" if strategy.at_a_time else "rolling",
-        UpdateStrategy.Kind.CANARY: f"canary of {max(1, strategy.canaries)}, then {at_a_time}",
-        UpdateStrategy.Kind.ATOMIC: "atomically",
+        resources_pb2.UpdateStrategy.ALL_AT_ONCE: "all at once",
+        resources_pb2.UpdateStrategy.ROLLING: f"rolling, {at_a_time}" if strategy.at_a_time else "rolling",
+        resources_pb2.UpdateStrategy.CANARY: f"canary of {max(1, strategy.canaries)}, then {at_a_time}",
+        resources_pb2.UpdateStrategy.ATOMIC: "atomically",
     }[strategy.kind]
 
 
 def _move(move: Move, group: Sequence[ServerView]) -> dict[str, Any]:
     return {
-        "state": move.state.name,
+        "state": resources_pb2.Move.State.Name(move.state),
         "active": move.active,
         "from": move.back_to,
         "to": move.to,
@@ -237,7 +241,7 @@ def _install(server: Server, install: Install) -> dict[str, Any]:
     apply = max((worker.apply_seconds for worker in workers), default=0.0)
     return {
         "version": install.version,
-        "state": install.state.name,
+        "state": resources_pb2.Install.State.Name(install.state),
         "error": install.error,
         "stage_seconds": stage,
         "apply_seconds": apply,
@@ -292,7 +296,7 @@ def _node(view: NodeView) -> dict[str, Any]:
     report = view.report
     return {
         "id": report.node,
-        "state": view.state.name,
+        "state": resources_pb2.Node.State.Name(view.state),
         "address": report.data_address,
         "used": report.used_bytes,
         "limit": report.capacity_bytes,

@@ -21,11 +21,13 @@ from typing import Any
 
 from resharder.client.inference.control.fence import Fenced, OrderClaim, acting
 from resharder.client.inference.control.gate import Gate, Position
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
-from resharder.client.inference.engine import STAY_PAUSED, WEIGHTS, Engine, Mode, PowerState
+from resharder.client.inference.control.orders import ControlOrder, Outcome, State, Step, decide
+from resharder.client.inference.engine import SLEEP_LEVELS, STAY_PAUSED, WEIGHTS, Engine, Mode
 from resharder.client.inference.version_page import Journal
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 _INSTALLS = ("resharder_stage", "resharder_apply")
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
@@ -104,6 +106,7 @@ class OrderExecutor:
                 self._lock_owner = None
 
     async def _carry_out(self, order: ControlOrder) -> Outcome | None:
+        kind = Order.Kind.Name(order.kind)
         try:
             if self._power_may_be_outdated(order):
                 await self.refresh_power()
@@ -114,20 +117,20 @@ class OrderExecutor:
         except Fenced as refusal:
             self._gate.lease.observe_term(refusal.term)
             # Logged here as well, because the stream may already have ended for another reason.
-            logger.warning("%s of version %d (%s) was refused: %s", order.kind.name, order.version, order.install, refusal)
-            self._reattach(f"{order.kind.name} was refused: {refusal}")
+            logger.warning("%s of version %d (%s) was refused: %s", kind, order.version, order.install, refusal)
+            self._reattach(f"{kind} was refused: {refusal}")
             return None
         except WorkersFailed as error:
-            logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
+            logger.error("%s of version %d (%s) failed: %s", kind, order.version, order.install, error)
             by_workers = isinstance(error, InstallFailed)
             outcome = self._record(
                 Outcome(order.kind, order.install, False, str(error), self._paused(), workers_failed=by_workers)
             )
         except Exception as error:
-            logger.exception("%s of version %d (%s) failed", order.kind.name, order.version, order.install)
+            logger.exception("%s of version %d (%s) failed", kind, order.version, order.install)
             problem = f"{type(error).__name__}: {error}"
             outcome = self._record(Outcome(order.kind, order.install, False, problem, self._paused()))
-        return None if order.kind is Kind.LEAD else outcome
+        return None if order.kind == Order.LEAD else outcome
 
     def _check_lease(self, order: ControlOrder) -> None:
         """Raise `Fenced` if the order's lease, or the stream that delivered the order, has ended."""
@@ -136,9 +139,9 @@ class OrderExecutor:
 
     def _power_may_be_outdated(self, order: ControlOrder) -> bool:
         """Whether another caller, or another control side while it led, may have put the engine to sleep or woken it."""
-        if order.kind is Kind.RESUME:
-            return self.state.power > PowerState.AWAKE or self.state.dropped
-        return self.state.leads(order) and self.state.paused_at is None and order.kind in (Kind.APPLY, Kind.SLEEP, Kind.WAKE)
+        if order.kind == Order.RESUME:
+            return self.state.power > Power.AWAKE or self.state.dropped
+        return self.state.leads(order) and self.state.paused_at is None and order.kind in (Order.APPLY, Order.SLEEP, Order.WAKE)
 
     async def refresh_power(self) -> None:
         """Update the power state from the engine and its workers.
@@ -177,7 +180,7 @@ class OrderExecutor:
             case Step.WAKE:
                 await self._wake(order.power)
             case Step.REATTACH:
-                self._reattach(f"the lease expired before {order.kind.name}")
+                self._reattach(f"the lease expired before {Order.Kind.Name(order.kind)}")
                 return None
         return self._record(Outcome(order.kind, order.install))
 
@@ -207,7 +210,7 @@ class OrderExecutor:
         self._gate.hold(f"version {order.version} is being installed")
         timings: Timings = []
         try:
-            if self.state.paused_at is None and self.state.power != PowerState.WEIGHTS_AWAKE:
+            if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:
                 began = self._clock()
                 with timed(timings, "pause"):
                     failpoint("control.pause")
@@ -296,22 +299,22 @@ class OrderExecutor:
         if self.state.power == order.power:
             return
         # vLLM's `sleep` is a no-op while any tag sleeps (0.26 and 0.28), or while the weights sleep (0.32).
-        await self._wake(PowerState.AWAKE)
+        await self._wake(Power.AWAKE)
         mode = await _effective_mode(self._engine, order.mode)
         if mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
             await _pause(self._engine, mode)
         failpoint("control.sleep")
-        await self._engine.sleep(level=order.power.level, mode=mode)
+        await self._engine.sleep(level=SLEEP_LEVELS[order.power], mode=mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)
 
-    async def _wake(self, power: PowerState) -> None:
+    async def _wake(self, power: Power) -> None:
         """Wake the engine up to `power`. The engine stays paused and the gate unchanged.
 
         Raises:
             WorkersFailed: The engine does not reach the power state.
         """
-        tags = [tag for tag in self.state.asleep if tag == WEIGHTS or power == PowerState.AWAKE]
+        tags = [tag for tag in self.state.asleep if tag == WEIGHTS or power == Power.AWAKE]
         if not tags:
             return
         began = self._clock()
@@ -319,13 +322,13 @@ class OrderExecutor:
         failpoint("control.wake")
         await self._engine.wake_up([*tags, STAY_PAUSED])
         self._expect(self.state.power <= power, power)
-        if power == PowerState.AWAKE:
+        if power == Power.AWAKE:
             self.state = replace(self.state, paused_at=began)
 
-    def _expect(self, reached: bool, power: PowerState) -> None:
+    def _expect(self, reached: bool, power: Power) -> None:
         """Raise `WorkersFailed` unless `power` is reached: vLLM only logs a sleep or wake that has no effect."""
         if not reached:
-            raise WorkersFailed(f"the engine is {self.state.power.name}, not {power.name}")
+            raise WorkersFailed(f"the engine is {Power.Name(self.state.power)}, not {Power.Name(power)}")
 
     def _serialise_other_callers(self) -> None:
         """Serialise `sleep`, `wake_up` and `resume_generation` of all callers of this client with orders.
@@ -373,7 +376,7 @@ class OrderExecutor:
     def _update_power(self, answers: Sequence[Any]) -> None:
         """Update the power state from the workers' descriptions; without any, the engine is awake."""
         before = self.state.power
-        power = PowerState(max((answer["power"] for answer in answers), default=PowerState.AWAKE))
+        power = max((answer["power"] for answer in answers), default=Power.AWAKE)
         asleep = {tag for answer in answers for tag in answer["asleep"]}
         dropped = any(answer["dropped"] for answer in answers) if answers else self.state.dropped
         self.state = replace(self.state, power=power, asleep=tuple(sorted(asleep)), dropped=dropped)
@@ -382,11 +385,11 @@ class OrderExecutor:
 
     def _record(self, outcome: Outcome) -> Outcome:
         match outcome.kind:
-            case Kind.STAGE:
+            case Order.STAGE:
                 self.state = replace(self.state, staged=outcome)
-            case Kind.APPLY:
+            case Order.APPLY:
                 self.state = replace(self.state, applied=outcome)
-            case Kind.SLEEP | Kind.WAKE:
+            case Order.SLEEP | Order.WAKE:
                 self.state = replace(self.state, changed=outcome)
         return outcome
 

@@ -32,6 +32,7 @@ from typing import Any
 
 from resharder.client.inference.control import labels
 from resharder.client.inference.control.labels import UNCONFIRMED, Message, Send, Signed, header
+from resharder.converters.signal import Signal
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -67,7 +68,8 @@ class ServerLease:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._renewed: Callable[[float], None] = lambda seconds: None
+        self.renewed: Signal[float] = Signal()
+        """Emitted by the thread that renews, with the remaining seconds."""
         self.until = float("-inf")
         """End of the lease on the monotonic clock."""
         self.strict = False
@@ -79,17 +81,13 @@ class ServerLease:
         self.term = 0
         """Highest term observed, in orders and in the engine's refusals."""
 
-    def observe(self, renewed: Callable[[float], None]) -> None:
-        """Call `renewed` after each renewal with the remaining seconds."""
-        self._renewed = renewed
-
     def renew(self, until: float, *, strict: bool = False) -> None:
         """Extend the lease to `until` on the monotonic clock. A renewal after its end begins a new span."""
         if not self.alive:  # set before `until`, so that a reader of the renewed lease reads the new span and lapses
             self.span += self.until != float("-inf")
             self.lapses += self.strict
         self.until, self.strict = max(self.until, until), strict
-        self._renewed(self.until - self._clock())
+        self.renewed.emit(self.until - self._clock())
 
     @property
     def alive(self) -> bool:
@@ -124,19 +122,6 @@ class Position(Enum):
     OPEN = "open"
     HELD = "held"
     SHUT = "shut"
-
-
-class Watcher:
-    """Listener to a gate; each method is a no-op by default."""
-
-    def moved(self, position: Position, version: int) -> None:
-        """Handle a change of position; `version` is the last one that the gate was opened on."""
-
-    def refused(self, reason: str) -> None:
-        """Handle a refused request; `reason` is `late`, `lease_ended` or `shut`."""
-
-    def waited(self, seconds: float) -> None:
-        """Handle a request that waited at the gate."""
 
 
 @dataclass(frozen=True)
@@ -175,17 +160,14 @@ class Gate:
         self._hold_seconds, self._clock = hold_seconds, clock
         self._held_at = 0.0
         self._changed = asyncio.Event()
-        self._watcher = Watcher()
-        self._emptied: Callable[[], None] = lambda: None
-
-    def watch(self, watcher: Watcher) -> None:
-        """Send all further events to `watcher`, beginning with the current position."""
-        self._watcher = watcher
-        watcher.moved(self.position, self.version)
-
-    def observe_empty(self, emptied: Callable[[], None]) -> None:
-        """Call `emptied` when the last request in flight completes while the gate is not open."""
-        self._emptied = emptied
+        self.moved: Signal[Position, int] = Signal()
+        """A change of position, with the version that the gate was last opened on. Like the others, emitted on the event loop."""
+        self.refused: Signal[str] = Signal()
+        """A refused request, with the reason: `late`, `lease_ended` or `shut`."""
+        self.waited: Signal[float] = Signal()
+        """A request that waited at the gate, with the seconds."""
+        self.emptied: Signal[()] = Signal()
+        """The last request in flight is complete while the gate is not open."""
 
     @property
     def position(self) -> Position:
@@ -236,11 +218,11 @@ class Gate:
         while self.position is Position.HELD and not self._late():
             await self.changed(self._held_at + self._hold_seconds - self._clock())
         if arrived is not None:
-            self._watcher.waited(self._clock() - arrived)
+            self.waited.emit(self._clock() - arrived)
         if self.position is Position.OPEN:
             return None
         closed = "lease_ended" if self._reason == LEASE_ENDED else "shut"
-        self._watcher.refused("late" if self.position is Position.HELD else closed)
+        self.refused.emit("late" if self.position is Position.HELD else closed)
         return Refusal(self._full_reason())
 
     def check_health(self) -> Refusal | None:
@@ -257,7 +239,7 @@ class Gate:
         finally:
             self.in_flight -= 1
             if not self.in_flight and self.position is not Position.OPEN:
-                self._emptied()
+                self.emptied.emit()
 
     async def changed(self, timeout: float | None) -> None:
         """Wait until the gate changes its position, at most `timeout` seconds."""
@@ -269,7 +251,7 @@ class Gate:
 
     def _move(self, position: Position) -> None:
         self._position = position
-        self._watcher.moved(position, self.version)
+        self.moved.emit(position, self.version)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -19,10 +19,10 @@ import grpc
 from resharder.client.errors import ResharderError
 from resharder.client.inference.control.gate import ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Outcome, order_from_proto
-from resharder.client.inference.engine import PowerState
 from resharder.client.rpc.channel import Channel
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import server_pb2, server_pb2_grpc
+from resharder.v1.resources_pb2 import Power
 
 logger = logging.getLogger("vllm.resharder.lease")
 
@@ -69,7 +69,7 @@ class LeaseThread:
         identity: ControlIdentity,
         lease: ServerLease,
         carry_out: Callable[[ControlOrder], Awaitable[Outcome | None]],
-        status: Callable[[], tuple[PowerState, int, int]],
+        status: Callable[[], tuple[Power, int, int]],
         loop: asyncio.AbstractEventLoop,
         failure: Callable[[], str] = lambda: "",
     ) -> None:
@@ -226,7 +226,7 @@ class LeaseThread:
         message.failure = self._failure()
         message.leaving = self._leaving and not message.failure
         power, message.in_flight, message.serving = self._status()
-        message.power, message.term = power.value, self._lease.term
+        message.power, message.term = power, self._lease.term
         with self._changed:
             self._sent_at.append(time.monotonic())
         return message

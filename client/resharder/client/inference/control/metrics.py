@@ -11,13 +11,14 @@ import importlib.metadata
 import time
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from resharder.client.inference.control.gate import Position, Watcher
-from resharder.client.inference.control.orders import Kind, Outcome
+from resharder.client.inference.control.gate import Gate, Position
+from resharder.client.inference.control.orders import Outcome
+from resharder.v1.server_pb2 import Order
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class Numbers(Watcher):
+class Numbers:
     """The metrics of one API server.
 
     The lease's thread calls `renewed`; all other methods are called on the event loop.
@@ -75,7 +76,15 @@ class Numbers(Watcher):
             name("build_info"), "The plugin's release; always 1", ["release"], registry=registry, multiprocess_mode="livemax"
         )
         info.labels(importlib.metadata.version("resharder")).set(1)
-        self._last: dict[Kind, Outcome] = {}
+        self._last: dict[Order.Kind, Outcome] = {}
+
+    def connect(self, gate: Gate) -> None:
+        """Count everything that a gate and its lease emit from now on, beginning with the current position."""
+        gate.moved.connect(self.moved)
+        gate.refused.connect(self.refused)
+        gate.waited.connect(self.waited)
+        gate.lease.renewed.connect(self.renewed)
+        self.moved(gate.position, gate.version)
 
     def moved(self, position: Position, version: int) -> None:
         """Update the gauges of the version in service and the gate's position."""
@@ -102,9 +111,9 @@ class Numbers(Watcher):
         self._last[outcome.kind] = outcome
         for timing in outcome.timings:
             self._phase.labels("apply" if timing.phase == "workers" else timing.phase).observe(timing.seconds)
-        if outcome.kind is Kind.APPLY:
+        if outcome.kind == Order.APPLY:
             self._installs.labels("applied" if outcome.ok else "failed").inc()
-        if outcome.kind is Kind.RESUME and outcome.ok and outcome.pause_seconds:
+        if outcome.kind == Order.RESUME and outcome.ok and outcome.pause_seconds:
             self._pause.observe(outcome.pause_seconds)
 
 

@@ -23,45 +23,31 @@ whose lease ends or whose stream breaks during its execution, and to one that th
 and the stream continues. Only RESUME opens the gate or resumes the engine.
 """
 
-from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum
+from dataclasses import dataclass, field
+from enum import Enum
 
-from resharder.client.inference.engine import Mode, PowerState
-from resharder.v1 import resources_pb2, server_pb2
+from resharder.client.inference.engine import SLEEP_LEVELS, Mode
+from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 _MODES: dict[int, Mode] = {resources_pb2.KEEP: "keep", resources_pb2.WAIT: "wait", resources_pb2.ABORT: "abort"}
-
-
-class Kind(IntEnum):
-    """Kind of an order, as on the wire."""
-
-    RENEWED = server_pb2.Order.RENEWED
-    LEAD = server_pb2.Order.LEAD
-    STAGE = server_pb2.Order.STAGE
-    APPLY = server_pb2.Order.APPLY
-    RESUME = server_pb2.Order.RESUME
-    CLOSE = server_pb2.Order.CLOSE
-    UNSTAGE = server_pb2.Order.UNSTAGE
-    SLEEP = server_pb2.Order.SLEEP
-    WAKE = server_pb2.Order.WAKE
-
-
-_LEADERS = (Kind.STAGE, Kind.UNSTAGE, Kind.APPLY, Kind.SLEEP, Kind.WAKE)
-_LEASED = (Kind.APPLY, Kind.RESUME, Kind.SLEEP, Kind.WAKE)
-_POWERS = {Kind.SLEEP: (PowerState.ASLEEP_1, PowerState.ASLEEP_2), Kind.WAKE: (PowerState.WEIGHTS_AWAKE, PowerState.AWAKE)}
+_LEADERS = (Order.STAGE, Order.UNSTAGE, Order.APPLY, Order.SLEEP, Order.WAKE)
+_LEASED = (Order.APPLY, Order.RESUME, Order.SLEEP, Order.WAKE)
+_POWERS = {Order.SLEEP: (Power.ASLEEP_1, Power.ASLEEP_2), Order.WAKE: (Power.WEIGHTS_AWAKE, Power.AWAKE)}
 
 
 @dataclass(frozen=True)
 class ControlOrder:
     """Order of the daemon to a control side, with the leadership and the lease under which it holds."""
 
-    kind: Kind
+    kind: Order.Kind
     install: str = ""
     """Id of the install or, for SLEEP and WAKE, of the power change."""
     version: int = 0
     mode: Mode = "keep"
     reason: str = ""
-    power: PowerState = PowerState.UNKNOWN
+    power: Power = Power.POWER_UNSPECIFIED
     """Power state to reach, for SLEEP and WAKE."""
     profile: bool = False
     """Whether APPLY is profiled in every worker."""
@@ -84,7 +70,7 @@ class ControlOrder:
 class Outcome:
     """The result of an order."""
 
-    kind: Kind
+    kind: Order.Kind
     install: str
     ok: bool = True
     error: str = ""
@@ -107,7 +93,7 @@ class State:
     """Term in which this side, as the leader, last resumed the engine or found it running."""
     paused_at: float | None = None
     """Monotonic time at which the current pause was requested; `None` without one. A sleep's own pause is not counted."""
-    power: PowerState = PowerState.UNKNOWN
+    power: Power = Power.POWER_UNSPECIFIED
     asleep: tuple[str, ...] = ()
     """vLLM's tags that sleep."""
     stale: bool = False
@@ -160,51 +146,53 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
         The step to take, or the outcome if no step is needed.
     """
     if order.kind in _LEADERS and not state.leads(order):
-        return _refused(order, f"{order.kind.name} is for the leading control side, and this one does not lead")
+        return _refused(order, f"{Order.Kind.Name(order.kind)} is for the leading control side, and this one does not lead")
     if before := _recorded_outcome(state, order):
         return before
     if order.leased and not alive:
         return Step.REATTACH
     match order.kind:
-        case Kind.LEAD:
+        case Order.LEAD:
             return Step.LEAD
-        case Kind.STAGE:
+        case Order.STAGE:
             return Step.STAGE
-        case Kind.UNSTAGE:
+        case Order.UNSTAGE:
             return Step.UNSTAGE
-        case Kind.APPLY if state.power.asleep:  # on a GPU, an update during sleep is a segmentation fault (vLLM issue 57853)
-            return _refused(order, f"the weights are not awake: the engine is {state.power.name}")
-        case Kind.APPLY:
+        case Order.APPLY if state.power in SLEEP_LEVELS:
+            # On a GPU, an update during sleep is a segmentation fault (vLLM issue 57853).
+            return _refused(order, f"the weights are not awake: the engine is {Power.Name(state.power)}")
+        case Order.APPLY:
             return Step.APPLY
-        case Kind.RESUME if order.version < 1:
+        case Order.RESUME if order.version < 1:
             return _refused(order, f"expected a version to resume on, got {order.version}")
-        case Kind.RESUME if state.power > PowerState.AWAKE:
-            return _refused(order, f"the engine is not awake: it is {state.power.name}")
-        case Kind.RESUME if state.dropped:
+        case Order.RESUME if state.power > Power.AWAKE:
+            return _refused(order, f"the engine is not awake: it is {Power.Name(state.power)}")
+        case Order.RESUME if state.dropped:
             return _refused(order, "a sleep at level 2 dropped the weights: install a version first")
-        case Kind.RESUME:
+        case Order.RESUME:
             may_be_paused = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
             return Step.RESUME if may_be_paused or open_on != order.version else state.resumed_as(order)
-        case Kind.CLOSE:
+        case Order.CLOSE:
             return Step.HOLD if order.install else Step.SHUT
-        case Kind.SLEEP | Kind.WAKE if order.power not in _POWERS[order.kind]:
-            expected = " or ".join(power.name for power in _POWERS[order.kind])
-            return _refused(order, f"expected {expected} as the power to {order.kind.name} to, got {order.power.name}")
-        case Kind.SLEEP:
+        case Order.SLEEP | Order.WAKE if order.power not in _POWERS[order.kind]:
+            expected = " or ".join(Power.Name(power) for power in _POWERS[order.kind])
+            kind, power = Order.Kind.Name(order.kind), Power.Name(order.power)
+            return _refused(order, f"expected {expected} as the power to {kind} to, got {power}")
+        case Order.SLEEP:
             return _refused(order, state.cannot_sleep) if state.cannot_sleep else Step.SLEEP
-        case Kind.WAKE:
+        case Order.WAKE:
             return Step.WAKE
-    raise ValueError(f"expected an order to carry out, got {order.kind.name}")
+    raise ValueError(f"expected an order to carry out, got {Order.Kind.Name(order.kind)}")
 
 
 def _recorded_outcome(state: State, order: ControlOrder) -> Outcome | None:
     """Return the outcome of an earlier execution of the same order."""
     match order.kind:
-        case Kind.STAGE:
+        case Order.STAGE:
             done = state.staged
-        case Kind.APPLY:
+        case Order.APPLY:
             done = state.applied
-        case Kind.SLEEP | Kind.WAKE:
+        case Order.SLEEP | Order.WAKE:
             done = state.changed
         case _:
             return None
@@ -215,7 +203,7 @@ def _refused(order: ControlOrder, error: str) -> Outcome:
     return Outcome(order.kind, order.install, ok=False, error=error)
 
 
-def order_from_proto(message: server_pb2.Order) -> ControlOrder:
+def order_from_proto(message: Order) -> ControlOrder:
     """Convert an order from its wire form.
 
     Raises:
@@ -224,6 +212,19 @@ def order_from_proto(message: server_pb2.Order) -> ControlOrder:
     mode = _MODES.get(message.pause_mode, "keep") if message.pause_mode in (0, *_MODES) else None
     if mode is None:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
-    kind, power = Kind(message.kind), PowerState(message.power)
-    order = ControlOrder(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)
-    return replace(order, term=message.term, boots_another=message.boots_another)
+    if not message.kind or message.kind not in Order.Kind.values():
+        raise ValueError(f"expected an order of {Order.Kind.keys()[1:]}, got {message.kind}")
+    if message.power not in Power.values():
+        raise ValueError(f"expected a power of {Power.keys()[1:]}, got {message.power}")
+    return ControlOrder(
+        message.kind,
+        message.install,
+        message.version,
+        mode,
+        message.reason,
+        message.power,
+        message.profile,
+        message.ahead_of,
+        message.boots_another,
+        message.term,
+    )

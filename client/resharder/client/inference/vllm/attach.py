@@ -24,9 +24,9 @@ from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
-from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
-from resharder.client.inference.engine import InstallError, PowerState, refuse_config
+from resharder.client.inference.engine import InstallError, refuse_config
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import outputs, refusals, weight_transfer
@@ -37,6 +37,8 @@ from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.settings import ON_CONFIG_CHANGE
 from resharder.client.versions.remote import get_manifest
+from resharder.v1.resources_pb2 import Power
+from resharder.v1.server_pb2 import Order
 
 logger = logging.getLogger("vllm.resharder.attach")
 
@@ -143,8 +145,7 @@ async def attach(
         outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
     journal = Journal if processor is None else page().read
     numbers = metrics.numbers()
-    gate.watch(numbers)
-    gate.lease.observe(numbers.renewed)
+    numbers.connect(gate)
 
     def why_restart(version: str) -> str:
         content = get_manifest(channel, version).config
@@ -165,12 +166,12 @@ async def attach(
         if outcome is not None:
             numbers.carried_out(outcome)
             restarting = restarting or outcome.restarting
-        if end is not None and restarting and order.kind is Kind.CLOSE:  # the daemon has noted it, and this side is closed
+        if end is not None and restarting and order.kind == Order.CLOSE:  # the daemon has noted it, and this side is closed
             logger.warning("this process ends, to start again on the version's config: %s", order.reason)
             threading.Thread(target=close_and_end, name="resharder-end", daemon=True).start()
         return outcome
 
-    def status() -> tuple[PowerState, int, int]:
+    def status() -> tuple[Power, int, int]:
         return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
@@ -188,7 +189,7 @@ async def attach(
         journal=journal,
         why_restart=why_restart if settings.restarts else None,
     )
-    gate.observe_empty(thread.report_now)
+    gate.emptied.connect(thread.report_now)
     if weight_transfer.is_selected(config):
         weight_transfer.take_over(engine, _updates(gate, settings, lambda: thread.model))
     try:

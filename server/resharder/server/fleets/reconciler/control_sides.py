@@ -13,8 +13,10 @@ from resharder.server.fleets.reconciler.installs import (
     stage_order,
     why_failed,
 )
-from resharder.server.state.server import Control, InstallState, OrderFailure, OrderKind, Power, Server, Settings, processes
+from resharder.server.state.server import Control, OrderFailure, Server, Settings, processes
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
+from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 
 def claimed(server: Server, event: Claimed, now: float, settings: Settings) -> Server:
@@ -66,7 +68,7 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
     server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, left=False, failure="", ending=False)
     server = replace(server, address=event.address or server.address, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
-    orders.append(Order(event.control, OrderKind.RENEWED))
+    orders.append(Order(event.control, server_pb2.Order.RENEWED))
     if event.term > server.term:  # assigned by a daemon on another store; the engine refuses lower terms
         server = replace(server, term=event.term)
         if event.control != leader:
@@ -76,7 +78,7 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
 
 def _lead(server: Server, leader: str, orders: list[Order]) -> Server:
     """Begin a new term; the engine refuses orders of earlier ones."""
-    orders.append(Order(leader, OrderKind.LEAD))
+    orders.append(Order(leader, server_pb2.Order.LEAD))
     return replace(server, term=server.term + 1)
 
 
@@ -108,20 +110,20 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     if server.opened:
         if server.serves(server.opened):  # else its gate keeps its position
             orders.append(resume_order(server, control))
-    elif install is not None and install.state == InstallState.APPLYING:
+    elif install is not None and install.state == resources_pb2.Install.APPLYING:
         if not leads:  # a leader gets APPLY below, or executes it: its gate may be closed after a failure
             orders.append(hold_order(install, control))
     elif server.torn:
         reason = "the last install went wrong half-way" if went_half_way(server) else closed_because(server)
-        orders.append(Order(control.nonce, OrderKind.CLOSE, reason=reason))
+        orders.append(Order(control.nonce, server_pb2.Order.CLOSE, reason=reason))
     elif (server.goal.strict or not server.goal.in_service) and not (server.lingers and server.goal.permits(server.lingers)):
-        orders.append(Order(control.nonce, OrderKind.CLOSE, reason=closed_because(server)))
+        orders.append(Order(control.nonce, server_pb2.Order.CLOSE, reason=closed_because(server)))
     if not leads or install is None or not install.active or control.busy == install.id:
         return server
-    if install.state == InstallState.STAGING:
+    if install.state == resources_pb2.Install.STAGING:
         orders.append(stage_order(server, install))
     else:
-        orders.append(Order(control.nonce, OrderKind.APPLY, install.id, install.version, profile=install.profiled))
+        orders.append(Order(control.nonce, server_pb2.Order.APPLY, install.id, install.version, profile=install.profiled))
     return replace(server, install=replace(install, control_done=False))
 
 
@@ -131,9 +133,9 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
     if control is None:
         return server
     was_busy = server.busy_elsewhere(control)
-    idle = event.done is not None and event.install == control.busy
-    closed = event.done in (OrderKind.CLOSE, OrderKind.APPLY, OrderKind.SLEEP)
-    opened = event.done == OrderKind.RESUME and event.ok and bool(server.opened) and event.install == server.opened_by
+    idle = bool(event.done) and event.install == control.busy
+    closed = event.done in (server_pb2.Order.CLOSE, server_pb2.Order.APPLY, server_pb2.Order.SLEEP)
+    opened = event.done == server_pb2.Order.RESUME and event.ok and bool(server.opened) and event.install == server.opened_by
     control = replace(
         control,
         seen=now,
@@ -144,13 +146,13 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
     controls = tuple(control if c.nonce == control.nonce else c for c in server.controls)
     server = replace(server, controls=controls, seen=now)
     server = replace(_powered(server, control.nonce, event.power), lingers=_lingering(server))
-    orders.append(Order(control.nonce, OrderKind.RENEWED))
+    orders.append(Order(control.nonce, server_pb2.Order.RENEWED))
     leads = control.nonce == server.controls[0].nonce
     if event.leaving or event.failure:
         return _ended(server, control, event.failure, now, orders)
     if was_busy and idle:
         return _greet(server, control, orders, leads=leads)
-    return _order_done(server, event, now, settings, orders) if leads and event.done is not None else server
+    return _order_done(server, event, now, settings, orders) if leads and event.done else server
 
 
 def _ended(server: Server, control: Control, failure: str, now: float, orders: list[Order]) -> Server:
@@ -171,7 +173,7 @@ def _ended(server: Server, control: Control, failure: str, now: float, orders: l
 
 def _ended_while(server: Server) -> str:
     if server.change is not None:
-        return f"it ended while it changed its power to {server.change.power.name}"
+        return f"it ended while it changed its power to {Power.Name(server.change.power)}"
     return f"it ended while it installed version {server.install.version if server.install else 0}"
 
 
@@ -185,9 +187,9 @@ def lose(server: Server, now: float) -> Server:
 def _order_done(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
     """Record the outcome of an order of the leader."""
     install, change = server.install, server.change
-    if change is not None and event.install == change.id and event.done in (OrderKind.SLEEP, OrderKind.WAKE):
+    if change is not None and event.install == change.id and event.done in (server_pb2.Order.SLEEP, server_pb2.Order.WAKE):
         return power_changed(server, change, event, now, settings)
-    if event.done == OrderKind.RESUME and server.opened and event.install == server.opened_by:
+    if event.done == server_pb2.Order.RESUME and server.opened and event.install == server.opened_by:
         if not event.ok:
             # The workers are verified, but the engine does not resume: do not serve from it.
             error = f"could not resume on version {server.opened}: {event.error}"
@@ -197,14 +199,14 @@ def _order_done(server: Server, event: Reported, now: float, settings: Settings,
     if install is None or not install.active or event.install != install.id:
         return server
     install = replace(install, timings=event.timings)
-    if event.restarting and event.done == OrderKind.STAGE:
+    if event.restarting and event.done == server_pb2.Order.STAGE:
         return _restarting(end_install(server, install, event.error, now), orders)
-    if not event.ok and event.done in (OrderKind.STAGE, OrderKind.APPLY):
+    if not event.ok and event.done in (server_pb2.Order.STAGE, server_pb2.Order.APPLY):
         install = replace(install, order_failed=OrderFailure(event.done, event.error, event.workers_failed, now))
         server = replace(server, install=install)
         error = why_failed(server, install, now)
         return fail(server, install, error, now, settings) if error else server
-    if event.done == OrderKind.APPLY and install.state == InstallState.APPLYING:
+    if event.done == server_pb2.Order.APPLY and install.state == resources_pb2.Install.APPLYING:
         return replace(server, install=replace(install, control_done=True))
     return server
 

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from resharder.server.state.server import Control, Install, InstallState, OrderKind, Power, Server, Settings
+from resharder.server.state.server import ASLEEP, Control, Install, Server, Settings
 from resharder.server.state.server_events import Order
+from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 
 def closing(server: Server) -> dict[str, Any]:
@@ -15,7 +17,9 @@ def closing(server: Server) -> dict[str, Any]:
 
 def hold_order(install: Install, control: Control) -> Order:
     """Return the order to hold requests for an install rather than refuse them."""
-    return Order(control.nonce, OrderKind.CLOSE, install.id, install.version, f"version {install.version} is being installed")
+    return Order(
+        control.nonce, server_pb2.Order.CLOSE, install.id, install.version, f"version {install.version} is being installed"
+    )
 
 
 def close_gate(server: Server, orders: list[Order]) -> Server:
@@ -36,7 +40,7 @@ def leave_aborted(server: Server, settings: Settings, orders: list[Order]) -> Se
 
 def close(server: Server, reason: str, orders: list[Order]) -> Server:
     """Order all control sides to close the gate."""
-    orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]
+    orders += [Order(control.nonce, server_pb2.Order.CLOSE, reason=reason) for control in server.controls]
     return replace(server, **closing(server))
 
 
@@ -50,7 +54,7 @@ def closed_because(server: Server) -> str:
 def went_half_way(server: Server) -> bool:
     """Return whether an install, rather than a sleep at level 2, left workers torn."""
     by_sleep = Power.ASLEEP_2 in (server.goal.power, server.power) or server.power == Power.WEIGHTS_AWAKE
-    return bool(server.torn) and not by_sleep and not (server.change is not None and server.change.power.asleep)
+    return bool(server.torn) and not by_sleep and not (server.change is not None and server.change.power in ASLEEP)
 
 
 def open_gate(server: Server, orders: list[Order]) -> Server:
@@ -58,7 +62,7 @@ def open_gate(server: Server, orders: list[Order]) -> Server:
     held = server.agreed
     if server.opened or not server.serves(held) or server.differs or not server.goal.permits(held):
         return server
-    if server.power not in (Power.AWAKE, Power.UNKNOWN) or server.change is not None:
+    if server.power not in (Power.AWAKE, Power.POWER_UNSPECIFIED) or server.change is not None:
         return server
     controls = tuple(replace(control, closing=False) for control in server.controls)
     failures = {version: failure for version, failure in server.failures.items() if version != held}
@@ -70,10 +74,10 @@ def open_gate(server: Server, orders: list[Order]) -> Server:
 
 def _opening(server: Server) -> str:
     install = server.install
-    fits = install is not None and install.state == InstallState.COMMITTED and install.version == server.opened
+    fits = install is not None and install.state == resources_pb2.Install.COMMITTED and install.version == server.opened
     return install.id if install is not None and fits else f"{server.life}-0"
 
 
 def resume_order(server: Server, control: Control) -> Order:
     """Return the order to open the gate on `opened` and, for a paused leader, to resume the engine."""
-    return Order(control.nonce, OrderKind.RESUME, server.opened_by, server.opened)
+    return Order(control.nonce, server_pb2.Order.RESUME, server.opened_by, server.opened)

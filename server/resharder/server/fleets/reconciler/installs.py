@@ -4,20 +4,10 @@ from dataclasses import replace
 
 from resharder.server.fleets.reconciler.gate import closing, hold_order
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.server import (
-    Change,
-    Control,
-    Failure,
-    Install,
-    InstallState,
-    OrderKind,
-    Power,
-    Server,
-    Settings,
-    Worker,
-    WorkerState,
-)
+from resharder.server.state.server import ASLEEP, Change, Control, Failure, Install, Server, Settings, Worker
 from resharder.server.state.server_events import Order, Reported
+from resharder.v1 import resources_pb2, server_pb2
+from resharder.v1.resources_pb2 import Power
 
 _REPORT_SECONDS = 5.0  # for the report of a worker that has failed, after the outcome of the order
 
@@ -29,13 +19,13 @@ def all_ranks(server: Server) -> frozenset[int]:
 
 def end_install(server: Server, install: Install, error: str, now: float) -> Server:
     """End an install for a reason that does not count against its version."""
-    install = replace(install, state=InstallState.FAILED, error=error, ended=now)
+    install = replace(install, state=resources_pb2.Install.FAILED, error=error, ended=now)
     return replace(server, install=install, ended=install)
 
 
 def fail(server: Server, install: Install, error: str, now: float, settings: Settings) -> Server:
     """End an install as failed, which counts against its version; the staging of a profiled install does not count."""
-    if install.profiled and install.state == InstallState.STAGING:  # an install for a profile, which has changed nothing
+    if install.profiled and install.state == resources_pb2.Install.STAGING:  # an install for a profile, which has changed nothing
         return end_install(server, install, error, now)
     return end_install(note_failure(server, install.version, error, now, settings), install, error, now)
 
@@ -55,16 +45,19 @@ def advance_install(server: Server, now: float, settings: Settings, orders: list
     if error := why_failed(server, install, now):
         return fail(server, install, error, now, settings)
     about = _about(server, install)
-    if install.state == InstallState.STAGING and len(about) == server.world_size:
+    if install.state == resources_pb2.Install.STAGING and len(about) == server.world_size:
         return _apply(server, install, now, orders) if server.goal.apply else server
-    applied = len(about) == server.world_size and all(w.state == WorkerState.APPLIED for w in about.values())
-    if install.state == InstallState.APPLYING and applied and install.control_done:
+    applied = len(about) == server.world_size and all(w.state == resources_pb2.Worker.APPLIED for w in about.values())
+    if install.state == resources_pb2.Install.APPLYING and applied and install.control_done:
         return _commit(server, install, now)
     if now > install.step_started + settings.install_step:
         done = sorted(
-            rank for rank, w in about.items() if w.state == WorkerState.APPLIED or install.state == InstallState.STAGING
+            rank
+            for rank, w in about.items()
+            if w.state == resources_pb2.Worker.APPLIED or install.state == resources_pb2.Install.STAGING
         )
-        what = f"{install.state.name.lower()} took longer than {settings.install_step:g} s; done: workers {done}"
+        half = resources_pb2.Install.State.Name(install.state).lower()
+        what = f"{half} took longer than {settings.install_step:g} s; done: workers {done}"
         return fail(server, install, what, now, settings)
     return server
 
@@ -81,23 +74,24 @@ def why_failed(server: Server, install: Install, now: float) -> str:
     reports a failure in time.
     """
     for rank, worker in _about(server, install).items():
-        if worker.state == WorkerState.FAILED:
+        if worker.state == resources_pb2.Worker.FAILED:
             return f"worker {rank}: {worker.error or 'no reason given'}"
-        if worker.state == WorkerState.APPLIED and worker.version != install.version:
+        if worker.state == resources_pb2.Worker.APPLIED and worker.version != install.version:
             return f"worker {rank} applied version {worker.version} instead"
     failed = install.order_failed
     if failed is None or (failed.workers_failed and now <= failed.at + _REPORT_SECONDS):
         return ""
-    return failed.error if failed.workers_failed else f"the control side could not {failed.kind.name.lower()} it: {failed.error}"
+    order = server_pb2.Order.Kind.Name(failed.kind).lower()
+    return failed.error if failed.workers_failed else f"the control side could not {order} it: {failed.error}"
 
 
 def _apply(server: Server, install: Install, now: float, orders: list[Order]) -> Server:
     leader, *others = server.controls
     orders += [hold_order(install, control) for control in others]
-    orders.append(Order(leader.nonce, OrderKind.APPLY, install.id, install.version, profile=install.profiled))
+    orders.append(Order(leader.nonce, server_pb2.Order.APPLY, install.id, install.version, profile=install.profiled))
     return replace(
         server,
-        install=replace(install, state=InstallState.APPLYING, step_started=now, order_failed=None),
+        install=replace(install, state=resources_pb2.Install.APPLYING, step_started=now, order_failed=None),
         workers={rank: replace(worker, ordered=True) for rank, worker in server.workers.items()},
         torn=all_ranks(server),
         **closing(server),
@@ -105,7 +99,7 @@ def _apply(server: Server, install: Install, now: float, orders: list[Order]) ->
 
 
 def _commit(server: Server, install: Install, now: float) -> Server:
-    install = replace(install, state=InstallState.COMMITTED, ended=now)
+    install = replace(install, state=resources_pb2.Install.COMMITTED, ended=now)
     return replace(
         server,
         install=install,
@@ -146,7 +140,7 @@ def begin_install(server: Server, now: float, settings: Settings, orders: list[O
     """Begin the next due install, unless an install or a change of power is in progress or the server sleeps."""
     if (server.install is not None and server.install.active) or server.change is not None:
         return server
-    if server.power.asleep or server.goal.power.asleep:
+    if server.power in ASLEEP or server.goal.power in ASLEEP:
         return server
     version = target(server, settings)
     if not version or (version in server.failures and now < server.failures[version].retry_at):
@@ -159,7 +153,7 @@ def stage(server: Server, version: int, now: float, orders: list[Order], *, prof
     number = server.installs + 1
     ahead_of = server.opened if server.is_ahead(version) else 0
     id = f"{server.life}-{number}"
-    install = Install(id, version, InstallState.STAGING, now, now, profiled=profiled, ahead_of=ahead_of)
+    install = Install(id, version, resources_pb2.Install.STAGING, now, now, profiled=profiled, ahead_of=ahead_of)
     server = replace(server, install=install, installs=number)
     orders.append(stage_order(server, install))
     return server
@@ -169,7 +163,7 @@ def stage_order(server: Server, install: Install) -> Order:
     """Return the order to the leader to stage an install."""
     return Order(
         server.controls[0].nonce,
-        OrderKind.STAGE,
+        server_pb2.Order.STAGE,
         install.id,
         install.version,
         profile=install.profiled,
@@ -189,13 +183,13 @@ def is_at_rest(server: Server) -> bool:
 def drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
     """End the staging of a version that is no longer the target, or that is not due before the server wakes."""
     install = server.install
-    if install is None or install.state != InstallState.STAGING:
+    if install is None or install.state != resources_pb2.Install.STAGING:
         return server
     recovers = not server.opened and install.version == server.confirmed
     wanted = server.goal.version is None or install.version == server.wanted or recovers
-    if wanted and server.serves(install.version) and not server.goal.power.asleep:
+    if wanted and server.serves(install.version) and server.goal.power not in ASLEEP:
         return server
-    orders.append(Order(server.controls[0].nonce, OrderKind.UNSTAGE, install.id, install.version))
+    orders.append(Order(server.controls[0].nonce, server_pb2.Order.UNSTAGE, install.id, install.version))
     return end_install(server, install, f"version {install.version} is no longer the target", now)
 
 
@@ -217,13 +211,13 @@ def change_power(server: Server, now: float, settings: Settings, orders: list[Or
     return server
 
 
-def _next_power(server: Server, now: float, settings: Settings) -> Power | None:
+def _next_power(server: Server, now: float, settings: Settings) -> "Power | None":
     have, goal = server.power, server.goal.power
-    if have == Power.UNKNOWN or (server.change_failed is not None and now < server.change_failed.retry_at):
+    if have == Power.POWER_UNSPECIFIED or (server.change_failed is not None and now < server.change_failed.retry_at):
         return None
-    if goal.asleep:
-        return None if have.asleep else goal
-    if have.asleep:
+    if goal in ASLEEP:
+        return None if have in ASLEEP else goal
+    if have in ASLEEP:
         return Power.WEIGHTS_AWAKE
     if have == Power.WEIGHTS_AWAKE and goal == Power.AWAKE and server.serves(server.agreed):
         version = target(server, settings)
@@ -235,7 +229,7 @@ def _next_power(server: Server, now: float, settings: Settings) -> Power | None:
 def power_order(server: Server, leader: Control) -> Order:
     """Return the order of the current change of power."""
     assert server.change is not None
-    kind = OrderKind.SLEEP if server.change.power.asleep else OrderKind.WAKE
+    kind = server_pb2.Order.SLEEP if server.change.power in ASLEEP else server_pb2.Order.WAKE
     return Order(leader.nonce, kind, server.change.id, power=server.change.power, reason="the fleet's power state")
 
 
@@ -245,6 +239,6 @@ def power_changed(server: Server, change: Change, event: Reported, now: float, s
         return replace(server, change=None, change_failed=None, power=change.power)
     count = server.change_failed.count + 1 if server.change_failed else 1
     wait = backoff(count, settings.first_retry, settings.last_retry)
-    failed = Failure(count, f"could not go {change.power.name}: {event.error}", now + wait)
+    failed = Failure(count, f"could not go {Power.Name(change.power)}: {event.error}", now + wait)
     server = replace(server, change=None, change_failed=failed)
     return replace(server, power=event.power) if event.power else server

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from resharder.server.fleets.reconciler.installs import end_install, fail
-from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
+from resharder.server.state.server import Install, Server, Settings, Worker
+from resharder.v1 import resources_pb2
 
 
 def worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
@@ -64,7 +65,7 @@ def _worker_taken(server: Server, report: Worker, now: float, settings: Settings
     install = server.install
     if install is not None and report.install == install.id:
         return _keep_worker(server, _merge(server, install, known, report))
-    if report.state == WorkerState.EMPTY and not report.error and (install is None or not install.active):
+    if report.state == resources_pb2.Worker.EMPTY and not report.error and (install is None or not install.active):
         return _keep_worker(
             server, replace(report, ordered=known.ordered)
         )  # its weights were dropped, by an order or by another program
@@ -87,11 +88,11 @@ def _judged(server: Server, report: Worker) -> Worker:
     theirs = f"fingerprint {stored[:12]}" if stored is not None else "none READY"
     error = f"it holds a version {report.version} of fingerprint {report.fingerprint[:12] or 'unknown'}, the store has {theirs}"
     ordered = server.install is not None and server.install.active and report.install == server.install.id
-    return replace(report, state=WorkerState.FAILED if ordered else WorkerState.EMPTY, version=0, error=error)
+    return replace(report, state=resources_pb2.Worker.FAILED if ordered else resources_pb2.Worker.EMPTY, version=0, error=error)
 
 
 def _proven(report: Worker) -> int:
-    return report.version if report.state in (WorkerState.BOOTED, WorkerState.APPLIED) else 0
+    return report.version if report.state in (resources_pb2.Worker.BOOTED, resources_pb2.Worker.APPLIED) else 0
 
 
 def _holding(report: Worker) -> Worker:
@@ -104,12 +105,12 @@ def _holding(report: Worker) -> Worker:
 def _merge(server: Server, install: Install, known: Worker, report: Worker) -> Worker:
     """Return the state of a known worker after its report on the current or last install."""
     report = replace(report, ordered=known.ordered, holds=known.holds, held_as=known.held_as, differs=known.differs)
-    if report.state == WorkerState.APPLIED:
+    if report.state == resources_pb2.Worker.APPLIED:
         return _holding(report)
-    if report.state == WorkerState.FAILED:
-        written = report.rank in server.torn or install.state == InstallState.COMMITTED
+    if report.state == resources_pb2.Worker.FAILED:
+        written = report.rank in server.torn or install.state == resources_pb2.Install.COMMITTED
         return _holding(report) if written else report
-    if known.install == report.install and known.state in (WorkerState.APPLIED, WorkerState.FAILED):
+    if known.install == report.install and known.state in (resources_pb2.Worker.APPLIED, resources_pb2.Worker.FAILED):
         return known  # a late STAGED
     return report
 

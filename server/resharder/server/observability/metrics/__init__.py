@@ -1,8 +1,7 @@
 """Metrics for Prometheus: counters of events (`counters.py`), and gauges computed at each scrape (`gauges.py`).
 
     registry, observed = metrics.make(release)
-    intake.observe(observed)
-    fleets.observe(observed)
+    observed.connect(intake, fleets, events)
     metrics.show(registry, lambda: snapshot.take(intake, fleets))
     metrics.text(registry)
 
@@ -19,7 +18,7 @@ from resharder.server.observability.snapshot import Snapshot
 
 
 def make(release: str) -> tuple[CollectorRegistry, Observed]:
-    """Return a registry and the observer that counts into it."""
+    """Return a registry and the counters in it."""
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     Gauge("resharder_build_info", "The daemon's release; always 1", ["release"], registry=registry).labels(release).set(1)

@@ -5,11 +5,11 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server.direct.direct import Cause
-from resharder.server.fleets.fleets import FleetObserver
-from resharder.server.infra.event_log import Event, Kind
-from resharder.server.ingest.intake import IngestObserver, Phase
-from resharder.server.state.fleet import Fleet, MoveState
-from resharder.server.state.server import Install, InstallState, Server, Worker
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.event_log import Event, Events, Kind
+from resharder.server.ingest.intake import Intake, Phase
+from resharder.server.state.fleet import Fleet
+from resharder.server.state.server import Install, Server, Worker
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING
 from resharder.v1 import resources_pb2
@@ -23,15 +23,15 @@ EVENTS: dict[Kind, tuple[str, ...]] = {
     "daemon": ("started", "store_lost", "store_back"),
     "version": tuple(state.lower() for state in (UPLOADING, READY, RETIRED, ABORTED)),
     "server": (*(name.lower() for name, state in resources_pb2.Server.State.items() if state), "left", "differs", "altered"),
-    "move": tuple(state.name.lower() for state in MoveState),
+    "move": tuple(name.lower() for name, state in resources_pb2.Move.State.items() if state),
     "archive": ("archived", "restored", "failed"),
     "node": ("joined", "left", "lost"),
 }
 """Events whose series begin at 0. Those of operators are named after their calls, and begin when they happen."""
 
 
-class Observed(IngestObserver, FleetObserver):
-    """Observer of ingest and fleets that counts into a registry. Thread-safe; no method blocks."""
+class Observed:
+    """Counters of what ingest, fleets and the direct path emit. Thread-safe; no method blocks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -104,6 +104,16 @@ class Observed(IngestObserver, FleetObserver):
             for what in whats:
                 self._events.labels(kind, what)
 
+    def connect(self, intake: Intake, fleets: Fleets, events: Events) -> None:
+        """Count everything that a daemon's parts emit from now on."""
+        intake.phase_ended.connect(self.publish_phase)
+        intake.received.connect(self.received)
+        intake.slot_sealed.connect(self.slot_sealed)
+        intake.rank_lost.connect(self.rank_lost)
+        fleets.server_stepped.connect(self.server_stepped)
+        fleets.fleet_stepped.connect(self.fleet_stepped)
+        events.added.connect(self.happened)
+
     # Publishing
 
     def publish_phase(self, phase: Phase, model: str, seconds: float) -> None:
@@ -155,8 +165,8 @@ class Observed(IngestObserver, FleetObserver):
 
     def _install_ended(self, before: Server, after: Server, install: Install) -> None:
         self._installs.labels(after.fleet, outcome(before, after, install)).inc()
-        if install.state != InstallState.COMMITTED:
-            if before.install is not None and before.install.state == InstallState.APPLYING:
+        if install.state != resources_pb2.Install.COMMITTED:
+            if before.install is not None and before.install.state == resources_pb2.Install.APPLYING:
                 self._torn.labels(after.fleet).inc()
             return
         workers = [worker for worker in after.workers.values() if worker.install == install.id]
@@ -171,7 +181,7 @@ class Observed(IngestObserver, FleetObserver):
                 self._stage_rate.labels(transport).observe(worker.needed_bytes / worker.stage_seconds)
 
     def _phases(self, fleet: str, install: Install, timings: Iterable[Timing]) -> None:
-        for timing in timings if install.state == InstallState.COMMITTED else ():
+        for timing in timings if install.state == resources_pb2.Install.COMMITTED else ():
             if timing.phase in CONTROL_PHASES:
                 self._install.labels(fleet, timing.phase).observe(timing.seconds)
 
@@ -180,7 +190,11 @@ class Observed(IngestObserver, FleetObserver):
         move = after.move
         if move is None or move.active or before is None or before.moving is None:
             return
-        self._moves.labels(after.name, move.strategy.kind.name.lower(), move.state.name.lower()).observe(move.seconds)
+        self._moves.labels(
+            after.name,
+            resources_pb2.UpdateStrategy.Kind.Name(move.strategy.kind).lower(),
+            resources_pb2.Move.State.Name(move.state).lower(),
+        ).observe(move.seconds)
 
     def transferred(self, seconds: float, cause: Cause | None) -> None:
         """Count a transfer over the direct path, or with a cause a fallback to the staged path."""
@@ -206,6 +220,6 @@ def _verify_seconds(worker: Worker) -> float | None:
 
 def outcome(before: Server, after: Server, install: Install) -> InstallOutcome:
     """Return the outcome of an install that ended between two states of its server."""
-    if install.state == InstallState.COMMITTED:
+    if install.state == resources_pb2.Install.COMMITTED:
         return "committed"
     return "failed" if after.attempts(install.version) > before.attempts(install.version) else "given_up"

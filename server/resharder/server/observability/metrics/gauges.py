@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from resharder.server.ingest.publisher import current
-from resharder.server.nodes.reports import NodeState
 from resharder.server.observability.snapshot import Snapshot
-from resharder.server.state.fleet import MoveState
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
@@ -117,9 +115,9 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
         behind.add_metric(names, lag.versions)
         since.add_metric(names, max(0.0, now.time - lag.since) if lag.since else 0.0)
         refused.add_metric(names, len(fleet.refused))
-        for move in MoveState:
-            if move not in (MoveState.DONE, MoveState.FAILED):
-                moves.add_metric([*names, move.name], float(fleet.moving is not None and fleet.moving.state == move))
+        for name, state in resources_pb2.Move.State.items():
+            if state not in (resources_pb2.Move.STATE_UNSPECIFIED, resources_pb2.Move.DONE, resources_pb2.Move.FAILED):
+                moves.add_metric([*names, name], float(fleet.moving is not None and fleet.moving.state == state))
         going.add_metric(names, view.moving_for)
         found = [one for server in group for one in server.server.verifications]
         verified.add_metric([*names, "digest"], sum(one.digested_bytes for one in found))
@@ -131,9 +129,10 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
 def _nodes(now: Snapshot) -> Iterator[Metric]:
     states = GaugeMetricFamily("resharder_nodes", "Nodes by state", labels=["state"])
     counts = Counter(view.state for view in now.nodes)
-    for state in NodeState:
-        states.add_metric([state.name], counts[state])
-    live = [view for view in now.nodes if view.state is not NodeState.LOST]
+    for name, state in resources_pb2.Node.State.items():
+        if state:
+            states.add_metric([name], counts[state])
+    live = [view for view in now.nodes if view.state != resources_pb2.Node.LOST]
     reports = [view.report for view in live]
     memory = GaugeMetricFamily(
         "resharder_node_used_bytes", "Bytes of versions on nodes", value=sum(r.used_bytes for r in reports)

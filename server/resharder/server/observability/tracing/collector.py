@@ -4,18 +4,17 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from resharder.server.fleets.fleets import FleetObserver
-from resharder.server.ingest.intake import IngestObserver
 from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.observability.tracing.spans import Span, boot_spans, control_spans, install_spans, version_spans
-from resharder.server.state.server import Server, WorkerState
+from resharder.server.state.server import Server
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.catalogue import Catalogue
+from resharder.v1 import resources_pb2
 
 
-class Traced(FleetObserver, IngestObserver):
-    """Observer of ingest and fleets that adds spans to a trace exporter."""
+class Traced:
+    """Spans of what ingest and fleets emit, for a trace exporter."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Traced(FleetObserver, IngestObserver):
             for worker in after.workers.values():
                 was = before.workers.get(worker.rank)
                 fresh = was is None or was.process != worker.process
-                if fresh and worker.state == WorkerState.BOOTED and worker.version == after.boot_version:
+                if fresh and worker.state == resources_pb2.Worker.BOOTED and worker.version == after.boot_version:
                     self._add(after.model, worker.version, partial(boot_spans, after, worker))
 
     def _add(self, model: str, version: int, spans: Callable[[], Iterable[Span]]) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from resharder.server.ingest.upload import SlotDelivery
-from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.state.server import Install, Server, Worker
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, VersionRecord
+from resharder.v1 import resources_pb2
 
 ROOT = "version"
 Attributes = Mapping[str, str | int]
@@ -76,8 +77,11 @@ def boot_spans(server: Server, worker: Worker) -> list[Span]:
 
 def install_spans(server: Server, install: Install, to_wall: float) -> list[Span]:
     """Return the spans of an install that has ended. `to_wall`: seconds to add to its times for seconds since 1970."""
-    error = install.error or "failed" if install.state == InstallState.FAILED else ""
-    attributes = _about(server) | {"resharder.install": install.id, "resharder.state": install.state.name}
+    error = install.error or "failed" if install.state == resources_pb2.Install.FAILED else ""
+    attributes = _about(server) | {
+        "resharder.install": install.id,
+        "resharder.state": resources_pb2.Install.State.Name(install.state),
+    }
     path = _path(install)
     whole = Span(path, ROOT, "install", install.started + to_wall, install.ended + to_wall, error, attributes)
     workers = [worker for _, worker in sorted(server.workers.items()) if worker.install == install.id]
@@ -102,7 +106,7 @@ def _path(install: Install) -> str:
 
 def _worker(parent: str, server: Server, worker: Worker) -> Iterator[Span]:
     attributes = {"resharder.server": server.id} | _of_worker(worker)
-    error = worker.error or "failed" if worker.state == WorkerState.FAILED else ""
+    error = worker.error or "failed" if worker.state == resources_pb2.Worker.FAILED else ""
     yield from _phases(parent, f"{parent}/{worker.rank}", worker.timings, attributes, error)
 
 
