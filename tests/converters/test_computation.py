@@ -291,6 +291,8 @@ def test_a_model_of_the_recipe_computes_what_transformers_does(family: str, chan
     ("family", "changes", "value"),
     [
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("llama", {"hidden_act": "laplace"}, "hidden_act='laplace'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0"),

@@ -42,6 +42,7 @@ def changed(config: Config, path: tuple[str, ...], value: Any) -> Config:
 UNSET: dict[str, list[Any]] = {
     "attn_logit_softcapping": [5.0],
     "clip_qkv": [8.0],
+    "final_logit_softcapping": [2.0],
     "q_lora_rank": [24],
     "sliding_window": [5],
     "use_bidirectional_attention": [True],

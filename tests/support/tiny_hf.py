@@ -73,14 +73,13 @@ _GEMMA = _COMMON | {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 200,
     "sliding_window": 7,
-    "final_logit_softcapping": 2.0,
 }
 _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "rope_parameters": _YARN},
     "deepseek_v2_lite": _LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": _LATENT
     | {"model_type": "deepseek_v3", "num_experts_per_tok": 4, "rope_parameters": _YARN, "num_nextn_predict_layers": 1},
-    "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 5.0},
+    "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0},
     "gemma3": _GEMMA
     | {
         "model_type": "gemma3_text",

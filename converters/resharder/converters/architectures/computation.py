@@ -467,10 +467,6 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "gemma2.final_logit_softcapping",
         "gemma3_text.rope_theta",
     ),
-    "megatron-core has no argument for it, nor has Megatron-Bridge": (
-        "gemma3_text.attn_logit_softcapping",
-        "gemma3_text.final_logit_softcapping",
-        "gemma3_text.rope_type",
-    ),
+    "megatron-core has no argument for it, nor has Megatron-Bridge": ("gemma3_text.rope_type",),
 }
 """Fields of config.json of which another value is taken, by the reason; after a model type, for it alone."""

@@ -16,7 +16,10 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
-    """Return Gemma 2's recipe with `qk_layernorm`, and the rotary bases of layers with and without a window."""
+    """Return Gemma 2's recipe with `qk_layernorm`, and the rotary bases of layers with and without a window.
+
+    Neither megatron-core nor Megatron-Bridge has softcaps for this family, which the config may set.
+    """
     built = gemma2.recipe(config, integer(config, "sliding_window_pattern", default=6), qk_layernorm=True)
     rope = config.get("rope_parameters") or {}
     everywhere, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
@@ -27,4 +30,5 @@ def recipe(config: HFConfig) -> Recipe:
     extras = replace(built.extras, local_rotary_base=local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
     other = () if kind in ("default", "linear") else (f"rope_type={kind!r}",)
     made = built.but(model | {"seq_len_interpolation_factor": scaling})
+    made = made.unless(config, attn_logit_softcapping=None, final_logit_softcapping=None)
     return replace(made, extras=extras, beyond=(*made.beyond, *other))

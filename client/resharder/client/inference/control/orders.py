@@ -211,11 +211,11 @@ def order_from_proto(message: Order) -> ControlOrder:
     """
     mode = _MODES.get(message.pause_mode, "keep") if message.pause_mode in (0, *_MODES) else None
     if mode is None:
-        raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
+        raise ValueError(f"expected {', '.join(resources_pb2.PauseMode.keys()[1:])} as the pause mode, got {message.pause_mode}")
     if not message.kind or message.kind not in Order.Kind.values():
-        raise ValueError(f"expected an order of {Order.Kind.keys()[1:]}, got {message.kind}")
+        raise ValueError(f"expected {', '.join(Order.Kind.keys()[1:])} as the kind of an order, got {message.kind}")
     if message.power not in Power.values():
-        raise ValueError(f"expected a power of {Power.keys()[1:]}, got {message.power}")
+        raise ValueError(f"expected {', '.join(Power.keys()[1:])} as the power, got {message.power}")
     return ControlOrder(
         message.kind,
         message.install,
