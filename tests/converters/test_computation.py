@@ -3,6 +3,7 @@ was built, is not."""
 
 import dataclasses
 import inspect
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support.megatron_models import build_model
 # isort: split
 import torch
 import torch.nn.functional as F
+from megatron.core import package_info
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -24,13 +26,22 @@ from megatron.core.transformer import MLATransformerConfig
 from resharder.converters.allowances import collecting
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.agreement import FIELDS, SWITCHES
-from resharder.converters.architectures.computation import NOT_COMPARED, ROTARY, aspects
+from resharder.converters.architectures.computation import (
+    NOT_COMPARED,
+    PARALLELISM,
+    ROTARY,
+    UNSUPPORTED,
+    aspects,
+    known_arguments,
+)
 from resharder.converters.architectures.rotary import rotary_of
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.models.megatron.layout import local_layout
+from resharder.converters.models.megatron.release import TESTED
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Config = dict[str, Any]
+RELEASES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "agreement.md"
 EXPERTS = [family for family in tiny_hf.FAMILIES if "num_experts_per_tok" in tiny_hf.tiny_config(family)]
 
@@ -71,6 +82,9 @@ INERT = [
     ("window_attn_skip_freq", None),
     ("moe_router_num_groups", None),
     ("moe_router_group_topk", None),
+    ("use_mup", False),
+    ("mup_embedding_mult", 1.0),
+    ("mup_output_mult", 1.0),
 ]
 """Arguments that have no effect beside another one."""
 
@@ -327,18 +341,43 @@ def arguments_of_megatron() -> set[str]:
     return own | set(inspect.signature(GPTModel.__init__).parameters) - {"self", "config"}
 
 
-def test_every_argument_of_megatron_is_compared_or_listed_with_a_reason() -> None:
+def test_every_argument_is_on_one_list() -> None:
     recipes = [architecture_of(config).recipe(config) for config in map(tiny_hf.tiny_config, tiny_hf.FAMILIES)]
     compared = {name for recipe in recipes for aspect in aspects(recipe) for name in aspect.attributes}
     compared |= {*FIELDS, *SWITCHES, *ROTARY}
-    listed = [name for names in NOT_COMPARED.values() for name in names]
+    listed = [*(name for names in NOT_COMPARED.values() for name in names), *PARALLELISM, *UNSUPPORTED]
     assert len(listed) == len(set(listed))
     assert not compared & set(listed)
-    assert arguments_of_megatron() <= compared | set(listed)
-    assert set(listed) <= arguments_of_megatron()
+    assert known_arguments() == compared | set(listed)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_argument_of_a_release_is_compared_refused_or_listed_with_a_reason(release: str) -> None:
+    """A release that adds one fails here, after `python -m tools.megatron_arguments` has read its wheel."""
+    of_release = {*RELEASES[release]["models"], *RELEASES[release]["parallelism"]}
+    assert of_release - known_arguments() == set()
+    assert set(RELEASES[release]["parallelism"]) <= {*PARALLELISM, *UNSUPPORTED}
+
+
+def test_no_list_names_an_argument_that_no_release_has() -> None:
+    of_some = {name for each in RELEASES.values() for names in each.values() for name in names}
+    assert {*(name for names in NOT_COMPARED.values() for name in names), *PARALLELISM, *UNSUPPORTED} <= of_some
+
+
+def test_the_data_have_every_tested_release_and_agree_with_the_installed_one() -> None:
+    assert {".".join(release.split(".")[:2]) for release in RELEASES} == set(TESTED)
+    installed = RELEASES[package_info.__version__]
+    assert set(installed["models"]) == arguments_of_megatron()
+    assert set(installed["parallelism"]) == {each.name for each in dataclasses.fields(ModelParallelConfig)}
 
 
 def test_the_page_lists_every_argument_that_is_not_compared() -> None:
     rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     listed = {reason.strip(): tuple(re.findall("`([^`]+)`", names)) for reason, names in rows}
     assert {reason: listed.get(reason) for reason in NOT_COMPARED} == dict(NOT_COMPARED)
+
+
+def test_the_page_lists_every_option_that_is_refused() -> None:
+    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    listed = {name: reason.strip() for reason, names in rows for name in re.findall("`([^`]+)`", names)}
+    assert {name: listed.get(name) for name in UNSUPPORTED} == dict(UNSUPPORTED)

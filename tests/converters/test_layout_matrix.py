@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg, tiny_hf
-from tests.support.megatron_models import build_model, fill_from_hf, wrap_ddp, wrap_float16
+from tests.support.megatron_models import LEGACY_EXPERTS, build_model, fill_from_hf, wrap_ddp, wrap_float16
 from tests.support.variants import variants
 
 # isort: split
@@ -123,7 +123,7 @@ def kinds(transformer: Mapping[str, Any]) -> list[Settings]:
     """Layer specs and, where there are experts, the modules that hold them. Legacy GroupedMLP takes no biases."""
     if not transformer.get("num_moe_experts"):
         return [{"spec": "local"}, {"spec": "te"}]
-    return [kind for name, kind in EXPERTS.items() if not (name == "legacy" and transformer["add_bias_linear"])]
+    return [kind for name, kind in EXPERTS.items() if name != "legacy" or (LEGACY_EXPERTS and not transformer["add_bias_linear"])]
 
 
 def cases(family: str, count: int) -> list[tuple[str, Settings]]:
@@ -286,6 +286,8 @@ def test_the_matrix_has_every_kind_of_layout() -> None:
         used["virtual stages of a layout"] += "pipeline_model_parallel_layout" in layout and bool(layout["vpp"])
         used["expert tensor parallel of its own"] += layout.get("etp", 1) not in (1, layout["tp"])
         used["legacy experts"] += layout["spec"] == "local" and layout.get("moe_grouped_gemm", False)
+    if not LEGACY_EXPERTS:
+        del used["legacy experts"]
     assert len(MATRIX) >= 300
     assert set(WRAPPERS) | {"tp", "pp", "vpp", "cp", "ep", "etp", *SHORT} <= set(used)
     assert min(used.values()) >= 5, used

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import tiny_hf
-from tests.support.megatron_models import Spec
+from tests.support.megatron_models import Spec, legacy_experts
 
 # isort: split
 from resharder.converters import architectures
@@ -57,6 +57,7 @@ def test_megatron_computes_the_logits_of_the_checkpoint(
     assert difference(model_of(family), folder_of(family), spec) < tiny_hf.tolerance(family)
 
 
+@legacy_experts
 def test_legacy_grouped_experts_compute_the_logits_of_the_checkpoint(
     model_of: Callable[..., Model], folder_of: Callable[..., Path]
 ) -> None:

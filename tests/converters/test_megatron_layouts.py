@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg, tiny_hf
-from tests.support.megatron_models import Spec, build_model, fill_from_hf, wrap_ddp, wrap_float16
+from tests.support.megatron_models import Spec, build_model, fill_from_hf, legacy_experts, wrap_ddp, wrap_float16
 from tests.support.megatron_rebuild import Chunks, assert_rebuilt, model_of, rebuild
 
 # isort: split
@@ -86,6 +86,7 @@ def test_layouts_of_real_sizes_need_no_memory() -> None:
     assert sum(piece.view(piece.box).shape[0] for piece in layout.pieces if piece.tensor.endswith("up_proj.weight")) == 4 * 1536
 
 
+@legacy_experts
 def test_legacy_grouped_experts_are_transposed_views_of_one_tensor() -> None:
     """The memory of weight1 is [experts, hidden, 2 F] whatever its shape says (transformer/moe/experts.py)."""
     config, checkpoint = model_of("qwen3_moe")

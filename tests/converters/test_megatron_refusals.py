@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg, tiny_hf
-from tests.support.megatron_models import Spec, build_model
+from tests.support.megatron_models import Spec, build_model, legacy_experts
 from tests.support.megatron_rebuild import assert_rebuilt, model_of, rebuild
 
 # isort: split
@@ -245,6 +245,7 @@ def test_parameters_that_fsdp_has_sharded_are_refused_by_name(chunk: Any) -> Non
         layout_of(chunk)
 
 
+@legacy_experts
 def test_grouped_experts_that_are_not_contiguous_are_refused_by_name() -> None:
     config, _ = model_of("qwen3_moe")
     fakepg.enter(0, 1)

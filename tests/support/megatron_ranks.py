@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.megatron_models import build_model, fill_from_hf, wrap_ddp
+from tests.support.megatron_models import UNBUILT, build_model, fill_from_hf, wrap_ddp
 
 # isort: split
 import torch
@@ -58,6 +58,7 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
         {"tp": 4, "ep": 2, "etp": 2, "spec": "te", "moe_token_dispatcher_type": "allgather"},
     ),
 }
+FORWARD = {name: case for name, case in FORWARD.items() if case[0] not in UNBUILT}
 FAMILY = "qwen3_tied"
 """What is tested of one family alone."""
 

@@ -1,4 +1,4 @@
-"""Import before megatron.core: lets megatron-core 0.16.1 build, run and train on a torch without CUDA.
+"""Import before megatron.core: lets megatron-core build, run and train on a torch without CUDA.
 
 It puts the stand-in for TransformerEngine (`fake_te`) on the path, so that both of Megatron's layer specs can be built, and
 replaces the few calls that megatron-core makes to CUDA whatever the device. Gated delta nets get megatron-core's own torch
@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -90,8 +91,8 @@ def _patch_megatron() -> None:
     rng.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     softmax.get_sliding_window_causal_mask = _outside_window
     if not delta.HAVE_FLA:  # not as a package, which transformers would take for its own forward too
-        delta.HAVE_FLA, delta.l2norm = True, _l2norm
-        delta.chunk_gated_delta_rule = delta.torch_chunk_gated_delta_rule
+        for module in [delta, *(part for part in vars(delta).values() if isinstance(part, ModuleType))]:  # a package since 0.19
+            vars(module).update(HAVE_FLA=True, l2norm=_l2norm, chunk_gated_delta_rule=delta.torch_chunk_gated_delta_rule)
 
 
 if not torch.cuda.is_available() and FAKE_TE not in sys.path:

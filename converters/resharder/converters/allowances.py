@@ -15,6 +15,7 @@ VARIABLE = ALLOW.name
 UNWRITTEN = "unwritten-parameters"
 REFUSALS: Mapping[str, str] = {
     "config-mismatch": "a model that computes otherwise than its `config.json` says ([What attach compares](agreement.md))",
+    "megatron-option": "an option of megatron-core that Resharder does not know, with another value than its default",
     "megatron-release": "a release of megatron-core that Resharder was not tested with",
     "no-gate": "an API server with `--load-format resharder` [without the gate](vllm.md), whose program attaches the engine",
     "second-head": "an output layer with memory of its own under a config that ties it to the embeddings. It is not published",

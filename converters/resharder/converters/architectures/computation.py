@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from resharder.converters.architectures.agreement import FIELDS, SWITCHES
 from resharder.converters.architectures.recipe import Recipe
 
 Values = Mapping[str, Any]
@@ -55,12 +56,21 @@ DEFAULTS: Values = {
     "moe_apply_probs_on_input": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "use_mup": False,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+    "moe_router_force_biased": None,
 }
 """megatron-core's defaults of attributes that recipes need not set, and Megatron-Bridge's of its own."""
 
 
 def _single(name: str) -> Callable[[Values], Any]:
     return lambda values: values[name] or None
+
+
+def _if_mup(name: str) -> Callable[[Values], Any]:
+    """Return a factor of the maximal update parametrisation, which megatron-core has since 0.17."""
+    return lambda values: float(values[name]) if values["use_mup"] else 1.0
 
 
 def _scale(values: Values) -> float:
@@ -101,8 +111,8 @@ def _groups(values: Values) -> tuple[int, int] | None:
 
 def _scores(values: Values) -> str:
     """Return the kind of scores of experts. Sigmoid scores are normalised whatever `moe_router_pre_softmax` is."""
-    if values["moe_router_load_balancing_type"] == "sinkhorn":
-        return "sinkhorn"
+    if values["moe_router_load_balancing_type"] in ("sinkhorn", "quantile_balancing"):
+        return str(values["moe_router_load_balancing_type"])
     if values["moe_router_score_function"] == "softmax":
         return "softmax of all experts" if values["moe_router_pre_softmax"] else "softmax of the chosen experts"
     return str(values["moe_router_score_function"])
@@ -129,6 +139,8 @@ _ALWAYS = (
     Aspect("blocks that differ from layer to layer", ("heterogeneous_block_specs",), _single("heterogeneous_block_specs")),
     Aspect("attn_logit_softcapping", ("attn_logit_softcapping",), _single("attn_logit_softcapping")),
     Aspect("final_logit_softcapping", ("final_logit_softcapping",), _single("final_logit_softcapping")),
+    Aspect("factor of embeddings", ("use_mup", "mup_embedding_mult"), _if_mup("mup_embedding_mult")),
+    Aspect("factor of logits", ("use_mup", "mup_output_mult"), _if_mup("mup_output_mult")),
 )
 
 _EXPERTS = (
@@ -141,6 +153,7 @@ _EXPERTS = (
     ),
     Aspect("routed_scaling_factor", ("moe_router_topk_scaling_factor",), lambda v: v["moe_router_topk_scaling_factor"] or 1.0),
     Aspect("random choice of experts", ("moe_router_force_load_balancing",), _single("moe_router_force_load_balancing")),
+    Aspect("random scores of experts", ("moe_router_force_biased",), _single("moe_router_force_biased")),
     Aspect("experts' inputs weighted by their scores", ("moe_apply_probs_on_input",), _single("moe_apply_probs_on_input")),
 )
 """Aspects of models with experts."""
@@ -247,6 +260,8 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
         "mamba_head_dim",
         "mamba_num_groups",
         "mamba_num_heads",
+        "mtp_use_repeated_layer",
+        "mtp_hybrid_override_pattern",
     ),
     "the layout accounts for it": ("layernorm_zero_centered_gamma",),
     "the same mathematics in other kernels or another order": (
@@ -295,6 +310,26 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
         "vp_stage",
         "transformer_layer_spec",
         "mtp_block_spec",
+        "fused_residual_rmsnorm",
+        "moe_pad_experts_for_cuda_graph_inference",
+        "nccl_all_reduce_for_prefill",
+        "inference_disable_triton_nvls_kernels",
+        "inference_grouped_gemm_backend",
+        "inference_moe_disable_fused_quant_kernels",
+        "inference_moe_token_dispatcher_type",
+        "use_transformer_engine_op_fuser",
+        "high_priority_a2a_comm_stream",
+        "moe_permute_fusion_into_hybridep",
+        "moe_hybridep_num_blocks_permute",
+        "moe_hybridep_num_blocks_unpermute",
+        "moe_hybridep_num_sms_preprocessing",
+        "moe_hybridep_pad_uneven_dispatch_inputs",
+        "moe_flex_dispatcher_num_sms",
+        "moe_ncclep_static_shape",
+        "moe_ncclep_zero_copy",
+        "mlp_chunks_for_training",
+        "flash_attention_version",
+        "dsa_kernel_backend",
     ),
     "the precision of a computation": (
         "fp32_residual_connection",
@@ -323,6 +358,8 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
         "fp4_quantizer_factory",
         "quant_recipe",
         "disable_parameter_transpose_cache",
+        "fp8_output_proj",
+        "mamba_training_ssm_states_dtype",
     ),
     "no effect outside of training steps": (
         "hidden_dropout",
@@ -349,6 +386,9 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
         "recompute_num_layers",
         "recompute_modules",
         "moe_layer_recompute",
+        "mtp_detach_heads",
+        "experimental_attention_variant_loss_scale_func",
+        "moe_router_quantile_balancing_ema",
     ),
     "placement, memory, logs and CUDA graphs": (
         "num_layers_in_first_pipeline_stage",
@@ -376,22 +416,152 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
         "offload_modules",
         "min_offloaded_tensor_size",
         "max_sequence_length",
+        "cuda_graph_modules",
+        "inference_cuda_graph_scope",
+        "moe_paged_stash",
+        "moe_paged_stash_page_size",
+        "moe_paged_stash_buffer_size_factor_cuda",
+        "moe_paged_stash_buffer_size_factor_cpu",
+        "fine_grained_offloading_max_inflight_offloads",
+        "delay_offload_until_cuda_graph",
+        "delta_offload_bytes_across_pp_ranks",
+        "activation_offload_fraction",
     ),
     "tokens over an expert's capacity are dropped in training; a server drops none": (
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
         "moe_token_dropping",
         "moe_token_drop_policy",
+        "moe_expert_rank_capacity_factor",
     ),
     "routing is replayed from recorded choices": ("moe_enable_routing_replay",),
     "positions of images; those of text are the same": ("mrope_section",),
     "megatron-core sets the two group options from it": ("moe_router_topk_limited_devices",),
-    "no family has sparse attention, and its kind is compared": ("dsa_indexer_topk",),
+    "no family has sparse attention, and its kind is compared": (
+        "dsa_indexer_topk",
+        "dsa_indexer_topk_freq",
+        "dsa_indexer_skip_topk_offset",
+        "dsa_indexer_rope_interleaved",
+        "dsa_indexer_rotate_activation",
+        "dsa_indexer_scoring_relu",
+        "dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_k_norm_fp32",
+    ),
+    "it determines `mup_embedding_mult`, `mup_output_mult` or `softmax_scale`, which are compared": (
+        "mup_width_mult",
+        "mup_base_hidden_size",
+        "mup_base_head_dim",
+        "mup_attn_scale_power",
+    ),
 }
 """Arguments of TransformerConfig, MLATransformerConfig and GPTModel that `attach` does not compare, by the reason.
 
-Those of ModelParallelConfig, from which they inherit, are about placement, precision and communication, all of them.
+They are those of megatron-core 0.16 to 0.19, each of which lacks some. Those of ModelParallelConfig, from which they inherit, are
+in PARALLELISM.
 """
+
+PARALLELISM = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_comm_backend",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "max_seqlen_per_dp_cp_rank",
+    "hybrid_context_parallel",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "moe_extended_tp",
+    "perform_initialization",
+    "use_cpu_initialization",
+    "fp16",
+    "bf16",
+    "params_dtype",
+    "timers",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "deterministic_mode",
+    "enable_autocast",
+    "autocast_dtype",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "gradient_accumulation_fusion",
+    "async_tensor_model_parallel_allreduce",
+    "use_te_rng_tracker",
+    "tp_comm_overlap",
+    "tp_comm_bulk_wgrad",
+    "tp_comm_bulk_dgrad",
+    "tp_comm_overlap_ag",
+    "tp_comm_overlap_rs",
+    "tp_comm_overlap_rs_dgrad",
+    "tp_comm_split_ag",
+    "tp_comm_atomic_ag",
+    "tp_comm_split_rs",
+    "tp_comm_atomic_rs",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "tp_comm_overlap_disable_qkv",
+    "tp_comm_overlap_disable_fc1",
+    "tp_comm_bootstrap_backend",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "ep_overlap_early_attn_memory_release",
+    "pipeline_dtype",
+    "variable_seq_lengths",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "batch_p2p_sync",
+    "use_ring_exchange_p2p",
+    "deallocate_pipeline_outputs",
+    "defer_embedding_wgrad_compute",
+    "wgrad_deferral_limit",
+    "overlap_p2p_comm_warmup_flush",
+    "microbatch_group_size_per_vp_stage",
+    "mtp_standalone",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+    "_cpu_offloading_context",
+    "cpu_offloading_activations",
+    "cpu_offloading_weights",
+    "cpu_offloading_double_buffering",
+    "barrier_with_L1_time",
+    "cpu_offloading_retain_pinned_cpu_buffers",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "moe_grad_scale_func",
+    "mtp_grad_scale_func",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
+)
+"""Arguments of ModelParallelConfig. They concern placement, precision and communication; UNSUPPORTED has the others."""
+
+_HALVES = "rows of gate and up alternate in blocks, tables have gate before up"
+_SHARDS = "each rank has a part of a tensor-parallel shard alone"
+UNSUPPORTED: Mapping[str, str] = {
+    "moe_mlp_glu_interleave_size": _HALVES,
+    "moe_shared_expert_glu_interleave_size": _HALVES,
+    "use_grouped_gemm_for_dense_mlp": "its kernel may read rows of gate and up in alternating blocks",
+    "use_grouped_gemm_for_shared_expert": "its kernel may read rows of gate and up in alternating blocks",
+    "mla_down_proj_fusion": "one tensor holds two of a checkpoint, and is replicated",
+    "moe_single_grouped_weight": "one tensor holds the weights of all experts of a rank",
+    "moe_single_grouped_bias": "one tensor holds the biases of all experts of a rank",
+    "gtp_weight_remat_size": _SHARDS,
+    "expert_gtp_weight_remat_size": _SHARDS,
+}
+"""Arguments that arrange tensors in ways that no table has, with the way.
+
+A model with another value than the default is refused.
+"""
+
+
+def known_arguments() -> frozenset[str]:
+    """Return the arguments of megatron-core that are compared, refused or known not to matter."""
+    aspects = {name for aspect in (*_ALWAYS, *_ATTENTION, *_EXPERTS) for name in aspect.attributes}
+    listed = {name for names in NOT_COMPARED.values() for name in names}
+    return frozenset({*aspects, *FIELDS, *SWITCHES, *ROTARY, *listed, *PARALLELISM, *UNSUPPORTED})
+
 
 UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "tokens, labels, outputs and caches": (

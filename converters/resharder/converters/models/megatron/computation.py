@@ -1,5 +1,6 @@
 """Comparison of what a Megatron model computes with its config.json (architectures/computation.py)."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,6 +27,21 @@ def other_computation(module: MegatronModule, recipe: Recipe) -> list[str]:
     model = {name: value for name, value in vars(module).items() if name in GPT_ATTRIBUTES}
     built = vars(module.config) | model
     return [*differences(recipe, built, same_activation), *_rotations(module, recipe), *_latent_scales(module, recipe)]
+
+
+def other_than_default(config: Any) -> dict[str, str]:
+    """Return `NAME=VALUE (default VALUE)` for each option of megatron-core that has another value than its default.
+
+    Options of classes that inherit from megatron-core's, as Megatron-Bridge's do, are left out.
+    """
+    kind = next(each for each in type(config).__mro__ if each.__module__.startswith("megatron.core."))
+    found = {}
+    for field in dataclasses.fields(kind):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(config, field.name, default)
+        if value is not default and value != default:
+            found[field.name] = f"{field.name}={value!r} (default {default!r})"
+    return found
 
 
 def activation(function: Any) -> Any:

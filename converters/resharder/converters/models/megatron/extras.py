@@ -79,7 +79,7 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no t
 def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: TransformerConfig, te: bool) -> None:
     """Insert modules that add parameters, and megatron-core's own attention if its scores are capped."""
     for layer in layers:
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention, mlp = _parts(layer.submodules.self_attention), _parts(layer.submodules.mlp)
         if extras.post_norms:
             attention.linear_proj = mlp.linear_fc2 = TEPostNormed if te else PostNormed
         if extras.whole_norms:
@@ -87,6 +87,11 @@ def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: Transform
             attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
         if extras.attention_softcap:
             attention.core_attention = DotProductAttention
+
+
+def _parts(spec: Any) -> Any:
+    """Return the submodules of a spec. Since megatron-core 0.17 that of an MLP may be a function with them as an argument."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def change_model(chunk: GPTModel, extras: Extras) -> None:

@@ -18,13 +18,14 @@ from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.agreement import disagreements, is_padding
 from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
+from resharder.converters.architectures.computation import UNSUPPORTED, known_arguments
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
 from resharder.converters.models.live import LocalTensors
-from resharder.converters.models.megatron.computation import other_computation
+from resharder.converters.models.megatron.computation import other_computation, other_than_default
 from resharder.converters.models.megatron.masters import master_part
 from resharder.converters.models.tensor_io import DTYPES, LookedUp, read_piece
 from torch.distributed.tensor import DTensor
@@ -64,7 +65,7 @@ def local_layout(
     parts: dict[str, MasterPart] = {}
     modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
     for number, module in enumerate(modules):
-        _refuse_blocks(module)
+        _refuse_options(module)
         _refuse_other_sizes(module, number, recipe)
     _refuse_other_computation(modules, recipe)
     for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
@@ -109,7 +110,7 @@ def stale_parameters(model_chunks: Chunks) -> list[str]:
 
     With `overlap_param_gather`, a step's parameters are gathered in the next forward pass, or by `gather_parameters`.
 
-    In megatron-core 0.16.1 (distributed/param_and_grad_buffer.py), a bucket group's `param_gather_dispatched` is cleared when its
+    In megatron-core (distributed/param_and_grad_buffer.py), a bucket group's `param_gather_dispatched` is cleared when its
     gradients are reduced and set when the gather starts; `param_gather_handle` exists until the gather is over.
     """
     stale = []
@@ -273,13 +274,22 @@ def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> 
         raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
 
 
-def _refuse_blocks(module: MegatronModule) -> None:
-    """Raise UnsupportedModel for gated MLPs with gate and up in blocks, an option of megatron-core after 0.16."""
-    for name, value in vars(module.config).items():
-        if name.endswith("glu_interleave_size") and value:
-            raise UnsupportedModel(
-                f"{name}={value}: rows of gate and up alternate in blocks, tables have gate before up: train without this option"
-            )
+def _refuse_options(module: MegatronModule) -> None:
+    """Raise UnsupportedModel for options that arrange tensors as no table has them.
+
+    An option that no list has, with another value than its default, is refused unless the environment allows it.
+    """
+    found = other_than_default(module.config)
+    for name, reason in UNSUPPORTED.items():
+        if name in found:
+            raise UnsupportedModel(f"{found[name]}: {reason}: train without this option")
+    known = known_arguments()
+    if unknown := [text for name, text in found.items() if name not in known]:
+        error = UnsupportedModel(
+            f"{'; '.join(unknown)}: Resharder does not know what this option of megatron-core does to weights. Train without it, "
+            f"or set {VARIABLE}=megatron-option and compare the log-probabilities of the trainer with those of a server"
+        )
+        refuse("megatron-option", error)
 
 
 def _refuse_other_computation(modules: Sequence[MegatronModule], recipe: Recipe) -> None:

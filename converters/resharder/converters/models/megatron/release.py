@@ -3,7 +3,7 @@
 from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.errors import UnsupportedModel
 
-TESTED = ("0.16",)
+TESTED = ("0.16", "0.17", "0.18", "0.19")
 """Releases, without the last number. Others divide or arrange tensors in ways that no test has seen."""
 
 
@@ -13,7 +13,7 @@ def refuse_untested_release() -> None:
 
     found: str = package_info.__version__
     if ".".join(found.split(".")[:2]) not in TESTED:
-        tested = " and ".join(f"{release}.x" for release in TESTED)
+        tested = f"{TESTED[0]} to {TESTED[-1]}"
         error = UnsupportedModel(
             f"megatron-core {found} is not tested: its tensors may be arranged in ways that Resharder reads wrongly, without an "
             f"error. Install megatron-core {tested}, or set {VARIABLE}=megatron-release and compare the log-probabilities of the "
