@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,9 @@ from tests.support.daemon import Daemon
 from tests.support.ranks import forked
 from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
 
+HAS_OWNERS = hasattr(WeightSource, "iter_full")
+"""Since vLLM 0.33 a source's `metadata` is a property, with the owners of each tensor."""
+
 
 class Client:
     """A server's side of the API, which notes the calls; `refusal` is raised by `finish_weight_update`."""
@@ -62,8 +66,13 @@ class Stream(WeightSource):
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.passes = tensors, 0
 
-    def metadata(self) -> list[ParamMeta]:
+    def _metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    metadata = cached_property(_metadata) if HAS_OWNERS else _metadata  # type: ignore[assignment]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors.items()

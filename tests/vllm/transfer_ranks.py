@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ from resharder.client import ResharderTrainerInitInfo, ShardSource
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
 
 from tests.support.tiny_hf import load_checkpoint
+
+HAS_OWNERS = hasattr(WeightSource, "iter_full")  # vLLM 0.33
+
+
+def owners(ranks: tuple[int, ...]) -> dict[str, Any]:
+    return {"owners": ranks} if HAS_OWNERS else {}
 
 
 class Server:
@@ -31,8 +38,19 @@ class Stages(WeightSource):
     def __init__(self, tensors: dict[str, torch.Tensor], stage: int) -> None:
         self.tensors, self.held = tensors, set(sorted(tensors)[stage::2])
 
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+    def _metadata(self) -> list[ParamMeta]:
+        first = set(sorted(self.tensors)[::2])
+        return [
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape), **owners((0, 1) if name in first else (2, 3)))
+            for name, tensor in self.tensors.items()
+        ]
+
+    metadata = cached_property(_metadata) if HAS_OWNERS else _metadata  # type: ignore[assignment]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self:
+            if tensor is not None:
+                yield name, tensor
 
     def held_names(self) -> set[str]:
         return self.held

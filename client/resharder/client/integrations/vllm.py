@@ -1,4 +1,6 @@
-"""The trainer's half of vLLM's weight transfer backend `resharder`; read against 0.32 (`vllm/distributed/weight_transfer`).
+"""The trainer's half of vLLM's weight transfer backend `resharder`.
+
+Read against 0.32 and 0.33 (`vllm/distributed/weight_transfer`).
 
     engine = WeightTransferTrainerFactory.trainer_init(
         ResharderTrainerInitInfo(rank=rank, model="policy"), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from resharder.client.errors import NotServed, UsageError
-from resharder.client.integrations.weight_sources import DividedStream, declared, gathered_holders, owned_names
+from resharder.client.integrations.weight_sources import SourcePart, part_of
 from resharder.client.settings import MODEL
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.handle import Handle
@@ -83,8 +85,9 @@ class ResharderTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self.handle: Handle | None = None
         """The version of the last `send_weights`."""
         self._info, self._publisher, self._step = info, publisher, 0
+        self.rank = info.rank  # vLLM 0.33 has it as an argument
         self._shards = _sharded(source)
-        self._owned: frozenset[str] = frozenset()
+        self._part: SourcePart | None = None
 
     @classmethod
     def trainer_init(cls, init_info: ResharderTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -150,20 +153,17 @@ class ResharderTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             self._publisher.attach(self._shards.model, config, tokenizer, **self._shards.options)
             return
         self._publisher.attach_config(config, tokenizer)
-        metadata = self.source.metadata()
-        held = self.source.held_names() if hasattr(self.source, "held_names") else None
         identity = self._publisher.identity
-        holders = gathered_holders(held, identity.world_size)
-        self._owned = owned_names([meta.name for meta in metadata], holders, identity.rank)
-        self._publisher.attach_tensors(declared(metadata, self._owned))
+        self._part = part_of(self.source, identity.rank, identity.world_size)
+        self._publisher.attach_tensors(self._part.declared)
 
     def _publish(self, step: int) -> Handle:
-        if self._shards is not None:
+        if self._part is None:
             return self._publisher.publish(step)
         if self._publisher.identity.world_size == 1:
-            return self._publisher.publish_tensors(step, lambda: DividedStream(self.source, self._owned))
+            return self._publisher.publish_tensors(step, self._part.stream)
         # A second pass, for a daemon that has restarted, would be a collective that other ranks do not enter.
-        stream = DividedStream(self.source, self._owned)
+        stream = self._part.stream()
         try:
             return self._publisher.publish_tensors(step, iter(stream))
         finally:
