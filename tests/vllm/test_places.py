@@ -119,6 +119,31 @@ def test_a_tensor_that_a_reload_leaves_apart_from_its_parameter_counts_as_made_b
     assert made.keys() == apart != set()
 
 
+def test_a_parameter_that_a_reload_gives_other_memory_has_its_own_again_with_the_new_values() -> None:
+    """As `replace_parameter` of vLLM 0.33 does; a CUDA graph reads the memory from before."""
+    model, layer = loaded(Frozen)
+    graph = layer.scale.data
+    with inventory.observed_reload(model):
+        layer.scale.data = torch.full((4,), 2.0)
+    assert graph.tolist() == [2.0] * 4
+    assert layer.scale.data_ptr() == graph.data_ptr() == layer.kernel.scale.data_ptr()
+
+
+def test_a_parameter_that_vllm_replaces_by_one_of_another_stride_keeps_the_memory_that_graphs_read() -> None:
+    utils = pytest.importorskip("vllm.model_executor.utils")
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    values = torch.arange(16.0).view(4, 4).t()
+    before = layer.weight
+    graph = before.data
+    with inventory.observed_reload(layer):
+        utils.replace_parameter(layer, "weight", values)
+    if layer.weight is before:  # since 0.33
+        assert layer.weight.data_ptr() == graph.data_ptr()
+        assert torch.equal(graph, values)
+    assert torch.equal(layer.weight, values)
+
+
 def test_a_reload_that_changes_the_shape_of_a_kernels_tensor_is_refused() -> None:
     shapes = iter([4, 4, 2])
     model, layer = loaded(lambda scale: Frozen(scale[: next(shapes)]))

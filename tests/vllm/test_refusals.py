@@ -35,6 +35,10 @@ def drafter(method: str, model: str) -> SimpleNamespace:
         ({"parallel_config": parallel(enable_eplb=True)}, "EPLB (--enable-eplb)"),
         ({"parallel_config": parallel(enable_elastic_ep=True)}, "elastic expert parallelism"),
         ({"lora_config": object()}, "LoRA (--enable-lora)"),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram", draft_lm_head_quantization="fp8")},
+            "a drafter with its own copy of the output layer (draft_lm_head_quantization=fp8)",
+        ),
         ({"speculative_config": drafter("eagle3", "org/eagle")}, "a drafter with its own weights (eagle3, org/eagle)"),
         (
             {"speculative_config": drafter("draft_model", "org/small")},

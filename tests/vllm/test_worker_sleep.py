@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.inference.engine import SleepState
+from resharder.client.inference.engine import STAY_PAUSED, SleepState
 from resharder.client.inference.vllm import sleep
 from resharder.client.inference.vllm.sleep import NOTHING_GAINED
 from resharder.v1.resources_pb2 import Power
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker import gpu_worker
 
 pytestmark = pytest.mark.compat
@@ -29,6 +30,32 @@ class Agent:
 
     def woke(self, tags: list[str] | None) -> None:
         self.sleep_state.end(tags)
+
+
+class Core:
+    """An engine core that an order has paused; `registered` counts what peers of a KV connector were told."""
+
+    def __init__(self) -> None:
+        self._resharder_paused, self.registered = True, 0
+        self.model_executor = SimpleNamespace(wake_up=lambda tags: None, is_sleeping=True)
+
+    def _set_kv_connector_handshake_metadata(self) -> None:
+        self.registered += 1
+
+
+@pytest.mark.parametrize(
+    ("tags", "registered"),
+    [(["kv_cache", STAY_PAUSED], 1), (["weights", STAY_PAUSED], 0), ([STAY_PAUSED], 0), (None, 1), (["weights", "kv_cache"], 1)],
+)
+def test_peers_of_a_kv_connector_get_the_addresses_of_a_kv_cache_that_an_order_woke(
+    tags: list[str] | None, registered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `EngineCore.wake_up` of vLLM 0.33 does."""
+    monkeypatch.setattr(EngineCore, "wake_up", EngineCore.wake_up)
+    sleep.let_stay_paused()
+    core = Core()
+    EngineCore.wake_up(core, tags)  # type: ignore[arg-type]
+    assert core.registered == registered
 
 
 class Worker:

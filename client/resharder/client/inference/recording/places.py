@@ -8,7 +8,7 @@ read them share memory again, and addresses in captured CUDA graphs stay valid.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ class TensorPlace(NamedTuple):
     """Whether it is a parameter or a buffer of a module of the model."""
     put: Put | None
     """Replaces the reference; `None` if the object that has it cannot be changed."""
+    memory: torch.Tensor
+    """View of the tensor's elements, which stay those of this moment if the tensor gets others (`.data = …`)."""
 
 
 def join(path: str, name: str) -> str:
@@ -54,7 +56,7 @@ def places(model: torch.nn.Module) -> Iterator[TensorPlace]:
             for name, tensor in kind.items():
                 if tensor is not None:
                     setter = partial(kind.__setitem__, name)
-                    yield TensorPlace(join(path, name), path, tensor, kind is module._parameters, True, setter)
+                    yield TensorPlace(join(path, name), path, tensor, kind is module._parameters, True, setter, tensor.data)
     seen = {id(module) for _, module in modules}
     for path, module in modules:
         attributes = [
@@ -64,7 +66,7 @@ def places(model: torch.nn.Module) -> Iterator[TensorPlace]:
         ]
         for where, value, put in _inside(attributes, seen):
             if isinstance(value, torch.Tensor):
-                yield TensorPlace(where, path, value, False, False, put)
+                yield TensorPlace(where, path, value, False, False, put, value.data)
 
 
 def sealed_modules(model: torch.nn.Module) -> frozenset[str]:
@@ -180,7 +182,9 @@ def put_back(model: torch.nn.Module, before: Iterable[TensorPlace]) -> dict[str,
     Raises:
         ValueError: A tensor has another shape or dtype than before.
     """
-    owned = {memory_of(place.tensor) for place in before if place.registered and place.tensor.numel()}
+    before = list(before)
+    owned = {memory_of(place.memory) for place in before if place.registered and place.memory.numel()}
+    _rebind(before, owned, list(places(model)))
     tensors = {place.path: place.tensor for place in before}
     now = list(places(model))
     changed = [
@@ -201,6 +205,21 @@ def put_back(model: torch.nn.Module, before: Iterable[TensorPlace]) -> dict[str,
                 place.put(moved[id(place.tensor)])
     known = {memory_of(tensor) for tensor in tensors.values()}
     return {place.path: place.module for place in places(model) if memory_of(place.tensor) not in known}
+
+
+def _rebind(before: Iterable[TensorPlace], owned: set[int], now: Sequence[TensorPlace]) -> None:
+    """Give tensors to which a reload gave other memory (`.data = …`) their own from before, with the new values.
+
+    vLLM's `replace_parameter` does that to parameters since 0.33 (`model_executor/utils.py`).
+    """
+    read = {memory_of(place.tensor) for place in now}
+    reached = {id(place.tensor) for place in now}
+    for place in before:
+        old = place.memory
+        if _geometry(old) == _geometry(place.tensor) or (memory_of(old) not in owned and old.device.type == "cpu"):
+            continue
+        if id(place.tensor) not in reached or _renewed(place, old, memory_of(old) in read):
+            place.tensor.data = old
 
 
 def _renewed(place: TensorPlace, old: torch.Tensor, in_use: bool) -> bool:

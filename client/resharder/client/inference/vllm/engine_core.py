@@ -39,10 +39,12 @@ def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) 
         refusal = _agreed(self, refusal)
     if refusal:
         return fence.refused(refusal)
-    if method == "pause_scheduler" or (method == "wake_up" and STAY_PAUSED in (args[0] or ())):
+    if method in ("pause_scheduler", "pause_generation") or (method == "wake_up" and STAY_PAUSED in (args[0] or ())):
         setattr(self, _PAUSED, True)
     elif method in ("resume_scheduler", "sleep"):  # vLLM's `wake_up` ends the pause of a sleep
         setattr(self, _PAUSED, False)
+    if method == "resume_scheduler":
+        return _resume(self)
     return getattr(self, method)(*args)
 
 
@@ -55,7 +57,18 @@ def resharder_resume(self: Any) -> None:
     if refusal := _agreed(self, paused):
         logger.warning("ignoring resume_generation by another caller: %s", refusal)
     else:
-        self.resume_scheduler()
+        _resume(self)
+
+
+def _resume(core: Any) -> None:
+    """Resume the scheduler, and take requests again.
+
+    Since 0.33 a core refuses new requests after `pause_generation` in the modes `abort` and `wait`. A core of a data parallel
+    model that runs returns from `resume_scheduler` before it takes them again (`DPEngineCoreProc`, `v1/engine/core.py`).
+    """
+    core.resume_scheduler()
+    if getattr(core, "reject_new_requests", False):
+        core.reject_new_requests = False
 
 
 def resharder_process(self: Any) -> list[Any]:

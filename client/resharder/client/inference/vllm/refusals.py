@@ -19,12 +19,19 @@ def refuse_unsupported(vllm_config: Any) -> str:
             ("EPLB (--enable-eplb)", parallel.enable_eplb),
             ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False)),
             ("LoRA (--enable-lora)", vllm_config.lora_config is not None),
+            *_of_newer_releases(vllm_config),
         )
         if on
     ]
     wrong += [drafter] if (drafter := foreign_drafter(vllm_config)) else []
     wrong += [front_end] if (front_end := ungated_front_end()) else []
     return f"Resharder does not support servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def _of_newer_releases(vllm_config: Any) -> list[tuple[str, bool]]:
+    """Return options that vLLM has since 0.33, each with whether it is on. Installs do not renew what they derive."""
+    copied = getattr(vllm_config.speculative_config, "draft_lm_head_quantization", None)
+    return [(f"a drafter with its own copy of the output layer (draft_lm_head_quantization={copied})", copied is not None)]
 
 
 def ungated_front_end() -> str:

@@ -49,6 +49,9 @@ def let_stay_paused() -> None:
         named = None if tags is None else [tag for tag in tags if tag not in (STAY_PAUSED, _SCHEDULING)]
         if named is None or named:
             self.model_executor.wake_up(named)
+            register = getattr(self, "_set_kv_connector_handshake_metadata", None)  # since 0.33, where `wake_up` calls it
+            if register is not None and (named is None or "kv_cache" in named):
+                register()  # prefill and decode peers read the new addresses of the KV cache
         return not self.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
