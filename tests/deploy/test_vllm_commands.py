@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.vllm_places import cli_args
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
@@ -30,12 +32,11 @@ def of_systemd() -> list[str]:
 
 @pytest.mark.parametrize("command", [of_kubernetes(), of_compose("compose.yaml"), of_compose("node.yaml"), of_systemd()])
 def test_vllm_knows_every_option(command: list[str]) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     assert command[:2] == ["vllm", "serve"]
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
-    validate_parsed_serve_args(parsed)
+    parsed = cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
+    cli_args().validate_parsed_serve_args(parsed)
     assert parsed.load_format == "resharder"
     assert parsed.model_tag.endswith("/config")
     assert parsed.port == 8000

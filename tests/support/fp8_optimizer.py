@@ -20,7 +20,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.overrides import TorchFunctionMode
 from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor
 
-DIVIDED = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=50_000)
+DIVIDED = DistributedDataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=50_000, fp8_param_gather=True
+)
 """Several buckets for each buffer of a small model, whose boundaries cut parameters."""
 
 

@@ -6,7 +6,8 @@ fill_from_hf(chunks, config, load_checkpoint(folder))
 scores = token_logprobs(chunks, config, tokens)  # on the last pipeline stage, None elsewhere
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tests.support import megatron_shim  # noqa: F401
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core import package_info
 from megatron.core import parallel_state as state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from resharder.converters.geometry.layout import box_index
@@ -90,7 +92,9 @@ def logits(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tens
     """Megatron's forward of `tokens` [batch, length]: [batch, length, vocab] on ranks of the last pipeline stage, None on
     others. Every rank calls it, with the same tokens. With `depth`, those of that MTP layer, counted from 1."""
     transformer: TransformerConfig = chunks[0].config
-    predictions, transformer.mtp_num_layers = transformer.mtp_num_layers, None  # else it wants labels, and returns a loss
+    predictions = transformer.mtp_num_layers
+    if not hasattr(gpt_model, "process_mtp_loss"):  # before 0.17
+        transformer.mtp_num_layers = None  # else it wants labels, and returns a loss
     tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
     length = tokens.shape[1]
     inputs = F.pad(tokens, (0, -length % tp))
@@ -106,7 +110,8 @@ def logits(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tens
             hidden = torch.empty(part, batch, transformer.hidden_size, dtype=transformer.pipeline_dtype)
             dist.recv(hidden, state.get_pipeline_model_parallel_prev_rank())
             _inner(chunk).set_input_tensor(hidden)
-        output = chunk(inputs, positions, future)
+        with _all_depths():
+            output = chunk(inputs, positions, future)
         if stage < last:
             dist.send(output.contiguous(), state.get_pipeline_model_parallel_next_rank())
             output = None
@@ -118,6 +123,19 @@ def logits(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tens
         dist.all_gather(parts, output.contiguous(), group=state.get_tensor_model_parallel_group())
     by_depth = torch.cat(parts, -1).unflatten(1, (-1, 1 + (predictions or 0), part))  # sequence parallel ranks come first
     return by_depth[:, :, depth].flatten(1, 2)[:, :length, : config["vocab_size"]]
+
+
+@contextmanager
+def _all_depths() -> Iterator[None]:
+    """Keep the hidden states of MTP layers for the output layer. Since 0.17 GPTModel drops them after their loss."""
+    process = getattr(gpt_model, "process_mtp_loss", None)
+    if process is not None:
+        gpt_model.process_mtp_loss = lambda hidden_states, **given: hidden_states
+    try:
+        yield
+    finally:
+        if process is not None:
+            gpt_model.process_mtp_loss = process
 
 
 def token_logprobs(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tensor) -> torch.Tensor | None:

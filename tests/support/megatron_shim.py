@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.nn.functional as F
 
 torch._dynamo.config.disable = True  # Megatron's fused functions would be compiled by gcc, at each shape and in each rank
 
@@ -83,6 +84,13 @@ def _l2norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """As flash-linear-attention has it: a filter for each channel of [batch, sequence, channels], over tokens until then."""
+    channels, width = weight.shape
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=channels)).transpose(1, 2), None
+
+
 def _patch_megatron() -> None:
     import megatron.core.fusions.fused_softmax as softmax
     import megatron.core.ssm.gated_delta_net as delta
@@ -93,6 +101,7 @@ def _patch_megatron() -> None:
     if not delta.HAVE_FLA:  # not as a package, which transformers would take for its own forward too
         for module in [delta, *(part for part in vars(delta).values() if isinstance(part, ModuleType))]:  # a package since 0.19
             vars(module).update(HAVE_FLA=True, l2norm=_l2norm, chunk_gated_delta_rule=delta.torch_chunk_gated_delta_rule)
+            vars(module).update(causal_conv1d=_causal_conv1d)  # since 0.18
 
 
 if not torch.cuda.is_available() and FAKE_TE not in sys.path:

@@ -12,6 +12,7 @@ two thirds of what a boot takes of a processor."""
 import multiprocessing
 import sys
 import time
+from pathlib import Path
 
 import torch
 from vllm.distributed.device_communicators import shm_broadcast
@@ -29,12 +30,10 @@ if current_platform.is_cpu():
 
 
 def main() -> None:
-    try:
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    except ImportError:  # 0.26
-        from vllm.entrypoints.utils import cli_env_setup
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.support.vllm_places import startup
 
-    cli_env_setup()
+    startup().cli_env_setup()
     parser = FlexibleArgumentParser(description="vllm serve")
     serve = ServeSubcommand()
     serve.subparser_init(parser.add_subparsers(required=True))

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tests.support.vllm_places import cli_args
+
 REFUSED = [path for (method, path), rule in RULES.items() if rule.handling is Handling.REFUSED and method == "POST"]
 PASSES = [path for (_, path), rule in RULES.items() if rule.handling is not Handling.REFUSED and "{" not in path]
 
@@ -117,13 +119,11 @@ def routes_of_vllm(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     try:
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:  # 0.28 and older
         from vllm.entrypoints.openai.api_server import build_app  # type: ignore[no-redef, attr-defined]
-        from vllm.entrypoints.openai.cli_args import make_arg_parser  # type: ignore[no-redef]
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--tokens-only"])
+    args = cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(["--tokens-only"])
     made = build_app(args, ("generate", "embed", "classify", "score", "transcription", "realtime", "render"))
     found: set[tuple[str, str]] = set()
     for route in made.routes:

@@ -6,8 +6,8 @@
 
 With the weight transfer backend `resharder`, the routes of `weight_transfer.py` pass.
 
-vLLM adds routes with `VLLM_SERVER_DEV_MODE`, `--tokens-only` and other options. The table covers 0.26, 0.28
-and 0.32; a test compares it with the routes of the installed vLLM. A path that is not in the table passes,
+vLLM adds routes with `VLLM_SERVER_DEV_MODE`, `--tokens-only` and other options. The table covers 0.26, 0.28,
+0.32 and 0.33; a test compares it with the routes of the installed vLLM. A path that is not in the table passes,
 because other plugins have routes too.
 """
 
@@ -68,6 +68,7 @@ _INFERENCE = (
     "/v1/chat/completions/derender",
     "/v1/chat/completions/render",
     "/v1/completions",
+    "/v1/decisions",
     "/v1/completions/derender",
     "/v1/completions/render",
     "/v1/embeddings",
