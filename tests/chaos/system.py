@@ -96,8 +96,8 @@ class KeptTrainer:
         connect = {"job": f"job-{self.jobs}", "direct_wait": 4.0, "connect_timeout": 30.0, "staging_timeout": 60.0}
         connect |= {"register_timeout": 60.0, "transport": "grpc" if self.place == "grpc" else "auto"}
         connect |= {"tls": self._tls} if self._tls else {}
-        settings, hidden = {"config": CONFIG, "tp": RANKS, "connect": connect}, self._hidden[self.place]
-        self.job = TrainerJob(self.endpoint, "policy", own, settings, RANKS, "tests.chaos.trainer", hidden)
+        settings, job = {"config": CONFIG, "tp": RANKS, "connect": connect}, {"forked": True, "hidden": self._hidden[self.place]}
+        self.job = TrainerJob(self.endpoint, "policy", own, settings, RANKS, "tests.chaos.trainer", **job)
         return {"job": connect["job"], "place": self.place}
 
     def ended(self) -> int | None:

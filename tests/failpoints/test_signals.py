@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.support.hidden import unavailable
-from tests.support.variants import alone
 
 MARK = "RESHARDER_SIGNALS_TEST"
 _ROOT = Path(__file__).parents[2]
@@ -161,10 +160,8 @@ COMMANDS = {
 """Drivers with options, and a part of the command lines of at least so many of their processes once they are in the midst."""
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    alone([*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)], [("failpoints", signal.SIGTERM)]),
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "number"), [*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)])
 def test_a_signal_to_a_driver_ends_all_its_processes(mark: str, name: str, number: signal.Signals) -> None:
     options, part, count = COMMANDS[name]
     if name == "chaos" and (reason := unavailable()):

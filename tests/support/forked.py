@@ -30,8 +30,11 @@ from resharder.converters import failpoints
 
 from tests.support.hidden import hide
 
-DAEMONS = ("resharder.server.main", "resharder.server.node.main")
-"""They have one source."""
+TOGETHER = (
+    ("resharder.server.main", "resharder.server.node.main"),
+    ("tests.support.vllm_serve", "tests.support.embedding_program"),
+)
+"""Modules that have one source."""
 _BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
@@ -53,7 +56,8 @@ def start(
     `imported_with`: variables that are read on import, always the same for a module. `preloaded`: modules that are imported too;
     those with the same ones are forked from one process. `hidden`: folders that are empty to it.
     """
-    source = _Source.of(DAEMONS if module in DAEMONS else (*preloaded, module), os.environ | imported_with)
+    modules = next((group for group in TOGETHER if module in group), (*preloaded, module))
+    source = _Source.of(modules, os.environ | imported_with)
     request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
     return ForkedProcess(source, request | {"umask": umask, "session": session, "hidden": [*map(str, hidden)]}, log)
 
