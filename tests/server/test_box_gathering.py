@@ -14,9 +14,8 @@ from resharder.server.data import connection
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.part_files import FilesOnNode, PartFile, write_parts
+from resharder.server.holding.part_files import FilesOnNode, GatheredBoxes, PartFile, write_parts
 from resharder.server.holding.transfers import ReceivedBytes
-from resharder.server.ingest.homes import GatheredBoxes
 from resharder.server.node import box_gathering
 from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.state.errors import ResourceNotFound

@@ -13,9 +13,8 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
-from resharder.server.holding.part_files import AHEAD, FilesOnNode
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
 from resharder.server.holding.transfers import ReceivedBytes
-from resharder.server.ingest.homes import FileProof
 from resharder.server.node import file_proofs, file_sets
 from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.node.copies import NodeCopies

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.converters.storage.files import lay_out
-from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, NodeHome
+from resharder.server.holding.part_files import FileProof, GatheredBoxes
 from resharder.server.nodes import homes
-from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.version import ABORTED, READY, VersionRecord
 from resharder.v1 import node_pb2

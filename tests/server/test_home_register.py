@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
-from resharder.server.ingest.homes import FileProof, HomeLost
+from resharder.server.holding.part_files import FileProof
 from resharder.server.nodes import homes
 from resharder.server.nodes.home_fetch import HomeSource
-from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.homes import HomeLost, HomeRegister
 from resharder.server.nodes.records import nonce_id
 from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound

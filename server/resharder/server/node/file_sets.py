@@ -28,9 +28,8 @@ from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.part_files import AHEAD, FilesOnNode, keep_only, lay_out_again, write_parts
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only, lay_out_again, write_parts
 from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_zeros
-from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.released_files import EarlyDigests
 from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
 from resharder.server.node.copies import NodeCopies

@@ -16,12 +16,12 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.part_files import FileProof
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
 from resharder.server.infra.filesystem import touching, write_at
-from resharder.server.ingest.homes import FileProof
 
 _PATIENCE = 10.0  # seconds without a piece
 _STEP_SECONDS = 0.1  # until a peer that was busy is asked again

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
-from resharder.server.ingest.homes import ReplicasShort
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import KnownNode, model_of, pieces_of
 from resharder.server.nodes.pieces import PieceTable
@@ -25,6 +24,10 @@ from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
 
 Counts = npt.NDArray[np.int64]
+
+
+class ReplicasShort(Exception):
+    """Too few nodes hold a version. The message has the reason."""
 
 
 @dataclass(frozen=True)

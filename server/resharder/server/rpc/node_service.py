@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
-from resharder.server.holding.part_files import files_to_proto
+from resharder.server.holding.part_files import FileProof, files_to_proto
 from resharder.server.holding.swarm import MOST_LINKS, LinkReport
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
-from resharder.server.ingest.homes import FileProof
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.reports import (
     CopyOrder,
