@@ -106,7 +106,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 def test_boxes_of_all_nodes_are_written_to_their_places(site: Site) -> None:
     site.gather()
     site.check()
-    assert (site.received.peers, site.received.origin) == (SIZE, 0)
+    assert (site.received.peers, site.received.daemon) == (SIZE, 0)
     assert all(len(source.requests) >= 1 for source in site.sources.values())
 
 

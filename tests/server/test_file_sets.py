@@ -261,7 +261,7 @@ def test_a_drained_node_has_no_free_set(site: Site) -> None:
     assert site.reported() == {}
 
 
-def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_set_aside_for(site: Site) -> None:
+def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_reserved_for(site: Site) -> None:
     taken = list[str]()
     for _ in range(4):
         site.follow(*((id, State.UPLOADING) for id in taken))

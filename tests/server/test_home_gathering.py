@@ -107,7 +107,7 @@ def test_a_version_that_one_node_cannot_be_part_of_is_gathered_by_none(world: Wo
     assert world.homes.proofs(VERSION, 5) == proof("a", "b")
 
 
-def test_a_node_that_did_not_deliver_its_boxes_is_set_aside(world: World) -> None:
+def test_a_node_that_did_not_deliver_its_boxes_is_suspended(world: World) -> None:
     world.take()
     world.homes.verify(VERSION)
     world.prove("one", {}, "nodes/three does not deliver boxes: 404", "three")

@@ -408,7 +408,7 @@ class Intake:
     # The version of a step
 
     def create_version(
-        self, name: str, rank: int, step: int, after: int | None = None, *, set_aside: bool = False
+        self, name: str, rank: int, step: int, after: int | None = None, *, skipped: bool = False
     ) -> Waiting[VersionRecord]:
         """Return the version of a publisher's step, and begin it if there is none.
 
@@ -420,7 +420,7 @@ class Intake:
             step: The step.
             after: Newest version of the step that the rank has begun before; None: all. A later aborted version is
                 returned, so that a rank never delivers into a version other than the one it began.
-            set_aside: Whether LATEST skips a version that this call begins.
+            skipped: Whether LATEST skips a version that this call begins.
 
         Raises:
             InvalidArgument: STEP.
@@ -453,7 +453,7 @@ class Intake:
                 )
             yield self._changed.pause(seen, min(left, _LOOK))
         try:
-            return self._begin_version(publisher, rank, step, set_aside)
+            return self._begin_version(publisher, rank, step, skipped)
         finally:
             with self.lock:
                 self._creating.discard(key)
@@ -483,10 +483,10 @@ class Intake:
                 "TOO_MANY_UPLOADING", f"{publisher.model}: {MAX_UPLOADING} versions are UPLOADING already: {steps}"
             )
 
-    def _begin_version(self, publisher: PublisherRecord, rank: int, step: int, set_aside: bool) -> VersionRecord:
+    def _begin_version(self, publisher: PublisherRecord, rank: int, step: int, skipped: bool) -> VersionRecord:
         store = self.store
         record = store.lifecycle.begin(
-            publisher.model, publisher.epoch, step, publisher.job, set_aside=set_aside, warnings=publisher.version_warnings()
+            publisher.model, publisher.epoch, step, publisher.job, skipped=skipped, warnings=publisher.version_warnings()
         )
         homes = self._take_homes(publisher, record)
         with self.lock:

@@ -274,11 +274,11 @@ class Upload:
 
     def _writers(self) -> dict[str, list[int]]:
         """Return the ranks that send boxes into each file."""
-        homes = {placed.spec.name: i for i, file in enumerate(self._files) for placed in file.tensors}
-        home = np.array([homes[spec.name] for spec in self.publisher.specs], np.int64)
+        file_of = {placed.spec.name: i for i, file in enumerate(self._files) for placed in file.tensors}
+        numbers = np.array([file_of[spec.name] for spec in self.publisher.specs], np.int64)
         writers: dict[str, list[int]] = {file.path: [] for file in self._files}
         for rank, boxes in self.publisher.boxes.items():
-            for i in np.unique(home[boxes.tensors]).tolist():
+            for i in np.unique(numbers[boxes.tensors]).tolist():
                 writers[self._files[i].path].append(rank)
         return writers
 
@@ -371,11 +371,11 @@ class Upload:
             taken = self._digest([f for f in self._files if f.path not in early and f.path not in self.homes.paths], patience)
         for digests in early.values():
             taken |= digests
-        said = self._said()
-        _compare(taken, said, "the store holds")
+        sent = self._sent_digests()
+        _compare(taken, sent, "the store holds")
         try:
             at_home = self.homes.digests()
-            _compare(at_home, said, "a node holds")
+            _compare(at_home, sent, "a node holds")
             self.homes.fetch(self.folder, lambda: self._aborted, whole=replicas > 1)
         except HomeLost as error:
             raise ProofFailed(str(error)) from error
@@ -385,7 +385,7 @@ class Upload:
                 missing = self.homes.missing(self.folder, self._files)
             taken |= at_home if missing is not None else self._digest(self.homes.files, patience)
         found = {name: taken[name] for file in self._files for name in file.by_name}
-        _compare(found, said, "the store holds")
+        _compare(found, sent, "the store holds")
         return Proof(found, missing)
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
@@ -401,7 +401,7 @@ class Upload:
         with MappedFiles(self.folder, files) as maps:
             return digest_tensors(maps, self._threads)
 
-    def _said(self) -> dict[str, int]:
+    def _sent_digests(self) -> dict[str, int]:
         """Return the sum of the ranks' digests of each tensor."""
         totals = np.zeros(len(self.publisher.specs), np.uint64)
         for rank, digests in self._sealed.items():
@@ -413,11 +413,11 @@ class ProofFailed(Exception):
     """Failed verification: the version cannot become READY. The message names the files or tensors."""
 
 
-def _compare(found: Mapping[str, int], said: Mapping[str, int], where: str) -> None:
+def _compare(found: Mapping[str, int], sent: Mapping[str, int], where: str) -> None:
     """Raise ProofFailed if a tensor has another digest than the ranks' boxes of it."""
-    wrong = sorted(name for name in found if found[name] != said[name])
+    wrong = sorted(name for name in found if found[name] != sent[name])
     if wrong:
-        first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, {where} {found[wrong[0]]:016x}"
+        first = f"{wrong[0]}: the ranks' digests add up to {sent[wrong[0]]:016x}, {where} {found[wrong[0]]:016x}"
         raise ProofFailed(f"{len(wrong)} of {len(found)} tensors are not what was sent: {', '.join(wrong[:8])}. {first}")
 
 

@@ -104,7 +104,7 @@ class BoxGatherer:
     def _address(self, node: str, sources: Mapping[str, str]) -> DataAddress:
         if not sources.get(node):
             raise BoxesMissing(f"nodes/{node}, on whose host ranks wrote boxes, is gone", node)
-        return data_address(sources[node], self._tls, LIMITS.stalled, origin=False)
+        return data_address(sources[node], self._tls, LIMITS.stalled, daemon=False)
 
     def _read(
         self, target: _Target, node: str, address: DataAddress, windows: Sequence[Window], stopped: Callable[[], bool]
@@ -145,7 +145,7 @@ class BoxGatherer:
                     size = box_size(box) * ITEM_SIZES[spec.dtype]
                     target.files.put_bytes(spec, box, data[at : at + size])
                     at += size
-        self._received.add(sum(request.sizes), origin=False)
+        self._received.add(sum(request.sizes), daemon=False)
 
 
 def _windows(own: FilesOnNode, specs: Mapping[str, TensorSpec]) -> dict[str, list[Window]]:

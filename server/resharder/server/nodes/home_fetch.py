@@ -154,7 +154,7 @@ def fetch_from_homes(
     changed = threading.Event()
     swarm = Swarm(HttpTransfer(_ProvenChecksums(copy), tls, LIMITS.stalled), ReceivedBytes(), changed.set)
     peers = tuple(PeerOffer(f"nodes/{node}", held) for node, held in pieces.items())
-    addresses = {f"nodes/{node}": PieceSource(source.address, origin=False) for node, source in sources.items()}
+    addresses = {f"nodes/{node}": PieceSource(source.address, daemon=False) for node, source in sources.items()}
     offers = PieceOffers(peers, addresses, Bitmap(copy.numbering.count), ())
     try:
         missing, since = copy.missing(), clock()

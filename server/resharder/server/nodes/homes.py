@@ -30,7 +30,10 @@ from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, Vers
 from resharder.server.store.folder import StoreFolder
 from resharder.v1 import node_pb2
 
-_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
+_FIRST_SUSPENSION, _LONGEST_SUSPENSION = (
+    60.0,
+    3600.0,
+)  # seconds for a node from which the daemon could not fetch
 LAYOUT_SECONDS = 5.0
 """Seconds that a version waits for a node that is laying out its files."""
 
@@ -154,7 +157,7 @@ class HomeState:
         self.nodes: dict[str, HomeNode] = {}
         self.reservations: dict[str, ReservedHomes] = {}  # by publisher
         self.versions: dict[str, WrittenVersion] = {}
-        self.aside: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
+        self.suspended: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
 
     def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
         """Return the order for a set that a version has taken."""
@@ -189,7 +192,7 @@ class HomeState:
             raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
 
     def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> StateReport | None:
-        """Return the report of a node whose host the ranks are on; None of one that is drained or set aside."""
+        """Return the report of a node whose host the ranks are on; None of one that is drained or suspended."""
         found, reservation = self.nodes.get(node), self.reservations.get(publisher)
         if (
             found is None
@@ -199,7 +202,7 @@ class HomeState:
             or not found.report.data_address
         ):
             return None
-        instance, _, until = self.aside.get(node, ("", 0.0, 0.0))
+        instance, _, until = self.suspended.get(node, ("", 0.0, 0.0))
         if instance == found.report.instance and now < until:
             return None
         return found.report if all(reads_nonce(each, found.report) for each in read) else None
@@ -259,13 +262,13 @@ class HomeState:
         address = {node: self.nodes[node].report.data_address for node in homes}
         return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
 
-    def set_aside(self, node: str, now: float) -> None:
+    def suspend(self, node: str, now: float) -> None:
         """Take no files of a node for some time, twice as long each time, until it restarts."""
         if (found := self.nodes.get(node)) is not None:
-            instance, seconds, _ = self.aside.get(node, ("", 0.0, 0.0))
+            instance, seconds, _ = self.suspended.get(node, ("", 0.0, 0.0))
             same = instance == found.report.instance
-            seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
-            self.aside[node] = found.report.instance, seconds, now + seconds
+            seconds = min(2 * seconds, _LONGEST_SUSPENSION) if same else _FIRST_SUSPENSION
+            self.suspended[node] = found.report.instance, seconds, now + seconds
 
     def tell(self, nodes: Iterable[str]) -> None:
         """Notify nodes whose orders change, and all waiters."""
@@ -398,7 +401,7 @@ class HomeRegister:
             if taken.proof is None and not taken.problem:
                 taken.proof, taken.problem = dict(files), problem
                 if problem and unreachable in {each.node for each in taken.own.gathered}:
-                    self._state.set_aside(unreachable, self._clock())
+                    self._state.suspend(unreachable, self._clock())
             self._state.changed.notify_all()
 
     # The daemon
@@ -572,7 +575,7 @@ class HomeRegister:
         except FetchFailed as error:
             if error.node:
                 with self._state.changed:
-                    self._state.set_aside(error.node, self._clock())
+                    self._state.suspend(error.node, self._clock())
             raise HomeLost(str(error)) from error
 
 

@@ -233,8 +233,8 @@ class Replication:
         if self.replicas <= 2:
             return
         with self._lock:
-            told = self._update()
-        for node in told:
+            changed = self._update()
+        for node in changed:
             node.changed.emit()
 
     def shortages(self) -> list[ReplicaShortage]:
@@ -275,7 +275,7 @@ class Replication:
         needs = [self._need(name, live, now > self._settles) for name in order]
         free = {id: node.report.capacity_bytes - self._homes.reserved_bytes(id) for id, node in live.items()}
         self._placements = place(needs, free)
-        told = []
+        changed = []
         for id, node in self._nodes.items():
             wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
             if wanted != node.replicas:
@@ -286,8 +286,8 @@ class Replication:
                     if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
                         node.want(name, (), pieces)
                 node.replicas = wanted
-                told.append(node)
-        return told
+                changed.append(node)
+        return changed
 
     def _bar(self, live: Mapping[str, KnownNode], now: float) -> None:
         """Place no further pieces of a version on a node that reports a problem with it, for some time."""

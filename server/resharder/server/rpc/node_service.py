@@ -135,7 +135,7 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         capacity_bytes=max(0, request.capacity_bytes),
         used_bytes=max(0, request.used_bytes),
         transfers=max(0, request.transfers),
-        received_origin_bytes=max(0, request.received_origin_bytes),
+        received_daemon_bytes=max(0, request.received_daemon_bytes),
         received_peer_bytes=max(0, request.received_peer_bytes),
         sent_bytes=max(0, request.sent_bytes),
         copies=tuple(
@@ -190,7 +190,7 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
                 data_address=source.data_address,
                 held=source.offer.held.to_bytes(),
                 transfers=source.offer.load,
-                origin=source.offer.origin,
+                source=source.offer.is_source,
                 session=source.session,
                 addresses=source.addresses,
             )
