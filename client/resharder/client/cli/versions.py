@@ -148,7 +148,7 @@ def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson =
     with Operator(endpoint) as operator:
         found = operator.archived(model)
     if as_json:
-        return print_json({"archived": [*map(plain, found)]})
+        return print_json({"versions": [*map(plain, found)]})
     print_table(
         Columns(("archived version", "size", "archived", "url")),
         ((a.name, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),
