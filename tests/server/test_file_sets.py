@@ -14,9 +14,9 @@ from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
-from resharder.server.holding.transfers import ReceivedBytes
+from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
 from resharder.server.node import file_proofs, file_sets
-from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
+from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
@@ -284,7 +284,7 @@ def test_boxes_of_a_version_that_has_ended_are_waited_for_no_longer(site: Site, 
         waiting.set()
         wait_until(stopped)
         given_up.set()
-        raise BoxesMissing("the version has ended")
+        raise FetchFailed("the version has ended")
 
     monkeypatch.setattr(site.gatherer, "gather", gather)
     set, folder = site.free()

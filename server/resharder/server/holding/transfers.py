@@ -81,6 +81,14 @@ class PieceBusy(PieceFailed):
     """A piece that a peer does not deliver now, because it delivers others."""
 
 
+class FetchFailed(Exception):
+    """Pieces or boxes that no peer delivers. The message has the reason; `node` is the id of a node to blame, or empty."""
+
+    def __init__(self, reason: str, node: str = "") -> None:
+        super().__init__(reason)
+        self.node = node
+
+
 @dataclass(frozen=True)
 class PieceSource:
     """A peer that has a piece.

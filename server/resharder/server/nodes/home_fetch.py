@@ -20,19 +20,11 @@ from resharder.server.holding.part_files import FileProof
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
+from resharder.server.holding.transfers import FetchFailed, HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
 from resharder.server.infra.filesystem import touching, write_at
 
 _PATIENCE = 10.0  # seconds without a piece
 _STEP_SECONDS = 0.1  # until a peer that was busy is asked again
-
-
-class FetchFailed(Exception):
-    """Pieces that do not arrive. The message has the reason; `node` is the id of a node to blame, or empty."""
-
-    def __init__(self, reason: str, node: str = "") -> None:
-        super().__init__(reason)
-        self.node = node
 
 
 @dataclass(frozen=True)

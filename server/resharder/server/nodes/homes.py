@@ -22,7 +22,8 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile
 from resharder.server.holding.tls import NodeTls
-from resharder.server.nodes.home_fetch import FetchFailed, HomeCopy, HomeSource, fetch_from_homes
+from resharder.server.holding.transfers import FetchFailed
+from resharder.server.nodes.home_fetch import HomeCopy, HomeSource, fetch_from_homes
 from resharder.server.nodes.records import LostNodes, nonce_id
 from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
