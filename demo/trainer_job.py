@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +12,16 @@ from typing import Any
 import psutil
 
 from demo.jobs import JobFailed, Request, Requests
+from tests.support.forked import start
+
+_ON_IMPORT = {"OMP_NUM_THREADS": "1"}
+_IMPORTED = ("tests.support.megatron_models", "resharder.client")
 
 
 class TrainerJob:
     """Running trainer job, a context manager. Its output is in FOLDER/trainer.log.
 
-    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`. `wrapper` is put before its command line.
+    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`. `hidden`: folders that are empty to it.
     """
 
     def __init__(
@@ -29,18 +32,13 @@ class TrainerJob:
         settings: dict[str, Any],
         ranks: int = 4,
         module: str = "demo.trainer",
-        wrapper: Sequence[str] = (),
+        hidden: Sequence[Path] = (),
     ) -> None:
         self._log_path = folder / "trainer.log"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        arguments = [str(ranks), module, endpoint, model, str(folder), json.dumps(settings)]
+        options: dict[str, Any] = {"session": True, "imported_with": _ON_IMPORT, "preloaded": _IMPORTED, "hidden": hidden}
         with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*wrapper, *torchrun, module, endpoint, model, str(folder), json.dumps(settings)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            self.process = start("tests.support.torchrun", os.environ | _ON_IMPORT, log, arguments=arguments, **options)
         self.requests = Requests(folder, lambda: self.process.poll() is None)
 
     def ask(self, **request: Any) -> Request:

@@ -104,6 +104,8 @@ def test_importing_the_package_or_an_error_loads_no_more_than_it_needs() -> None
 
     assert loaded("import resharder.client") == []
     assert set(loaded("from resharder.client import Operator, VersionTarget, went_well")) == {"grpc", "google.protobuf"}
+    for helper in ("claim", "fetch"):  # a worker waits for them, for `fetch` in each install
+        assert not {"torch", "vllm"} & {*loaded(f"import resharder.client.inference.worker.{helper}")}
 
 
 def test_all_errors_are_one_tree_and_the_head_of_its_file_draws_it() -> None:

@@ -153,8 +153,8 @@ def test_a_command_that_ends_leaves_no_process_and_keeps_its_files_if_it_failed(
 COMMANDS = {
     "failpoints": (["tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2"], "resharder.server.node.main", 1),
     "simulation": (["tests.simulation", "--only", "store", "--jobs", "2"], "tests.simulation.main", 3),
-    "chaos": (["tests.chaos", "--minutes", "1"], "tests.chaos.trainer", 3),
-    "soak": (["tests.soak", "--minutes", "1"], "tests.chaos.trainer", 3),
+    "chaos": (["tests.chaos", "--minutes", "1"], "tests.support.torchrun", 4),
+    "soak": (["tests.soak", "--minutes", "1"], "tests.support.torchrun", 4),
     "sabotage": (["tools.sabotage", "--only", "store", "--match", "rename before"], "tools.sabotage.main", 2),
     "mutants": (["tools.mutants", "--file", "chunking.py", "--jobs", "2"], "tools.mutants.main", 4),
 }
