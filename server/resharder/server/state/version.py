@@ -74,7 +74,7 @@ class VersionRecord:
         if not isinstance(warnings, list | tuple) or not all(is_text(text) for text in warnings):
             raise ValueError(f"expected warnings as a list of strings, got {str(warnings)[:40]!r}")
         values = {name: value for name, value in content.items() if name in known}
-        if "set_aside" in content:  # its name until 0.2
+        if "set_aside" in content:  # its name in earlier builds
             values.setdefault("skipped", content["set_aside"])
         record = cls(**values | {"warnings": tuple(warnings)})
         check_fields(record)
