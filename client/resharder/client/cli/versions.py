@@ -58,7 +58,7 @@ def import_(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="DIR", help="The tokenizer, if neither DIR nor --config has it.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Let `latest` select the version; by default it skips it.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Let `latest` select the version, which it skips by default.")] = False,
     take_over: Annotated[bool, typer.Option("--take-over", help="Also fence a live trainer, which then cannot publish.")] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
