@@ -15,6 +15,7 @@ from textwrap import dedent
 import pytest
 import resharder.client
 from resharder.client import deprecated, errors
+from resharder.client.operator.answers import Node, Version
 from resharder.converters import errors as conversion_errors
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,28 @@ def test_a_renamed_name_is_the_new_one_and_warns(name: str) -> None:
         assert getattr(resharder.client, name) is new
     assert [warning.filename for warning in found] == [__file__]
     assert name not in resharder.client.__all__
+
+
+@pytest.mark.parametrize(
+    ("answer", "old", "new"),
+    [
+        (Version(skipped=True), "set_aside", "skipped"),
+        (Node(received_daemon_bytes=5), "received_origin_bytes", "received_daemon_bytes"),
+    ],
+)
+def test_a_renamed_field_is_the_new_one_and_warns(answer: object, old: str, new: str) -> None:
+    kind = type(answer).__name__
+    with pytest.warns(DeprecationWarning, match=rf"{kind}\.{old} is now {kind}\.{new}$") as found:
+        assert getattr(answer, old) == getattr(answer, new)
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_connect_takes_the_earlier_name_of_skipped_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"connect\(set_aside=…\) is now connect\(skipped=…\)$") as found:
+        publisher = resharder.client.connect("127.0.0.1:1", model="policy", job="j", rank=0, world_size=1, set_aside=True)
+    assert publisher.identity.skipped
+    assert [warning.filename for warning in found] == [__file__]
+    publisher.close()
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
