@@ -197,7 +197,7 @@ def measure(megabytes: int, rounds: int) -> list[Row]:
         for way, reader in readers.items():
             node = nodes[reader.name]
             by_engine = node.received_engine_bytes / max(1, node.received_peer_bytes)
-            print(f"{way}: {by_engine:.2f} of the bytes from nodes by the engine, {node.received_origin_bytes} from the daemon")
+            print(f"{way}: {by_engine:.2f} of the bytes from nodes by the engine, {node.received_daemon_bytes} from the daemon")
     print("| way | s, median | s, all rounds | CPU s/GB, both sides |")
     print("|---|---|---|---|")
     for way, found in taken.items():

@@ -115,7 +115,7 @@ def measure(count: int, rate: str, megabytes: int, *, kill: bool = False, limit:
             if elapsed > limit:
                 logs = "\n".join(node.log.read_text()[-2000:] for node in nodes)
                 raise TimeoutError(f"not complete after {limit:.0f} s: {[(n, share(found[n])) for n in living]}\n{logs}")
-            received = max(received, sum(found[name].received_origin_bytes for name in living))
+            received = max(received, sum(found[name].received_daemon_bytes for name in living))
             for name in living:
                 if name not in done and share(found[name]) == 1.0:
                     done[name] = elapsed

@@ -160,7 +160,7 @@ class Swarm:
         self._sent = self._received = self._repeated = self._answered = 0
         table = PieceTable()
         table.add_version(VERSION, network.pieces)
-        table.add_origin(VERSION, ORIGIN)
+        table.add_source(VERSION, ORIGIN)
         self._tracker = Tracker(table)
         self._origin = self._host(ORIGIN, Bitmap(network.pieces), Bitmap.full(network.pieces))
         self._tracker.report(NodeReport(ORIGIN, VERSION, self._origin.held, whole=True), 0.0)

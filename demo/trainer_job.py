@@ -13,12 +13,17 @@ from typing import Any
 import psutil
 
 from demo.jobs import JobFailed, Request, Requests
+from tests.support.forked import ForkedProcess, start
+
+_ON_IMPORT = {"OMP_NUM_THREADS": "1"}
+_IMPORTED = ("tests.support.megatron_models", "resharder.client")
 
 
 class TrainerJob:
     """Running trainer job, a context manager. Its output is in FOLDER/trainer.log.
 
-    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`. `wrapper` is put before its command line.
+    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`. `forked`: the ranks import nothing, and
+    share the order of their sets, as ranks of a job do not. `hidden`: folders that are empty to them then.
     """
 
     def __init__(
@@ -29,18 +34,23 @@ class TrainerJob:
         settings: dict[str, Any],
         ranks: int = 4,
         module: str = "demo.trainer",
-        wrapper: Sequence[str] = (),
+        *,
+        forked: bool = False,
+        hidden: Sequence[Path] = (),
     ) -> None:
         self._log_path = folder / "trainer.log"
+        environment = os.environ | _ON_IMPORT
+        arguments = [module, endpoint, model, str(folder), json.dumps(settings)]
+        options: dict[str, Any] = {"session": True, "imported_with": _ON_IMPORT, "preloaded": _IMPORTED, "hidden": hidden}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*wrapper, *torchrun, module, endpoint, model, str(folder), json.dumps(settings)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            if forked:
+                self.process = start("tests.support.torchrun", environment, log, arguments=[str(ranks), *arguments], **options)
+            else:
+                self.process = subprocess.Popen(
+                    [*torchrun, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
         self.requests = Requests(folder, lambda: self.process.poll() is None)
 
     def ask(self, **request: Any) -> Request:

@@ -3,6 +3,8 @@
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +43,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tier_of(item: pytest.Item) -> str:
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     return REACH.tier([item.function, *(each.func for found in fixtures for each in found)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files go whole to a process, and those whose processes are forked from one, or that import vLLM, to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid.partition("::")[0])
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def _group(file: str) -> str:
+    if file.startswith(("tests/vllm/", "tests/e2e/")):
+        return "engines"
+    return "ranks" if "tests.support.ranks" in Path(file).read_text() else file
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,21 @@ WIDTH = 130
 NAMES = {"Publisher": "PublisherStatus"}  # `Publisher` is the trainer's object
 ALWAYS_SENT = {"Fleet.target", "Fleet.strategy", "Move.strategy"}
 LEFT_OUT = {"FilePart", "DeleteFleetResponse", "ForgetServerResponse", "VerifyServerResponse"}  # a method returns their content
+
+
+def _earlier(message: str, old: str, new: str, kind: str) -> str:
+    return f'''
+    @property
+    def {old}(self) -> {kind}:
+        """Earlier name of `{new}`, for one release."""
+        warn_renamed("{message}.{old}", "{message}.{new}")
+        return self.{new}
+'''
+
+
 PROPERTIES = {
+    "Version": _earlier("Version", "set_aside", "skipped", "bool"),
+    "Node": _earlier("Node", "received_origin_bytes", "received_daemon_bytes", "int"),
     "ArchivedVersion": '''
     @property
     def name(self) -> str:
@@ -35,7 +49,7 @@ PROPERTIES = {
     def number(self) -> int:
         """Number of the version."""
         return int(self.version.rpartition("/")[2])
-'''
+''',
 }
 
 HEAD = '''"""Answers of the daemon to an operator: dataclasses and enumerations of plain types, named as in `resharder.v1`.
@@ -49,6 +63,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+
+from resharder.client.deprecated import warn_renamed
 '''
 TAIL = '''
 

@@ -13,7 +13,7 @@
 | page | `path`, `status`, `text`: an answer of the daemon's web port that is not 200; status 0 for none |
 | intrusion | `what`, `party`, `outcome`: a call that no role permits |
 | links | `plain`: by link, how many connections were without TLS, as seen in peace |
-| moved | `node`, `origin`, `peers`: bytes that a node received from the daemon and from nodes since it began, as seen in peace |
+| moved | `node`, `daemon`, `peers`: bytes that a node received from the daemon and from nodes since it began, as seen in peace |
 | peace | `phase` (`begin`, `arrived`, `end`), `left`: resources that remain |
 | log | `process`, `text`: a fault of its own in a process's log |
 """

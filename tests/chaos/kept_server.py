@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 
-from tests.support.hidden import hiding
 from tests.support.supervised import shared_memory
 from tests.support.vllm_server import Response, VllmServer
 
@@ -46,7 +45,7 @@ class KeptServer:
             **tls,
         }
         self.environment, arguments = environment, [*_ARGUMENTS[name], "--load-format", "resharder"]
-        self.server = VllmServer(config, arguments, environment, timeout=BOOT, wrapper=hiding(hidden))
+        self.server = VllmServer(config, arguments, environment, timeout=BOOT, hidden=hidden)
 
     def start(self) -> dict[str, Any]:
         self.starts += 1

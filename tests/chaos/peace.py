@@ -120,7 +120,7 @@ class Peace:
         """
         if not (home := self._system.trainer.home):
             return self._publish(ARRIVE, direct=False)
-        if self._publish(_HOME + set_aside_seconds(self._history.events, home), direct=False, home=home):
+        if self._publish(_HOME + suspended_seconds(self._history.events, home), direct=False, home=home):
             self._system.restart_trainer()
             return self._publish(ARRIVE, direct=False, home=home)
         return []
@@ -167,7 +167,7 @@ class Peace:
         plain = {link.name: link.plain for link in self._system.proxies.links.values() if link.plain}
         self._history.record("links", plain=plain)
         for node in observer.nodes():
-            self._history.record("moved", node=node.name, origin=node.received_origin_bytes, peers=node.received_peer_bytes)
+            self._history.record("moved", node=node.name, daemon=node.received_daemon_bytes, peers=node.received_peer_bytes)
         return problems
 
     def _ended(self) -> list[str]:
@@ -218,7 +218,7 @@ def altered(system: System, name: str, nodes: Iterable[Node]) -> list[str]:
     return found
 
 
-def set_aside_seconds(events: Iterable[Event], node: str) -> float:
+def suspended_seconds(events: Iterable[Event], node: str) -> float:
     """Return a bound on the seconds for which the daemon takes no files of a node, from which it could not copy earlier ones.
 
     It doubles with each such version until the node restarts.

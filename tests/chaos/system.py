@@ -29,7 +29,6 @@ from tests.chaos.parties import Parties
 from tests.chaos.proxy import Proxies
 from tests.chaos.schedule import LEASE, NODES, REPLICA_SECONDS, Setting
 from tests.support.daemon import Daemon
-from tests.support.hidden import hiding
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 
 MARK = "RESHARDER_CHAOS_RUN"
@@ -97,8 +96,8 @@ class KeptTrainer:
         connect = {"job": f"job-{self.jobs}", "direct_wait": 4.0, "connect_timeout": 30.0, "staging_timeout": 60.0}
         connect |= {"register_timeout": 60.0, "transport": "grpc" if self.place == "grpc" else "auto"}
         connect |= {"tls": self._tls} if self._tls else {}
-        settings, wrapper = {"config": CONFIG, "tp": RANKS, "connect": connect}, hiding(self._hidden[self.place])
-        self.job = TrainerJob(self.endpoint, "policy", own, settings, RANKS, "tests.chaos.trainer", wrapper)
+        settings, job = {"config": CONFIG, "tp": RANKS, "connect": connect}, {"forked": True, "hidden": self._hidden[self.place]}
+        self.job = TrainerJob(self.endpoint, "policy", own, settings, RANKS, "tests.chaos.trainer", **job)
         return {"job": connect["job"], "place": self.place}
 
     def ended(self) -> int | None:
@@ -117,7 +116,7 @@ class KeptTrainer:
         if self.job is None or self.job.process.poll() is not None:
             return []
         found = psutil.Process(self.job.process.pid).children(recursive=True)
-        return [process for process in found if "tests.chaos.trainer" in " ".join(process.cmdline())]
+        return [process for process in found if "tests.support.torchrun" in " ".join(process.cmdline())]
 
 
 class System:

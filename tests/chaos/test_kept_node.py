@@ -8,7 +8,7 @@ import pytest
 from resharder.client.operator.answers import Node, NodeCopy, Server
 
 from tests.chaos.kept_node import NodeMemory, NodeUse, node_problems
-from tests.chaos.peace import set_aside_seconds
+from tests.chaos.peace import suspended_seconds
 
 COPY = NodeCopy("models/policy/versions/7", held_pieces=1, wanted_pieces=1, pieces=1, wanted=True, servers=("right",))
 NODE = Node("nodes/node", Node.State.LIVE, "127.0.0.1:1", capacity_bytes=100, used_bytes=10, copies=(COPY,))
@@ -65,12 +65,12 @@ def test_each_deviation_is_a_problem(given: dict[str, Any], problem: str) -> Non
     assert problem in found
 
 
-def test_a_node_from_which_the_daemon_could_not_copy_is_set_aside_for_twice_as_long_each_time() -> None:
+def test_a_node_from_which_the_daemon_could_not_copy_is_suspended_for_twice_as_long_each_time() -> None:
     def aborted(why: str) -> dict[str, Any]:
         return {"kind": "version", "state": "ABORTED", "why": why}
 
     events = [aborted("model.safetensors, bytes 0 to 9: nodes/far: timed out"), aborted("nodes/far is gone")]
-    assert set_aside_seconds(events, "far") == 60.0
-    assert set_aside_seconds(events, "node") == 0.0
-    assert set_aside_seconds([*events, *events, *events], "far") == 240.0
-    assert set_aside_seconds([*events, {"kind": "ready", "process": "far"}], "far") == 0.0
+    assert suspended_seconds(events, "far") == 60.0
+    assert suspended_seconds(events, "node") == 0.0
+    assert suspended_seconds([*events, *events, *events], "far") == 240.0
+    assert suspended_seconds([*events, {"kind": "ready", "process": "far"}], "far") == 0.0

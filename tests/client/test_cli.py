@@ -111,11 +111,11 @@ def test_too_little_shared_memory_is_said_with_how_much_it_takes(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=total, free=total // 20))
     check = doctor.shared_memory_room(tmp_path)
     assert check.verdict == ("fail" if total == 64 << 20 else "warn")
-    assert "reserves 4 times its model, in 80% of the space: give it 5 times the model" in check.mend
+    assert "reserves 4 times its model, in 80% of the space: give it 5 times the model" in check.hint
 
 
 @pytest.mark.parametrize(
-    ("options", "policy", "verdict", "mend"),
+    ("options", "policy", "verdict", "hint"),
     [
         ("rw,size=9k", "always within_size advise [never] deny force", "warn", "mount -o remount,huge=always /mnt/store: "),
         ("rw,huge=never", "always [advise] never deny force", "warn", "2.7 to 9.2 GiB/s"),
@@ -127,11 +127,11 @@ def test_too_little_shared_memory_is_said_with_how_much_it_takes(
         ("rw", "", "ok", ""),
     ],
 )
-def test_a_store_in_memory_without_huge_pages_is_told_what_they_bring(options: str, policy: str, verdict: str, mend: str) -> None:
+def test_a_store_in_memory_without_huge_pages_is_told_what_they_bring(options: str, policy: str, verdict: str, hint: str) -> None:
     mounts = f"/dev/vda / ext4 rw 0 0\nother /mnt/store tmpfs rw,huge=always 0 0\nnone /mnt/store tmpfs {options} 0 0\n"
     check = doctor.huge_pages(Path("/mnt/store/models"), mounts, policy)
     assert check.verdict == verdict
-    assert mend in check.mend
+    assert hint in check.hint
     assert doctor.huge_pages(Path("/mnt"), mounts, policy).found == "/mnt is ext4: it has none"
 
 

@@ -160,7 +160,7 @@ def test_status_and_events_tell_what_was_done() -> None:
 def test_versions_are_archived_dropped_and_restored() -> None:
     policy = ("--model", "policy")
     assert said("archive", 1, *policy).startswith("models/policy/versions/1: ")
-    (archived,) = answer("archived", *policy)["archived"]
+    (archived,) = answer("archived", *policy)["versions"]
     assert archived["version"] == "models/policy/versions/1"
     assert "models/policy/versions/1 (step 10) would be dropped" in said("gc", 1, *policy, "--dry-run")
     dropped = answer("gc", 1, *policy, "--yes")

@@ -37,17 +37,17 @@ def folder(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def test_latest_skips_an_imported_version_until_it_is_asked_for(daemon: Daemon, folder: Path) -> None:
     def versions() -> dict[int, bool]:
-        return {version["number"]: version.get("set_aside", False) for version in answer("versions")["versions"]}
+        return {version["number"]: version.get("skipped", False) for version in answer("versions")["versions"]}
 
     with SimulatedServer(daemon, "one"), Operator() as operator:
         wait_until(lambda: operator.server("one").version == 1, "it serves the first version")
         done = resharder("import", folder, "--take-over")
-        begins = f"importing {folder} as a version of policy, step 120, set aside unless it is the first\n"
+        begins = f"importing {folder} as a version of policy, step 120, skipped by `latest` unless it is the first\n"
         assert done.err == begins
-        assert done.out.endswith("; set aside: `resharder update 2` serves it\n")
+        assert done.out.endswith("; `latest` skips it: `resharder update 2` serves it\n")
         assert versions() == {1: False, 2: True}
-        assert "set aside: latest skips it, `update 2` serves it" in resharder("versions").out
-        wait_until(lambda: "version 2 is set aside" in operator.fleet("policy").reason, "the fleet says so")
+        assert "skipped by latest: `update 2` serves it" in resharder("versions").out
+        wait_until(lambda: "version 2 is skipped" in operator.fleet("policy").reason, "the fleet says so")
         assert operator.server("one").version == 1
         daemon.kill()
         daemon.start()
@@ -57,15 +57,15 @@ def test_latest_skips_an_imported_version_until_it_is_asked_for(daemon: Daemon, 
         assert resharder("update", 2, "--wait", "--timeout", 60).code == 0
         assert operator.server("one").version == 2
         assert resharder("update", "--wait", "--timeout", 60).code == 0
-        assert operator.server("one").version == 1, "`latest` is the newest that is not set aside"
+        assert operator.server("one").version == 1, "`latest` is the newest that is not skipped"
         assert resharder("import", folder, "--step", 7, "--serve").out.startswith("models/policy/versions/3 (step 7): ")
         wait_until(lambda: operator.server("one").version == 3, "it takes what is to be served")
 
 
 def test_the_first_version_of_a_model_is_served(folder: Path) -> None:
     done = resharder("import", folder, "--model", "fresh")
-    assert "set aside: `" not in done.out
-    assert answer("versions", "--model", "fresh")["versions"][0]["set_aside"] is False
+    assert "`latest` skips it" not in done.out
+    assert answer("versions", "--model", "fresh")["versions"][0]["skipped"] is False
     with Operator() as operator:
         assert operator.fleet("fresh").wanted_version == 1
 

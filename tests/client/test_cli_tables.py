@@ -153,7 +153,7 @@ def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_thei
     version = "models/policy/versions/4"
     fake.nodes = [
         Node(
-            name="nodes/gpu-1", state=Node.LIVE, capacity_bytes=64 << 30, used_bytes=3 << 30, received_origin_bytes=1 << 30,
+            name="nodes/gpu-1", state=Node.LIVE, capacity_bytes=64 << 30, used_bytes=3 << 30, received_daemon_bytes=1 << 30,
             received_peer_bytes=2 << 30, received_engine_bytes=1 << 30, sent_bytes=5 << 30,
             copies=[
                 NodeCopy(version=version, held_pieces=96, wanted_pieces=192, pieces=192, wanted=True),

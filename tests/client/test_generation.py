@@ -66,9 +66,9 @@ class Gpus:
     def fleets(self) -> list[answers.Fleet]:
         return [answer(answers.Fleet, self.policy)]
 
-    def set_aside(self, rank: int) -> None:
+    def offload(self, rank: int) -> None:
         with self._lock:
-            self.log.append("aside")
+            self.log.append("offloaded")
             self.here[rank] = False
 
     def bring_back(self, rank: int) -> None:
@@ -118,9 +118,9 @@ def generation(
         reach("published")
         return Published(version)
 
-    def set_aside() -> None:
-        reach("aside")
-        gpus.set_aside(rank)
+    def offload() -> None:
+        reach("offloaded")
+        gpus.offload(rank)
 
     operator: Any = gpus
     part = GenerationPart(
@@ -128,7 +128,7 @@ def generation(
         SharedFleet(operator, "policy"),
         level=2,
         timeout=timeout,
-        set_aside=set_aside,
+        offload=offload,
         bring_back=lambda: gpus.bring_back(rank),
         direct=direct,
     )
@@ -136,12 +136,12 @@ def generation(
         yield held
 
 
-def test_memory_goes_aside_before_servers_wake_and_comes_back_when_they_sleep() -> None:
+def test_memory_is_offloaded_before_servers_wake_and_comes_back_when_they_sleep() -> None:
     gpus = Gpus()
     with generation(gpus) as held:
         gpus.log.append("body")
         assert held == Generation(7, ("host:0", "host:1"))
-    assert gpus.log == ["aside", "AWAKE", "body", "ASLEEP_2", "back"]
+    assert gpus.log == ["offloaded", "AWAKE", "body", "ASLEEP_2", "back"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
@@ -149,7 +149,7 @@ def test_an_error_in_the_body_puts_servers_to_sleep_all_the_same(error: type[Bas
     gpus = Gpus()
     with pytest.raises(error), generation(gpus):
         raise error
-    assert gpus.log == ["aside", "AWAKE", "ASLEEP_2", "back"]
+    assert gpus.log == ["offloaded", "AWAKE", "ASLEEP_2", "back"]
 
 
 def test_servers_that_lag_are_named_with_their_reason_and_put_to_sleep() -> None:
@@ -160,7 +160,7 @@ def test_servers_that_lag_are_named_with_their_reason_and_put_to_sleep() -> None
     lag = rf"waited 0\.5 s for .* version 7 or newer: {late}"
     with pytest.raises(WaitTimeout, match=lag), generation(gpus, timeout=SHORT):
         pass
-    assert gpus.log == ["aside", "AWAKE", "ASLEEP_2", "back"]
+    assert gpus.log == ["offloaded", "AWAKE", "ASLEEP_2", "back"]
 
 
 def test_a_fleet_without_a_live_server_is_an_error_and_drained_servers_are_not_waited_for() -> None:
@@ -205,10 +205,10 @@ def test_memory_is_not_brought_back_while_a_server_may_be_awake() -> None:
     ):
         stick_and_raise(gpus)
     assert isinstance(caught.value.__context__, ZeroDivisionError), "the body's own error is told as well"
-    assert gpus.log == ["aside", "AWAKE", "ASLEEP_2"]
+    assert gpus.log == ["offloaded", "AWAKE", "ASLEEP_2"]
 
 
-def test_servers_that_cannot_be_told_to_sleep_keep_memory_aside() -> None:
+def test_servers_that_cannot_be_told_to_sleep_keep_memory_offloaded() -> None:
     gpus = Gpus()
 
     def unreachable(fleet: str, *, level: int) -> None:
@@ -273,7 +273,7 @@ def tcp_stores(ranks: int) -> list[Store]:
     return [PrefixStore("default_pg/0", store) for store in stores]
 
 
-@pytest.mark.parametrize("failing", [None, *((rank, where) for rank in (0, 2) for where in ("publish", "aside", "body"))])
+@pytest.mark.parametrize("failing", [None, *((rank, where) for rank in (0, 2) for where in ("publish", "offloaded", "body"))])
 def test_no_rank_and_no_server_is_ever_in_the_others_memory(failing: tuple[int, str] | None) -> None:
     """Ranks come and leave late, each at a time of its own; one of them fails; then all meet again."""
     gpus, stores = Gpus(RANKS), tcp_stores(RANKS)
@@ -342,12 +342,12 @@ def test_a_rank_that_is_interrupted_waits_for_a_wake_that_is_on_its_way() -> Non
     class Interrupted(Ranks):
         interrupted = False
 
-        def said(self, word: str) -> int:
+        def reported(self, word: str) -> int:
             if word == "settled" and not self.interrupted:
                 self.interrupted = True
                 assert waking.wait(LONG)
                 raise KeyboardInterrupt
-            return super().said(word)
+            return super().reported(word)
 
     def run(rank: int) -> None:
         kind, error = (Ranks, GenerationEnded) if rank == 0 else (Interrupted, KeyboardInterrupt)
@@ -364,7 +364,7 @@ def test_a_rank_that_is_interrupted_waits_for_a_wake_that_is_on_its_way() -> Non
 def test_ranks_that_do_not_come_are_named() -> None:
     gpus = Gpus(3)
     store = HashStore()
-    Ranks(store, 1, 3, "job", 1).say("aside")
+    Ranks(store, 1, 3, "job", 1).report("offloaded")
     with (
         pytest.raises(WaitTimeout, match=r"waited 0\.5 s for every rank to join this generation: ranks 2 have not"),
         generation(gpus, store=store, timeout=SHORT),
@@ -378,11 +378,11 @@ def test_several_ranks_without_torch_distributed_are_refused() -> None:
         meet(RankIdentity("job", 0, 2), "policy")
 
 
-def test_on_the_direct_path_weights_wake_before_memory_goes_aside_and_the_rest_after() -> None:
+def test_on_the_direct_path_weights_wake_before_memory_is_offloaded_and_the_rest_after() -> None:
     gpus = Gpus()
     with generation(gpus, direct=True):
         gpus.log.append("body")
-    assert gpus.log == ["WEIGHTS_AWAKE", "aside", "AWAKE", "body", "ASLEEP_2", "back"]
+    assert gpus.log == ["WEIGHTS_AWAKE", "offloaded", "AWAKE", "body", "ASLEEP_2", "back"]
 
 
 def test_weights_do_not_wake_before_every_rank_has_entered() -> None:
@@ -400,7 +400,7 @@ def test_weights_do_not_wake_before_every_rank_has_entered() -> None:
     together(run, 2)
     assert entered == [1]
     assert gpus.violations == []
-    assert sorted(gpus.log[: gpus.log.index("AWAKE")]) == ["WEIGHTS_AWAKE", "aside", "aside"]
+    assert sorted(gpus.log[: gpus.log.index("AWAKE")]) == ["WEIGHTS_AWAKE", "offloaded", "offloaded"]
 
 
 @pytest.mark.parametrize(("where", "log"), [("publish", []), ("published", ["WEIGHTS_AWAKE", "ASLEEP_2", "back"])])
@@ -417,7 +417,7 @@ def test_a_rank_that_fails_on_the_direct_path_puts_servers_to_sleep_if_their_wei
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("where", ["publish", "published", "aside", "body"])
+@pytest.mark.parametrize("where", ["publish", "published", "offloaded", "body"])
 def test_ranks_that_fail_on_the_direct_path_leave_every_server_asleep(failing: int, where: str) -> None:
     gpus, stores = Gpus(RANKS), tcp_stores(RANKS)
 

@@ -115,7 +115,7 @@ def test_a_generation_of_a_step_that_was_aborted_publishes_it_again(daemon: Daem
 
 
 @pytest.mark.full
-def test_memory_stays_aside_when_a_server_was_lost_until_somebody_says_that_it_is_gone(daemon: Daemon) -> None:
+def test_memory_stays_offloaded_when_a_server_was_lost_until_somebody_says_that_it_is_gone(daemon: Daemon) -> None:
     model = trainer_model()
     with published(daemon, model) as publisher, ExitStack() as ends:
         ends.enter_context(SimulatedServer(daemon, "stays"))

@@ -1,4 +1,4 @@
-"""Four real Megatron ranks under torchrun publish and go on from what was published."""
+"""Four real Megatron ranks publish and go on from what was published."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
-from tests.support.ranks import torchrun
+from tests.support.ranks import forked, torchrun
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
 FAMILIES = {
@@ -69,7 +69,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     acts = {"publish": PUBLISHED, "train": TRAINED, "go_on": GONE_ON, "cast": cast, "divided": divided}
     (folder / "cases.json").write_text(json.dumps(acts))
     with Daemon() as daemon:
-        torchrun("tests.client.megatron_ranks", daemon.endpoint, folder)
+        forked("tests.client.megatron_ranks", daemon.endpoint, folder)
         yield World(daemon.endpoint, folder, json.loads((folder / "found.json").read_text()))
 
 
@@ -81,6 +81,18 @@ def test_the_exported_checkpoint_is_the_source_bit_for_bit(world: World, model: 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == tiny_config(FAMILIES[model])["vocab_size"]
     exported_model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", source))
     assert equal(exported_model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_that_do_not_share_the_order_of_their_sets_publish_the_same(world: World, tmp_path: Path) -> None:
+    for model in PUBLISHED:
+        (tmp_path / model).symlink_to(world.folder / model)
+    (tmp_path / "cases.json").write_text(json.dumps({"publish": PUBLISHED}))
+    with Daemon() as daemon:
+        torchrun("tests.client.megatron_ranks", daemon.endpoint, tmp_path)
+        for model in PUBLISHED:
+            found = exported(daemon.endpoint, f"models/{model}/versions/1", tmp_path / f"{model}-out")
+            assert equal(found, load_checkpoint(world.folder / model))
 
 
 @pytest.mark.parametrize("model", TRAINED)

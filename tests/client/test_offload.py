@@ -1,4 +1,4 @@
-"""A trainer's memory, moved aside and back, and what else it must find as it left it."""
+"""A trainer's memory, offloaded and back, and what else it must find as it left it."""
 
 import random
 import sys
@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from resharder.client.errors import UsageError
 from resharder.client.trainer import offload
-from resharder.client.trainer.offload import eval_mode, keep_rng, set_aside
+from resharder.client.trainer.offload import eval_mode, keep_rng, offload_memory
 
 from tests.support.tiny_hf import tiny_config
 from tests.support.variants import alone
@@ -69,9 +69,9 @@ def test_a_megatron_model_under_ddp_comes_back_bit_for_bit_in_every_view(
     scramble(tensors)
     before = bits(tensors)
 
-    aside = set_aside([ddp])
+    offloaded = offload_memory([ddp])
     assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
-    assert aside.size_bytes == sum(set_sizes(before, tensors, aside.bring_back).values())
+    assert offloaded.size_bytes == sum(set_sizes(before, tensors, offloaded.bring_back).values())
     assert bits(tensors) == before
     with torch.no_grad():
         for buffer in buffers:
@@ -96,9 +96,9 @@ def test_gradients_tied_and_transposed_parameters_and_state_dicts_come_back() ->
     tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
     for form, held in ((model, tensors), (state, list(state.values()))):
         before, same = bits(held), [id(tensor) for tensor in model.parameters()]
-        aside = set_aside(form)
+        offloaded = offload_memory(form)
         assert not any(tensor.untyped_storage().nbytes() for tensor in held)
-        aside.bring_back()
+        offloaded.bring_back()
         assert bits(held) == before
         assert [id(tensor) for tensor in model.parameters()] == same
     model(torch.tensor([1, 2, 3])).sum().backward()  # autograd knows them still
@@ -128,7 +128,7 @@ class Mapped(torch.nn.Module):
 def test_memory_whose_address_somebody_else_knows_is_refused_and_stays(model: torch.nn.Module, why: str) -> None:
     before = bits(list(model.parameters()))
     with pytest.raises(UsageError, match=why):
-        set_aside(model)
+        offload_memory(model)
     assert bits(list(model.parameters())) == before
 
 

@@ -15,6 +15,7 @@ from textwrap import dedent
 import pytest
 import resharder.client
 from resharder.client import deprecated, errors
+from resharder.client.operator.answers import Node, Version
 from resharder.converters import errors as conversion_errors
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,28 @@ def test_a_renamed_name_is_the_new_one_and_warns(name: str) -> None:
     assert name not in resharder.client.__all__
 
 
+@pytest.mark.parametrize(
+    ("answer", "old", "new"),
+    [
+        (Version(skipped=True), "set_aside", "skipped"),
+        (Node(received_daemon_bytes=5), "received_origin_bytes", "received_daemon_bytes"),
+    ],
+)
+def test_a_renamed_field_is_the_new_one_and_warns(answer: object, old: str, new: str) -> None:
+    kind = type(answer).__name__
+    with pytest.warns(DeprecationWarning, match=rf"{kind}\.{old} is now {kind}\.{new}$") as found:
+        assert getattr(answer, old) == getattr(answer, new)
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_connect_takes_the_earlier_name_of_skipped_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"connect\(set_aside=…\) is now connect\(skipped=…\)$") as found:
+        publisher = resharder.client.connect("127.0.0.1:1", model="policy", job="j", rank=0, world_size=1, set_aside=True)
+    assert publisher.identity.skipped
+    assert [warning.filename for warning in found] == [__file__]
+    publisher.close()
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     assert resharder.client.__version__ == version("resharder")
 
@@ -81,6 +104,8 @@ def test_importing_the_package_or_an_error_loads_no_more_than_it_needs() -> None
 
     assert loaded("import resharder.client") == []
     assert set(loaded("from resharder.client import Operator, VersionTarget, went_well")) == {"grpc", "google.protobuf"}
+    for helper in ("claim", "fetch"):  # a worker waits for them, for `fetch` in each install
+        assert not {"torch", "vllm"} & {*loaded(f"import resharder.client.inference.worker.{helper}")}
 
 
 def test_all_errors_are_one_tree_and_the_head_of_its_file_draws_it() -> None:

@@ -36,7 +36,12 @@ from benchmarks import shapes
             marks=pytest.mark.full,
         ),
         pytest.param(
-            shapes.GPT_OSS_120B, 615, 217.6, Parallel(32, tp=1, pp=4, ep=8), {}, id="gpt-oss-120b"
+            shapes.GPT_OSS_120B, 615, 217.6, Parallel(32, tp=1, pp=4, ep=8), {}, id="gpt-oss-120b", marks=pytest.mark.full,
+        ),
+        pytest.param(
+            shapes.GPT_OSS_120B
+            | {"num_hidden_layers": 24, "layer_types": shapes.GPT_OSS_120B["layer_types"][:24], "num_local_experts": 32},
+            411, 39.0, Parallel(4, tp=1, pp=2, ep=2), {}, id="gpt-oss-20b",
         ),
     ],
 )  # fmt: skip

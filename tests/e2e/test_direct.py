@@ -110,7 +110,7 @@ def test_a_transfer_ahead_that_fails_leaves_what_was_served_before(system: Syste
         system.trainer.ask(do="fault", rank=1, what="change")
         version, asked, go = system.publish_held(22)
         wait_until(
-            lambda: len(system.failures()) > 0 and "differ from the digests of the ranks" in system.failures()[-1],
+            lambda: len(system.failures()) > 0 and "differ from the ranks' digests" in system.failures()[-1],
             "it is noticed",
         )
         server = wait_serving(system.daemon, before)

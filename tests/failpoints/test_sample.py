@@ -8,7 +8,7 @@ from resharder.converters.failpoints import FILE_POINTS, POINTS
 from tests.support.variants import alone
 from tests.support.whole_system import Run
 
-SAMPLES, JOBS = (3, 18), 2
+JOBS = {3: 1, 18: 2}  # at the same time; each imports what its processes are forked from
 
 
 def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
@@ -22,7 +22,7 @@ def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
     assert set(TOGETHER) >= DECISION | DECIDED
 
 
-@pytest.mark.parametrize("sample", alone(SAMPLES, SAMPLES[:1]))
+@pytest.mark.parametrize("sample", alone([*JOBS], [3]))
 def test_a_sample_of_the_faults_comes_to_peace(sample: int) -> None:
     seed = os.environ.get("RESHARDER_FAILPOINT_SEED", "1")
-    Run("failpoints", "--sample", sample, "--seed", seed, "--jobs", JOBS, timeout=900)
+    Run("failpoints", "--sample", sample, "--seed", seed, "--jobs", JOBS[sample], timeout=900)

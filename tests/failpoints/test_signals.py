@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.support.hidden import unavailable
-from tests.support.variants import alone
 
 MARK = "RESHARDER_SIGNALS_TEST"
 _ROOT = Path(__file__).parents[2]
@@ -153,18 +152,16 @@ def test_a_command_that_ends_leaves_no_process_and_keeps_its_files_if_it_failed(
 COMMANDS = {
     "failpoints": (["tests.failpoints", "--only", "node.", "--kind", "stop", "--jobs", "2"], "resharder.server.node.main", 1),
     "simulation": (["tests.simulation", "--only", "store", "--jobs", "2"], "tests.simulation.main", 3),
-    "chaos": (["tests.chaos", "--minutes", "1"], "tests.chaos.trainer", 3),
-    "soak": (["tests.soak", "--minutes", "1"], "tests.chaos.trainer", 3),
+    "chaos": (["tests.chaos", "--minutes", "1"], "tests.support.torchrun", 4),
+    "soak": (["tests.soak", "--minutes", "1"], "tests.support.torchrun", 4),
     "sabotage": (["tools.sabotage", "--only", "store", "--match", "rename before"], "tools.sabotage.main", 2),
     "mutants": (["tools.mutants", "--file", "chunking.py", "--jobs", "2"], "tools.mutants.main", 4),
 }
 """Drivers with options, and a part of the command lines of at least so many of their processes once they are in the midst."""
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    alone([*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)], [("failpoints", signal.SIGTERM)]),
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "number"), [*((name, signal.SIGKILL) for name in COMMANDS), ("failpoints", signal.SIGTERM)])
 def test_a_signal_to_a_driver_ends_all_its_processes(mark: str, name: str, number: signal.Signals) -> None:
     options, part, count = COMMANDS[name]
     if name == "chaos" and (reason := unavailable()):

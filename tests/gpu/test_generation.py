@@ -1,4 +1,4 @@
-"""What needs a GPU of lending one's GPUs: memory that is really free while it is aside, and random numbers on the GPU."""
+"""What needs a GPU of lending one's GPUs: memory that is really free while it is offloaded, and random numbers on the GPU."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client import connect
-from resharder.client.trainer.offload import keep_rng, set_aside
+from resharder.client.trainer.offload import keep_rng, offload_memory
 
 from tests.support.daemon import Daemon
 from tests.support.observing import SERVING, servers, wait_serving
@@ -47,17 +47,17 @@ def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-def test_what_is_aside_is_free_for_others_and_comes_back_bit_for_bit() -> None:
+def test_what_is_offloaded_is_free_for_others_and_comes_back_bit_for_bit() -> None:
     start = torch.cuda.memory_allocated()
     model, tensors = large_model()
     before, held = bits(tensors), torch.cuda.memory_allocated() - start
     free = torch.cuda.mem_get_info()[0]
     for _ in range(2):  # the second time in pinned memory that torch has kept
-        aside = set_aside(model)
-        assert aside.size_bytes > 850 * MIB
-        assert torch.cuda.memory_allocated() - start <= held - aside.size_bytes + MIB
-        assert torch.cuda.mem_get_info()[0] - free > 0.95 * aside.size_bytes, "the driver has it, for other processes"
-        aside.bring_back()
+        offloaded = offload_memory(model)
+        assert offloaded.size_bytes > 850 * MIB
+        assert torch.cuda.memory_allocated() - start <= held - offloaded.size_bytes + MIB
+        assert torch.cuda.mem_get_info()[0] - free > 0.95 * offloaded.size_bytes, "the driver has it, for other processes"
+        offloaded.bring_back()
         assert torch.cuda.memory_allocated() - start >= held - MIB
         assert same(bits(tensors), before)
     model[0](torch.randn(2, 4096, device="cuda", dtype=torch.bfloat16)).sum().backward()
@@ -91,14 +91,14 @@ def test_servers_have_the_memory_of_a_trainer_for_one_generation_after_another()
 def test_where_the_gpu_is_occupied_nothing_is_half_back_and_it_may_be_tried_again() -> None:
     model, tensors = large_model()
     before = bits(tensors)
-    aside = set_aside(model)
+    offloaded = offload_memory(model)
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + aside.size_bytes // 2) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + offloaded.size_bytes // 2) / total)
     with pytest.raises(torch.OutOfMemoryError):
-        aside.bring_back()
+        offloaded.bring_back()
     assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
     torch.cuda.set_per_process_memory_fraction(1.0)
-    aside.bring_back()
+    offloaded.bring_back()
     assert same(bits(tensors), before)
 
 
@@ -111,7 +111,7 @@ def test_what_another_stream_still_writes_is_waited_for() -> None:
         for _ in range(20):
             factor = torch.tanh(factor @ factor)
         model.weight.copy_(factor)
-    set_aside(model).bring_back()
+    offload_memory(model).bring_back()
     torch.cuda.synchronize()
     assert torch.equal(model.weight.detach(), factor)
 

@@ -14,11 +14,10 @@ from resharder.server.data import connection
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.part_files import FilesOnNode, PartFile, write_parts
-from resharder.server.holding.transfers import ReceivedBytes
-from resharder.server.ingest.homes import GatheredBoxes
+from resharder.server.holding.part_files import FilesOnNode, GatheredBoxes, PartFile, write_parts
+from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
 from resharder.server.node import box_gathering
-from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
+from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.state.errors import ResourceNotFound
 
 from tests.support.ports import free_port
@@ -107,7 +106,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 def test_boxes_of_all_nodes_are_written_to_their_places(site: Site) -> None:
     site.gather()
     site.check()
-    assert (site.received.peers, site.received.origin) == (SIZE, 0)
+    assert (site.received.peers, site.received.daemon) == (SIZE, 0)
     assert all(len(source.requests) >= 1 for source in site.sources.values())
 
 
@@ -137,11 +136,11 @@ def test_a_connection_that_is_cut_is_opened_again(site: Site, monkeypatch: pytes
 
 def test_a_node_that_is_silent_or_unknown_is_named(site: Site) -> None:
     site.addresses["two"] = f"127.0.0.1:{free_port()}"
-    with pytest.raises(BoxesMissing, match="nodes/two does not deliver boxes: ") as raised:
+    with pytest.raises(FetchFailed, match="nodes/two does not deliver boxes: ") as raised:
         site.gather()
     assert raised.value.node == "two"
     del site.addresses["two"]
-    with pytest.raises(BoxesMissing, match="nodes/two, on whose host ranks wrote boxes, is gone") as raised:
+    with pytest.raises(FetchFailed, match="nodes/two, on whose host ranks wrote boxes, is gone") as raised:
         site.gather()
     assert raised.value.node == "two"
 
@@ -155,14 +154,14 @@ def test_wrong_bytes_are_refused_and_their_sender_named(site: Site, monkeypatch:
             yield ((header, memoryview(bytes(len(data)))) for header, data in found)
 
     monkeypatch.setattr(connection.PinnedVersion, "packed", packed)
-    with pytest.raises(BoxesMissing, match=r"does not deliver boxes: .*expected checksum"):
+    with pytest.raises(FetchFailed, match=r"does not deliver boxes: .*expected checksum"):
         site.gather()
     with MappedFiles(site.home, [FILE]) as maps:
         assert not any(array.any() for array in maps.arrays.values())
 
 
 def test_boxes_that_nobody_waits_for_are_not_fetched(site: Site) -> None:
-    with pytest.raises(BoxesMissing, match="is no longer waited for") as raised:
+    with pytest.raises(FetchFailed, match="is no longer waited for") as raised:
         site.gather(lambda: True)
     assert raised.value.node == "", "no node is to blame"
     assert not any(source.requests for source in site.sources.values())

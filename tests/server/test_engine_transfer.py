@@ -105,7 +105,7 @@ class Two:
         self.version = self.copies.add(NAME, "fingerprint", FILES)
 
     def source(self, **others: object) -> PieceSource:
-        known = {"address": "peer:1", "origin": False, "session": LocalEngine.session, "addresses": self.peer.addresses()}
+        known = {"address": "peer:1", "daemon": False, "session": LocalEngine.session, "addresses": self.peer.addresses()}
         return PieceSource(**known | others)  # type: ignore[arg-type]
 
     def fetch(self, piece: int, **others: object) -> int:

@@ -13,11 +13,10 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
-from resharder.server.holding.part_files import AHEAD, FilesOnNode
-from resharder.server.holding.transfers import ReceivedBytes
-from resharder.server.ingest.homes import FileProof
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
+from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
 from resharder.server.node import file_proofs, file_sets
-from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
+from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
@@ -262,7 +261,7 @@ def test_a_drained_node_has_no_free_set(site: Site) -> None:
     assert site.reported() == {}
 
 
-def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_set_aside_for(site: Site) -> None:
+def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_reserved_for(site: Site) -> None:
     taken = list[str]()
     for _ in range(4):
         site.follow(*((id, State.UPLOADING) for id in taken))
@@ -285,7 +284,7 @@ def test_boxes_of_a_version_that_has_ended_are_waited_for_no_longer(site: Site, 
         waiting.set()
         wait_until(stopped)
         given_up.set()
-        raise BoxesMissing("the version has ended")
+        raise FetchFailed("the version has ended")
 
     monkeypatch.setattr(site.gatherer, "gather", gather)
     set, folder = site.free()

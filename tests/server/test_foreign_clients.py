@@ -45,9 +45,9 @@ def test_clients_that_cannot_speak_to_it_add_no_raw_line_to_its_log(daemon: Secu
         assert "SSL" not in done.output
         assert len(done.output) < 200
     port = int(daemon.endpoint.rpartition(":")[2])
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05nonsense", b""):
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05nonsense", b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(text)
             time.sleep(0.2)
     assert daemon.stop() == 0
     lines = daemon.log.read_text().splitlines()
@@ -62,23 +62,23 @@ def test_doctor_tells_a_missing_token_a_wrong_authority_and_a_firewall_apart(aut
     def found(endpoint: str, **settings: object) -> tuple[str, str]:
         checks = json.loads(command(endpoint, "doctor", "--json", **settings).output)["checks"]
         (check,) = (check for check in checks if check["name"] == "daemon")
-        assert "\n" not in check["found"] + check["mend"]
-        return check["found"], check["mend"]
+        assert "\n" not in check["found"] + check["hint"]
+        return check["found"], check["hint"]
 
     ca = {"RESHARDER_TLS_CA": authority.folder / "ca.pem"}
     with SecureDaemon(authority, {"token:alice": ["operator"]}, certificates=False) as secured:
         assert found(secured.endpoint, **ca, RESHARDER_TOKEN=TOKEN)[0].startswith("release ")
-        said, mend = found(secured.endpoint, **ca)
-        assert said.startswith("reached, but access denied: ")
-        assert mend.startswith("set RESHARDER_TOKEN")
-        said, mend = found(secured.endpoint, **ca, RESHARDER_TOKEN="of-somebody-else-and-long-enough")
-        assert "TOKEN_UNKNOWN" in said
-        said, mend = found(secured.endpoint, RESHARDER_TLS_CA=other.folder / "ca.pem")
-        assert said.endswith("its certificate is not from the authority in RESHARDER_TLS_CA")
-        said, mend = found(secured.endpoint)
-        assert said.endswith("it closes the connection at once")
-        assert "does it expect TLS" in mend
+        text, hint = found(secured.endpoint, **ca)
+        assert text.startswith("reached, but access denied: ")
+        assert hint.startswith("set RESHARDER_TOKEN")
+        text, hint = found(secured.endpoint, **ca, RESHARDER_TOKEN="of-somebody-else-and-long-enough")
+        assert "TOKEN_UNKNOWN" in text
+        text, hint = found(secured.endpoint, RESHARDER_TLS_CA=other.folder / "ca.pem")
+        assert text.endswith("its certificate is not from the authority in RESHARDER_TLS_CA")
+        text, hint = found(secured.endpoint)
+        assert text.endswith("it closes the connection at once")
+        assert "does it expect TLS" in hint
     with Daemon() as plain:
         assert found(plain.endpoint, **ca)[0].endswith("it does not speak TLS, this client does")
-    said, mend = found(f"127.0.0.1:{free_port()}")
-    assert (said.rpartition(": ")[2], mend) == ("connection refused", "start resharderd there")
+    text, hint = found(f"127.0.0.1:{free_port()}")
+    assert (text.rpartition(": ")[2], hint) == ("connection refused", "start resharderd there")

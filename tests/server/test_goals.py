@@ -300,7 +300,7 @@ def test_a_server_that_may_not_apply_yet_keeps_its_own_reason() -> None:
     [
         ({}, 4),
         ({"refused": {4: "wrong"}}, 3),
-        ({"aside": {4, 3}}, 2),
+        ({"skipped": {4, 3}}, 2),
         ({"serving": 4}, 5),
         ({"serving": 3, "refused": {4: "wrong"}}, 5),
         ({"installs": 5}, 5),
@@ -313,7 +313,7 @@ def test_a_server_that_waits_for_a_version_to_be_ready_gets_the_newest_ready_one
     one = server("a", given.get("serving", 1))
     if number := given.get("installs"):
         one = replace(one, install=install(number))
-    seen = replace(view([one], ready=(1, 2, 3, 4), ahead={5}), set_aside=given.get("aside", set()))
+    seen = replace(view([one], ready=(1, 2, 3, 4), ahead={5}), skipped=given.get("skipped", set()))
     assert goals(moving(MOVING, to=5, refused=given.get("refused", {})), seen)["a"].version == expected
 
 

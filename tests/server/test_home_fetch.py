@@ -14,11 +14,12 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
+from resharder.server.holding.part_files import FileProof
 from resharder.server.holding.sources import LIMITS
+from resharder.server.holding.transfers import FetchFailed
 from resharder.server.infra.filesystem import MediumRefused
-from resharder.server.ingest.homes import FileProof
 from resharder.server.nodes import home_fetch
-from resharder.server.nodes.home_fetch import FetchFailed, HomeCopy, HomeSource, fetch_from_homes
+from resharder.server.nodes.home_fetch import HomeCopy, HomeSource, fetch_from_homes
 
 from tests.support.ports import free_port
 

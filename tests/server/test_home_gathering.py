@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.converters.storage.files import lay_out
-from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, NodeHome
+from resharder.server.holding.part_files import FileProof, GatheredBoxes
 from resharder.server.nodes import homes
-from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.version import ABORTED, READY, VersionRecord
 from resharder.v1 import node_pb2
@@ -107,7 +107,7 @@ def test_a_version_that_one_node_cannot_be_part_of_is_gathered_by_none(world: Wo
     assert world.homes.proofs(VERSION, 5) == proof("a", "b")
 
 
-def test_a_node_that_did_not_deliver_its_boxes_is_set_aside(world: World) -> None:
+def test_a_node_that_did_not_deliver_its_boxes_is_suspended(world: World) -> None:
     world.take()
     world.homes.verify(VERSION)
     world.prove("one", {}, "nodes/three does not deliver boxes: 404", "three")

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
-from resharder.server.ingest.homes import FileProof, HomeLost
+from resharder.server.holding.part_files import FileProof
 from resharder.server.nodes import homes
 from resharder.server.nodes.home_fetch import HomeSource
-from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.homes import HomeLost, HomeRegister
 from resharder.server.nodes.records import nonce_id
 from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -108,13 +108,13 @@ def test_a_node_from_which_the_daemon_could_not_fetch_is_no_home_for_a_time_that
     world.report("one", "s", "t", "u", "v")
     assert world.take() == {"one": "/one/s"}
     for seconds in (60, 120):
-        world.homes._state.set_aside("one", world.now)
+        world.homes._state.suspend("one", world.now)
         assert world.take(NAMES[1]) == {}
         world.now += seconds - 12
         assert world.take(NAMES[1]) == {}
         world.now += 12
         assert world.take(NAMES[1]).keys() == {"one"}
-    world.homes._state.set_aside("one", world.now)
+    world.homes._state.suspend("one", world.now)
     world.report("one", "w", instance="j")
     assert world.take(NAMES[2]) == {"one": "/one/w"}, "another process may be reached"
 

@@ -137,7 +137,7 @@ def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, 
         intruder = NodeTls(Path(other.ca), Path(str(other.certificate)), Path(str(other.key)))
         request = PartRequest(version, "any", "model.safetensors", 1 << 20, 0, 1 << 10)
         for name in "ab":
-            connection = RangeConnection(data_address(addresses[name], intruder, 5.0, origin=False))
+            connection = RangeConnection(data_address(addresses[name], intruder, 5.0, daemon=False))
             with pytest.raises(PartRefused, match="403: NOT_ALLOWED"):
                 list(connection.blocks(request, np.empty(1 << 10, np.uint8)))
             connection.close()

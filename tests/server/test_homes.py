@@ -39,7 +39,7 @@ def files_of(site: Site, host: str, version: resources_pb2.Version) -> dict[str,
 
 def received(site: Site) -> dict[str, int]:
     """The bytes that each node has received."""
-    return {name: node.received_origin_bytes + node.received_peer_bytes for name, node in nodes(site.daemon).items()}
+    return {name: node.received_daemon_bytes + node.received_peer_bytes for name, node in nodes(site.daemon).items()}
 
 
 def test_ranks_write_into_the_files_of_their_hosts_node_which_holds_them_from_ready_on(site: Site) -> None:

@@ -67,7 +67,7 @@ def test_a_node_reads_pieces_from_the_memory_of_another_which_survives_the_retir
             wait_until(lambda before=before: by_engine(daemon, two) > before)
         wait_until(lambda: len(list(one.folder.glob("versions/*/*"))) == 2 == len(list(two.folder.glob("versions/*/*"))))
         assert (one.stop(), two.stop()) == (0, 0)
-        assert "session_set_aside" not in one.log.read_text() + two.log.read_text()
+        assert "session_suspended" not in one.log.read_text() + two.log.read_text()
 
 
 def test_nodes_with_and_without_the_engine_exchange_pieces_by_http(daemon: Daemon) -> None:

@@ -81,7 +81,7 @@ def test_three_hosts_take_a_version_from_each_other(daemon: Daemon, sites: list[
 
     def received() -> tuple[float, float]:
         found = nodes(daemon).values()
-        sizes = [sum(node.received_origin_bytes for node in found), sum(node.received_peer_bytes for node in found)]
+        sizes = [sum(node.received_daemon_bytes for node in found), sum(node.received_peer_bytes for node in found)]
         return sizes[0] / SPECS[0].size, sizes[1] / SPECS[0].size
 
     wait_until(lambda: sum(received()) > 2.99)

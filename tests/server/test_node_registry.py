@@ -99,7 +99,7 @@ def test_a_node_is_told_what_workers_on_its_host_need_the_newest_request_first(w
     orders = world.sync(report())
     assert ordered(orders) == [NAMES[1], NAMES[0]]
     (source,) = orders.versions[0].peers
-    assert (source.offer.origin, source.data_address, source.offer.held.whole()) == (True, "", True)
+    assert (source.offer.is_source, source.data_address, source.offer.held.whole()) == (True, "", True)
     assert len(orders.versions[0].granted) > 0
     assert world.sync(report(), seen=orders.revision, wait=5.0) == orders, "once the time has passed"
 
@@ -273,7 +273,7 @@ def test_gauges_count_nodes_their_bytes_and_missing_pieces(world: World) -> None
     world.sync(
         replace(
             report(v1=Bitmap.of(PIECES, [0])),
-            received_origin_bytes=7,
+            received_daemon_bytes=7,
             received_peer_bytes=5,
             received_engine_bytes=4,
             used_bytes=3,
@@ -297,7 +297,7 @@ def test_a_node_of_the_name_daemon_takes_no_pieces_from_the_daemons_row(world: W
     world.sync(report())
     world.want(NAMES[0])
     (source,) = world.sync(report()).versions[0].peers
-    assert (source.offer.origin, source.data_address, source.offer.held.whole()) == (True, "", True)
+    assert (source.offer.is_source, source.data_address, source.offer.held.whole()) == (True, "", True)
 
 
 def test_a_node_remembers_its_last_links_and_the_daemon_bounds_what_they_say() -> None:

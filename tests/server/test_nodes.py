@@ -84,9 +84,9 @@ def test_a_node_takes_pieces_from_another_and_refuses_bytes_that_are_wrong(daemo
             wait_until(lambda: nodes(daemon)["nodes/two"].received_peer_bytes > 0)
             received = nodes(daemon)["nodes/two"]
             # The wrong piece comes from the daemon, and others may: it is the only source for a second.
-            assert received.received_origin_bytes >= PIECE_BYTES
+            assert received.received_daemon_bytes >= PIECE_BYTES
             assert received.received_peer_bytes >= PIECE_BYTES
-            assert received.received_origin_bytes + received.received_peer_bytes < PIECES * PIECE_BYTES  # nothing comes twice
+            assert received.received_daemon_bytes + received.received_peer_bytes < PIECES * PIECE_BYTES  # nothing comes twice
             assert "expected checksum" in second.log.read_text()
 
 
@@ -112,7 +112,7 @@ def test_a_host_fetches_the_pieces_that_its_workers_need_and_a_later_worker_adds
                 part = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
                 assert found[part] == (content[part] if piece in held else bytes(len(content[part])))
             received = nodes(daemon)[f"nodes/{node.name}"]
-            assert received.received_origin_bytes + received.received_peer_bytes <= copy.wanted_pieces * PIECE_BYTES
+            assert received.received_daemon_bytes + received.received_peer_bytes <= copy.wanted_pieces * PIECE_BYTES
         (last.folder / "nonce").rename(last.folder / "hidden")
         assert stage(daemon.endpoint, version) == ARRIVED
         assert first.files(version) == stored(daemon, version)

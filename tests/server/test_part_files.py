@@ -11,13 +11,13 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.holding.part_files import (
     PAGE_BYTES,
     FilesOnNode,
+    GatheredBoxes,
     PartFile,
     files_from_proto,
     files_to_proto,
     lay_out_again,
     write_parts,
 )
-from resharder.server.ingest.homes import GatheredBoxes
 from resharder.v1 import node_pb2
 
 SPECS = [TensorSpec("matrix", "BF16", (300, 700)), TensorSpec("experts", "F32", (6, 40, 50)), TensorSpec("scale", "F32", ())]

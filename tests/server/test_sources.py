@@ -18,7 +18,7 @@ from resharder.server.holding.sources import (
     after_failure,
     choose,
 )
-from resharder.server.nodes.tracker import LATE, LEAST, STREAMS, OriginGrants, neighbours
+from resharder.server.nodes.tracker import LATE, LEAST, STREAMS, SourceGrants, neighbours
 
 from benchmarks.swarm import Network, Swarm
 
@@ -63,11 +63,11 @@ def test_a_choice_is_missing_wanted_offered_and_within_the_limits(
         assert piece >= flying  # not in flight
         assert piece in by_peer[peer].held
         assert piece not in scarce or piece in granted_list
-        others = [offer for offer in offers if piece in offer.held and not offer.origin]
-        assert not by_peer[peer].origin or (piece in granted_list and not others)
+        others = [offer for offer in offers if piece in offer.held and not offer.is_source]
+        assert not by_peer[peer].is_source or (piece in granted_list and not others)
     mine = Counter(request.peer for request in requests)
     for peer, count in Counter(choice.peer for choice in found).items():
-        limit = LIMITS.per_origin if by_peer[peer].origin else LIMITS.per_peer
+        limit = LIMITS.per_source if by_peer[peer].is_source else LIMITS.per_peer
         assert mine[peer] + count <= limit
 
 
@@ -85,16 +85,16 @@ def test_of_two_sources_the_one_with_less_load_or_a_higher_rate_is_chosen() -> N
     assert chosen(PeerOffer("a", ALL), PeerOffer("b", ALL), wanted=piece, records=records) == [(3, "a")]
 
 
-def test_a_peer_that_fails_is_left_alone_for_twice_as_long_each_time_and_an_origin_takes_its_place() -> None:
+def test_a_peer_that_fails_is_left_alone_for_twice_as_long_each_time_and_a_source_takes_its_place() -> None:
     record, pauses = PeerRecord(rate=5.0), []
     for _ in range(8):
         record = after_failure(record, 100.0)
         pauses.append(record.retry_at - 100.0)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    relay, origin = PeerOffer("relay", ALL), PeerOffer("origin", ALL, origin=True)
-    assert {peer for _, peer in chosen(relay, origin, now=100.0)} == {"relay"}
-    assert {peer for _, peer in chosen(relay, origin, records={"relay": record}, now=100.0)} == {"origin"}
-    assert {peer for _, peer in chosen(relay, origin, records={"relay": record}, now=200.0)} == {"relay"}
+    relay, source = PeerOffer("relay", ALL), PeerOffer("source", ALL, is_source=True)
+    assert {peer for _, peer in chosen(relay, source, now=100.0)} == {"relay"}
+    assert {peer for _, peer in chosen(relay, source, records={"relay": record}, now=100.0)} == {"source"}
+    assert {peer for _, peer in chosen(relay, source, records={"relay": record}, now=200.0)} == {"relay"}
     assert after_answer(record, 10, 2.0) == PeerRecord(rate=5.0)
 
 
@@ -102,8 +102,8 @@ def test_a_busy_peer_is_asked_again_soon_and_counts_no_failure() -> None:
     record = after_busy(PeerRecord(rate=100.0), 50, 10.0, np.random.default_rng(1))
     assert 10.25 <= record.retry_at <= 10.75
     assert record.failures == 0
-    relay, origin = PeerOffer("relay", ALL), PeerOffer("origin", ALL, origin=True)
-    assert chosen(relay, origin, records={"relay": record}, now=10.0) == []
+    relay, source = PeerOffer("relay", ALL), PeerOffer("source", ALL, is_source=True)
+    assert chosen(relay, source, records={"relay": record}, now=10.0) == []
 
 
 def test_a_slow_request_is_repeated_elsewhere_once_nothing_else_is_missing() -> None:
@@ -118,7 +118,7 @@ def test_a_slow_request_is_repeated_elsewhere_once_nothing_else_is_missing() -> 
 
 
 def test_each_piece_is_granted_to_one_node_and_few_nodes_have_grants() -> None:
-    grants, copies = OriginGrants(), np.ones(200, np.int32)
+    grants, copies = SourceGrants(), np.ones(200, np.int32)
     nothing, all_pieces = Bitmap(200), Bitmap.full(200)
     first = {f"n{i}": grants.give(f"n{i}", 0.0, nothing, all_pieces, copies) for i in range(40)}
     pieces = [piece for mine in first.values() for piece in mine]
@@ -131,7 +131,7 @@ def test_each_piece_is_granted_to_one_node_and_few_nodes_have_grants() -> None:
 
 
 def test_a_node_that_uses_its_grants_gets_others_and_an_unused_one_passes_on() -> None:
-    grants, copies = OriginGrants(), np.ones(3, np.int32)
+    grants, copies = SourceGrants(), np.ones(3, np.int32)
     nothing, all_pieces = Bitmap(3), Bitmap.full(3)
     slow = grants.give("slow", 0.0, nothing, all_pieces, copies)
     last = grants.give("fast", 0.0, nothing, all_pieces, copies)

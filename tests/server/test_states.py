@@ -314,7 +314,8 @@ STORED = {
 
 def test_a_record_ignores_later_fields_and_names_its_version() -> None:
     record = VersionRecord.of(STORED | {"tensor_count": 5, "create_time": 6.0, "added_later": 1})
-    assert (record.name, record.state, record.set_aside) == ("models/policy/versions/3", "READY", False)
+    assert (record.name, record.state, record.skipped) == ("models/policy/versions/3", "READY", False)
+    assert VersionRecord.of(STORED | {"create_time": 6.0, "set_aside": True}).skipped, "earlier builds stored it by that name"
     with pytest.raises(TypeError):
         VersionRecord.of(STORED)
     with pytest.raises(TypeError, match="expected the fields of a version, got a list"):

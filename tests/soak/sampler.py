@@ -47,19 +47,19 @@ def processes(system: System) -> Iterator[tuple[str, int]]:
                 seen = Counter[str]()
                 for one in [main, *main.children(recursive=True)]:
                     with suppress(psutil.Error):
-                        name = named(owner, " ".join(one.cmdline()), one)
+                        name = named(owner, " ".join(one.cmdline()), one, main.pid)
                         seen[name] += 1
                         yield (name if seen[name] == 1 else f"{name} {seen[name]}"), one.pid
 
 
-def named(owner: str, command: str, process: psutil.Process) -> str:
-    """Return the name of a process of the daemon, the trainer or a server, by its command line."""
+def named(owner: str, command: str, process: psutil.Process, started: int) -> str:
+    """Return the name of a process of the daemon, the trainer or a server. `started`: the one that the others are children of."""
     if owner == "daemon":
         return "daemon" if "tests.support.forked" in command else "daemon, helper"
     if owner == "trainer":
-        if "torch.distributed.run" in command:
+        if process.pid == started:
             return "torchrun"
-        return f"rank {process.environ().get('RANK', '?')}" if "tests.chaos.trainer" in command else "trainer, helper"
+        return "rank" if "tests.support.torchrun" in command else "trainer, helper"
     if found := re.search(r"VLLM::(Worker\w*|EngineCore|APIServer\w*)", command):
         return f"{owner}, {found[1]}"
     return f"{owner}, API server" if "vllm_serve" in command else f"{owner}, helper"

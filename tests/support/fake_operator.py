@@ -17,10 +17,14 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
     def __init__(self, *fleets: resources_pb2.Fleet, servers: list[resources_pb2.Server] | None = None) -> None:
         self.fleets, self.servers = list(fleets), servers or []
+        self.daemon: operator_pb2.Daemon | None = None
         self.versions: list[resources_pb2.Version] = []
         self.nodes: list[resources_pb2.Node] = []
         self.shortages: list[operator_pb2.ReplicaShortage] = []
         self.retired = operator_pb2.RetireVersionsResponse()
+        self.archive = operator_pb2.ListArchiveResponse()
+        self.verified = operator_pb2.VerifyServerResponse()
+        self.event = operator_pb2.Event(id=7, kind="version", subject="models/policy/versions/1", what="ready")
         self.asked: list[Message] = []
         self._later: deque[Callable[[], None]] = deque()
         self._server = grpc.server(ThreadPoolExecutor(4))
@@ -36,7 +40,7 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
         self._later.extend(happens)
 
     def GetDaemon(self, request: Message, context: grpc.ServicerContext) -> Message:
-        return operator_pb2.Daemon(release="fake", models=sorted({fleet.model for fleet in self.fleets}))
+        return self.daemon or operator_pb2.Daemon(release="fake", models=sorted({fleet.model for fleet in self.fleets}))
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, context: grpc.ServicerContext) -> Message:
         return operator_pb2.ListVersionsResponse(versions=self.versions)
@@ -68,21 +72,21 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
         request.update_mask.MergeMessage(request.fleet, fleet, replace_message_field=True)
         return fleet
 
-    def _told(self, request: Message) -> Message:
+    def _changed(self, request: Message) -> Message:
         self.asked.append(request)
         return self._named(request.fleet)
 
     def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, context: grpc.ServicerContext) -> Message:
-        return self._told(request)
+        return self._changed(request)
 
     def DecideMove(self, request: operator_pb2.DecideMoveRequest, context: grpc.ServicerContext) -> Message:
-        return self._told(request)
+        return self._changed(request)
 
     def SetPower(self, request: operator_pb2.SetPowerRequest, context: grpc.ServicerContext) -> Message:
-        return self._told(request)
+        return self._changed(request)
 
     def SetDrained(self, request: operator_pb2.SetDrainedRequest, context: grpc.ServicerContext) -> Message:
-        return self._told(request)
+        return self._changed(request)
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, context: grpc.ServicerContext) -> Message:
         self.asked.append(request)
@@ -90,7 +94,19 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
 
     def ListEvents(self, request: operator_pb2.ListEventsRequest, context: grpc.ServicerContext) -> Iterator[Message]:
         self.asked.append(request)
-        yield operator_pb2.Event(id=7, kind="version", subject="models/policy/versions/1", what="ready")
+        yield self.event
+
+    def ListArchive(self, request: Message, context: grpc.ServicerContext) -> Message:
+        return self.archive
+
+    def ArchiveVersion(self, request: operator_pb2.ArchiveVersionRequest, context: grpc.ServicerContext) -> Message:
+        return next(each for each in self.archive.versions if each.version == request.version)
+
+    def RestoreVersion(self, request: operator_pb2.RestoreVersionRequest, context: grpc.ServicerContext) -> Message:
+        return next(each for each in self.versions if each.name == request.version)
+
+    def VerifyServer(self, request: Message, context: grpc.ServicerContext) -> Message:
+        return self.verified
 
     def _named(self, name: str) -> resources_pb2.Fleet:
         return next(fleet for fleet in self.fleets if fleet.name == name)

@@ -28,8 +28,13 @@ from typing import IO, ClassVar, NamedTuple
 
 from resharder.converters import failpoints
 
-DAEMONS = ("resharder.server.main", "resharder.server.node.main")
-"""They have one source."""
+from tests.support.hidden import hide
+
+TOGETHER = (
+    ("resharder.server.main", "resharder.server.node.main"),
+    ("tests.support.vllm_serve", "tests.support.embedding_program"),
+)
+"""Modules that have one source."""
 _BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
@@ -44,15 +49,17 @@ def start(
     session: bool = False,
     imported_with: Mapping[str, str] = MappingProxyType({}),
     preloaded: Sequence[str] = (),
+    hidden: Sequence[Path] = (),
 ) -> "ForkedProcess":
     """Start `main` of a module, with its standard output and error in `log`, and in a session of its own if `session`.
 
     `imported_with`: variables that are read on import, always the same for a module. `preloaded`: modules that are imported too;
-    those with the same ones are forked from one process.
+    those with the same ones are forked from one process. `hidden`: folders that are empty to it.
     """
-    source = _Source.of(DAEMONS if module in DAEMONS else (*preloaded, module), os.environ | imported_with)
+    modules = next((group for group in TOGETHER if module in group), (*preloaded, module))
+    source = _Source.of(modules, os.environ | imported_with)
     request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
-    return ForkedProcess(source, request | {"umask": umask, "session": session}, log)
+    return ForkedProcess(source, request | {"umask": umask, "session": session, "hidden": [*map(str, hidden)]}, log)
 
 
 class Ended(NamedTuple):
@@ -208,6 +215,8 @@ def _serve(requests: socket.socket) -> list[str]:
         if request["session"]:
             os.setsid()
         os.close(begins)
+        if request["hidden"]:
+            hide(request["hidden"])
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ.clear()
         os.environ.update(request["environment"])

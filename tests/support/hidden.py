@@ -7,14 +7,18 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _OWN_MOUNTS = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def hide(folders: Iterable[Path | str]) -> None:
-    """Make folders empty to this process, which has no threads yet. Needs root."""
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+    """Make folders empty to this process, which has no threads yet."""
+    user, group = os.geteuid(), os.getegid()
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS | (_CLONE_NEWUSER if user else 0)):
         raise OSError(ctypes.get_errno(), "no mount namespace")
+    if user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path("/proc/self", name).write_text(text)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     for folder in folders:
         subprocess.run(["mount", "-t", "tmpfs", "none", str(folder)], check=True)

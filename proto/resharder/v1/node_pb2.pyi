@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending", "gathers")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_daemon_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending", "gathers")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -17,7 +17,7 @@ class SyncNodeRequest(_message.Message):
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    RECEIVED_ORIGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_DAEMON_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_PEER_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
@@ -38,7 +38,7 @@ class SyncNodeRequest(_message.Message):
     used_bytes: int
     transfers: int
     versions: _containers.RepeatedCompositeFieldContainer[NodeVersion]
-    received_origin_bytes: int
+    received_daemon_bytes: int
     received_peer_bytes: int
     sent_bytes: int
     seen: int
@@ -51,7 +51,7 @@ class SyncNodeRequest(_message.Message):
     reservations: _containers.RepeatedCompositeFieldContainer[NodeReservation]
     ending: bool
     gathers: bool
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ..., gathers: bool = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_daemon_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ..., gathers: bool = ...) -> None: ...
 
 class NodeReservation(_message.Message):
     __slots__ = ("id", "sets", "problem")
@@ -172,22 +172,22 @@ class NodeOrder(_message.Message):
     def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ..., wanted: _Optional[bytes] = ..., sole_holder: bool = ...) -> None: ...
 
 class NodePeer(_message.Message):
-    __slots__ = ("node", "data_address", "held", "transfers", "origin", "session", "addresses")
+    __slots__ = ("node", "data_address", "held", "transfers", "source", "session", "addresses")
     NODE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     node: str
     data_address: str
     held: bytes
     transfers: int
-    origin: bool
+    source: bool
     session: str
     addresses: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node: _Optional[str] = ..., data_address: _Optional[str] = ..., held: _Optional[bytes] = ..., transfers: _Optional[int] = ..., origin: bool = ..., session: _Optional[str] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., data_address: _Optional[str] = ..., held: _Optional[bytes] = ..., transfers: _Optional[int] = ..., source: bool = ..., session: _Optional[str] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetPieceChecksumsRequest(_message.Message):
     __slots__ = ("version", "file", "start", "end")

@@ -87,20 +87,20 @@ class RenewLeaseRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "step", "withheld", "after", "set_aside")
+    __slots__ = ("publisher", "rank", "step", "withheld", "after", "skipped")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
-    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     step: int
     withheld: bool
     after: int
-    set_aside: bool
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ..., set_aside: bool = ...) -> None: ...
+    skipped: bool
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ..., skipped: bool = ...) -> None: ...
 
 class ExchangeMaximaRequest(_message.Message):
     __slots__ = ("version", "epoch", "rank", "maxima", "wait_seconds")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
-from resharder.server.infra.addresses import is_loopback, parse_listen
+from resharder.server.infra.addresses import TcpAddress, is_loopback, parse_listen
 from resharder.server.options import options
 from resharder.server.security.settings import Security
 from yaml import YAMLError
@@ -48,12 +48,12 @@ class Config(BaseSettings):
         description="open calls of one caller that wait or transfer data. Others are refused with `TOO_MANY_CALLS`",
     )
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, `/metrics` and the probes; empty: none")
-    data_listen: str = Field(
+    data_listen: TcpAddress = Field(
         "",
         description="host:port of the [data port](operator.md#beyond-one-host), by which other hosts read and write versions "
         "over HTTP; empty: none",
     )
-    data_address: str = Field(
+    data_address: TcpAddress = Field(
         "",
         description="host:port at which they reach it, if it is another one, as behind a port mapping. By default the host of "
         "their endpoint, or the one that `data_listen` names",
@@ -153,13 +153,6 @@ class Config(BaseSettings):
         "console, texts of clients are shown with escape sequences and line breaks escaped",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="`debug`, `info`, `warning` or `error`")
-
-    @field_validator("data_listen", "data_address")
-    @classmethod
-    def _tcp(cls, listen: str) -> str:
-        if listen:
-            parse_listen(listen)
-        return listen
 
     @field_validator("listen", "web_listen")
     @classmethod

@@ -44,7 +44,7 @@ from resharder.server.nodes.records import DrainedNodes, LostNodes
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
-from resharder.server.options import flags_of
+from resharder.server.options import flags_of, version_option
 from resharder.server.own_fetcher import certificate_of, fetcher, node_tls
 from resharder.server.rpc.convert import Views
 from resharder.server.rpc.direct_service import DirectService
@@ -315,17 +315,11 @@ class Daemon:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"resharderd {RELEASE}")
-        raise typer.Exit
-
-
 @app.command()
 @flags_of(Config)
 def run(
     config: Annotated[Path | None, typer.Option(help="YAML file; keys are these options", envvar="RESHARDERD_CONFIG")] = None,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the release")] = False,
+    version: Annotated[bool, version_option(f"resharderd {RELEASE}")] = False,
     **given: Any,
 ) -> None:
     """Store versions of models and install them on vLLM servers. Every option is also RESHARDERD_NAME in the environment."""

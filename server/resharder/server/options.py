@@ -71,6 +71,17 @@ def _flag_type(field: FieldInfo) -> type | None:
     return kind if kind in _FLAG_TYPES else None
 
 
+def version_option(text: str) -> Any:
+    """Return the option `--version`, which prints `text` and ends the command."""
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            print(text)
+            raise typer.Exit
+
+    return typer.Option("--version", callback=show, is_eager=True, help="print the release")
+
+
 def flags_of(model: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that gives a typer command a flag for each field of `model`.
 

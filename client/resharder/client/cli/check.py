@@ -56,8 +56,8 @@ def doctor(
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})
     else:
-        rows = ((paint(each.verdict), each.name, each.found, each.mend) for each in checks)
-        print_table(Columns(("", "check", "found", "to mend"), texts=2), rows)
+        rows = ((paint(each.verdict), each.name, each.found, each.hint) for each in checks)
+        print_table(Columns(("", "check", "found", "hint"), texts=2), rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -76,12 +76,12 @@ def _show_links(found: "list[HostLink]", as_json: bool) -> None:
         trip = "–" if link.round_trip is None else f"{1000 * link.round_trip:.2f} ms"
         rates = [rate_text(rate.rate) for rate in link.rates] + ["–", "–"]
         target = f"{link.target} ({link.port})" if link.source == "here" else link.target
-        return paint(link.verdict), link.source, target, link.address or "–", trip, *rates[:2], link.found, link.mend
+        return paint(link.verdict), link.source, target, link.address or "–", trip, *rates[:2], link.found, link.hint
 
     if as_json:
         print_json({"links": [asdict(link) for link in found]})
     else:
-        titles = ("", "from", "to", "address", "round trip", "1 stream", "4 streams", "found", "to mend")
+        titles = ("", "from", "to", "address", "round trip", "1 stream", "4 streams", "found", "hint")
         print_table(Columns(titles, texts=2), map(row, found))
     raise typer.Exit(1 if any(link.verdict == "fail" for link in found) else 0)
 

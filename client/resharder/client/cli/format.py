@@ -107,8 +107,8 @@ def version_rows(versions: Iterable[Version], servers: Iterable[Server] = ()) ->
 
 
 def _notes(version: Version) -> str:
-    aside = version.set_aside and version.state in (Version.State.READY, Version.State.UPLOADING)
-    text = f"set aside: latest skips it, `update {version.number}` serves it" if aside else ""
+    skipped = version.skipped and version.state in (Version.State.READY, Version.State.UPLOADING)
+    text = f"skipped by latest: `update {version.number}` serves it" if skipped else ""
     return "; ".join(filter(None, (text, *version.warnings)))
 
 

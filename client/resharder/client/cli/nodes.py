@@ -19,7 +19,7 @@ NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocomplet
 def node_rows(nodes: Iterable[Node]) -> Iterator[Row]:
     """Yield the rows of a table with columns `NODES`, lost nodes first."""
     for node in sorted(nodes, key=lambda node: node.state != Node.State.LOST):
-        received = node.received_origin_bytes + node.received_peer_bytes
+        received = node.received_daemon_bytes + node.received_peer_bytes
         engine = f" ({size(node.received_engine_bytes)} by transfer engine)" if node.received_engine_bytes else ""
         yield (
             node.name, paint(node.state.value), f"{size(node.used_bytes)} of {size(node.capacity_bytes)}", size(received),

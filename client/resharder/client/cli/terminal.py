@@ -225,10 +225,10 @@ def waiting(what: str, silent: bool = False) -> Iterator[Callable[[], None]]:
     if silent or not sys.stderr.isatty():
         yield lambda: None
         return
-    said = threading.Event()
+    announced = threading.Event()
 
     def announce() -> None:
-        said.set()
+        announced.set()
         rewrite(f"{what} …")
 
     timer = threading.Timer(_PATIENCE, announce)
@@ -238,8 +238,8 @@ def waiting(what: str, silent: bool = False) -> Iterator[Callable[[], None]]:
     def end() -> None:
         timer.cancel()
         timer.join()
-        if said.is_set():
-            said.clear()
+        if announced.is_set():
+            announced.clear()
             rewrite(" " * len(shown(f"{what} …", sys.stderr)), end="\r")
 
     try:

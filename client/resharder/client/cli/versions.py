@@ -58,7 +58,7 @@ def import_(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="DIR", help="The tokenizer, if neither DIR nor --config has it.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Let `latest` select the version; otherwise it is set aside.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Let `latest` select the version, which it skips by default.")] = False,
     take_over: Annotated[bool, typer.Option("--take-over", help="Also fence a live trainer, which then cannot publish.")] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -81,7 +81,7 @@ def import_(
     with Operator(endpoint) as operator, waiting(f"connecting to {operator.endpoint}", as_json):
         model = model or _import_model(operator)
     if not as_json:
-        purpose = "to be served" if serve else "set aside unless it is the first"
+        purpose = "to be served" if serve else "skipped by `latest` unless it is the first"
         tell(f"importing {folder} as a version of {model}, step {number}, {purpose}")
     with Bar(as_json, f"import into {model}", None) as progress, waiting("reading and checking the checkpoint", as_json) as begun:
 
@@ -95,8 +95,8 @@ def import_(
         )  # fmt: skip
     if as_json:
         return print_json(plain(done))
-    aside = f"; set aside: `resharder update {done.number}` serves it" if done.set_aside else ""
-    say(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{aside}")
+    skipped = f"; `latest` skips it: `resharder update {done.number}` serves it" if done.skipped else ""
+    say(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{skipped}")
 
 
 def _import_model(operator: Operator) -> str:
@@ -148,7 +148,7 @@ def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson =
     with Operator(endpoint) as operator:
         found = operator.archived(model)
     if as_json:
-        return print_json({"archived": [*map(plain, found)]})
+        return print_json({"versions": [*map(plain, found)]})
     print_table(
         Columns(("archived version", "size", "archived", "url")),
         ((a.name, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),

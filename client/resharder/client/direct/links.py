@@ -143,8 +143,8 @@ def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str
     """
 
     def heard(call: Any) -> None:
-        if not call.cancelled() and (error := call.exception()) is not None and (said := channel.error(error)).reason == _OVER:
-            over(str(said))
+        if not call.cancelled() and (error := call.exception()) is not None and (found := channel.error(error)).reason == _OVER:
+            over(str(found))
 
     request = direct_pb2.GetGroupKeyRequest(group=group, key=_NEVER_SET, wait_seconds=min(seconds, _LONGEST))
     key = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey

@@ -130,8 +130,8 @@ class PairCommunicator:
         with torch.cuda.device(self._device):
             self._called("ncclGroupStart")
             try:
-                for function, those in (("ncclSend", sends), ("ncclRecv", receives)):
-                    for memory in those:
+                for function, tensors in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for memory in tensors:
                         where = (memory.data_ptr(), memory.numel(), _UINT8, 1 - self._place)
                         self._called(function, *where, self._communicator, stream.cuda_stream)
             finally:
@@ -144,8 +144,8 @@ class PairCommunicator:
             raise self._failed(name, found)
 
     def _failed(self, what: str, code: int) -> DirectFailed:
-        said = (self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(self._communicator))
-        words = ", ".join(text.decode(errors="replace") for text in said if text)
+        texts = (self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(self._communicator))
+        words = ", ".join(text.decode(errors="replace") for text in texts if text)
         return DirectFailed(f"rank {self.rank}: NCCL ({what}): {words}")
 
     def check(self) -> None:

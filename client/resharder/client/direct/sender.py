@@ -177,9 +177,9 @@ class Sender:
                 raise DirectFailed(f"rank {self._rank}: the first DIGEST task of group {task.group} has no boxes")
             failpoint("sender.digest")
             digests = self._sent[task.group].digests(self._tensors)
-            said = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
+            put = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
             stub = direct_pb2_grpc.DirectServiceStub(self._channel.grpc)
-            self._channel.call(stub.PutDigests, said, timeout=60, patience=0)
+            self._channel.call(stub.PutDigests, put, timeout=60, patience=0)
         except (ResharderError, LayoutError) as error:
             self._failed(request.member, task.group, error)
 

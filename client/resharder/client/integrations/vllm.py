@@ -206,10 +206,10 @@ def _answers(expected: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise NotServed(f"expected {expected}, got {_said(error)}") from error
+        raise NotServed(f"expected {expected}, got {_message_of(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """Return a server's message from an error of vLLM's HTTP or Ray client, else the error's own."""
     response, cause = getattr(error, "response", None), getattr(error, "cause", None)
     if isinstance(cause, Exception):  # Ray's own message is the actor's traceback

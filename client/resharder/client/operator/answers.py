@@ -10,6 +10,8 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from resharder.client.deprecated import warn_renamed
+
 
 class Power(StrEnum):
     """Power state of a server: the contents of its GPU memory."""
@@ -188,12 +190,18 @@ class Version:
     servers_following: int = 0
     trace: str = ""
     """W3C traceparent of its first span; empty if the daemon creates no traces."""
-    set_aside: bool = False
+    skipped: bool = False
     """Whether LATEST skips it while the model has another READY version; NUMBER does not."""
     homes: tuple[VersionHome, ...] = ()
     """While it is UPLOADING: nodes into whose files ranks of their hosts write."""
     warnings: tuple[str, ...] = ()
     """Texts of refusals that RESHARDER_ALLOW allowed on its ranks."""
+
+    @property
+    def set_aside(self) -> bool:
+        """Earlier name of `skipped`, for one release."""
+        warn_renamed("Version.set_aside", "Version.skipped")
+        return self.skipped
 
 
 @dataclass(frozen=True)
@@ -394,7 +402,7 @@ class VersionTarget:
 
         UNSPECIFIED = "KIND_UNSPECIFIED"
         LATEST = "LATEST"
-        """The newest READY version that is neither refused nor set aside."""
+        """The newest READY version that is neither refused nor skipped."""
         NUMBER = "NUMBER"
         """`version`, regardless of newer ones."""
         NONE = "NONE"
@@ -582,7 +590,7 @@ class Node:
     used_bytes: int = 0
     transfers: int = 0
     """Pieces that it sends to other nodes now."""
-    received_origin_bytes: int = 0
+    received_daemon_bytes: int = 0
     """Bytes that it received from the daemon since its process began."""
     received_peer_bytes: int = 0
     """Bytes that it received from other nodes."""
@@ -593,6 +601,12 @@ class Node:
     """To the last peers from which it requested pieces."""
     received_engine_bytes: int = 0
     """Bytes of `received_peer_bytes` that came by a transfer engine."""
+
+    @property
+    def received_origin_bytes(self) -> int:
+        """Earlier name of `received_daemon_bytes`, for one release."""
+        warn_renamed("Node.received_origin_bytes", "Node.received_daemon_bytes")
+        return self.received_daemon_bytes
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,12 @@ _OLDEST = {
 
 
 class Check(NamedTuple):
-    """Result of one check. `mend` is the advice if `verdict` is not ok."""
+    """Result of one check. `hint` is the advice if `verdict` is not ok."""
 
     name: str
     verdict: Verdict
     found: str
-    mend: str = ""
+    hint: str = ""
 
 
 def examine(endpoint: str | None) -> Iterator[Check]:
@@ -108,8 +108,8 @@ def shared_memory_room(folder: Path) -> Check:
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.total <= 64 << 20:
-        mend = "a container's default: start it with --shm-size, or mount an emptyDir of medium Memory"
-        return Check(name, "fail", found, f"{mend}; {_ROOM}")
+        hint = "a container's default: start it with --shm-size, or mount an emptyDir of medium Memory"
+        return Check(name, "fail", found, f"{hint}; {_ROOM}")
     if usage.free < usage.total // 10:
         return Check(name, "warn", found, f"remove what is left over in {folder}; {_ROOM}")
     return Check(name, "ok", found)
@@ -240,7 +240,7 @@ def daemon(endpoint: str | None) -> Iterator[Check]:
 
 def data_port(endpoint: str) -> Check:
     """Read up to 64 MiB of the newest READY version from the daemon's data port, and report the rate."""
-    name, mend = "data port", "versions are read by gRPC: set data_listen of the daemon, and open its port to this host"
+    name, hint = "data port", "versions are read by gRPC: set data_listen of the daemon, and open its port to this host"
     try:
         with Operator(endpoint) as operator, Channel(endpoint) as channel:
             ready = [version for version in operator.versions() if version.state is Version.State.READY]
@@ -254,7 +254,7 @@ def data_port(endpoint: str) -> Check:
             PortReader(channel, manifest).read(ranges, [content], {}, lambda position: None)
             seconds = time.perf_counter() - start
     except PortUnavailable as error:
-        return Check(name, "warn", str(error), mend)
+        return Check(name, "warn", str(error), hint)
     except CorruptData as error:
         return Check(name, "fail", str(error), "look for faulty memory on the daemon's host, this host, or between them")
     except ResharderError as error:

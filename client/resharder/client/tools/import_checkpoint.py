@@ -70,7 +70,7 @@ def import_checkpoint(
         config: config.json or its folder, which a Megatron checkpoint needs.
         tokenizer: Folder of the tokenizer; by default its files are those in `folder` or `config`.
         take_over: Fence the model's publisher even if its ranks are within their lease; an earlier import is always fenced.
-        serve: Let fleets with the target `latest` take the version. Otherwise it is set aside, unless the model has no other.
+        serve: Let fleets with the target `latest` take the version. Otherwise they skip it, unless the model has no other.
         progress: Called with the bytes so far and all bytes, for every part.
 
     Returns:
@@ -101,7 +101,7 @@ def import_checkpoint(
         _check_against(hf_config, opened.specs, str(place))
         job = f"{_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
         with connect(
-            endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files, set_aside=not serve
+            endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files, skipped=not serve
         ) as publisher:
             publisher.attach_tensors(opened.declared)
             failpoint("import.publish")
@@ -139,8 +139,8 @@ def _torch_dist_folder(folder: Path) -> Path | None:
     """
     tracker = folder / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
-        said = tracker.read_text().strip()
-        folder = folder / (f"iter_{int(said):07d}" if said.isdigit() else said)
+        iteration = tracker.read_text().strip()
+        folder = folder / (f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration)
         if not (folder / "metadata.json").is_file():
             raise UsageError(f"{folder}, which {tracker} names, is not a torch_dist checkpoint: it has no metadata.json")
     return folder if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file() else None

@@ -33,11 +33,11 @@ class HostLink:
         target: `daemon` or `nodes/{id}`.
         port: `calls` of the daemon's RPCs, `data` of a data port.
         address: `host:port`; empty if another host has measured it.
-        verdict: Whether there is something to mend.
+        verdict: Whether there is a problem.
         round_trip: Seconds; None if it is not measured.
         rates: Rates by the number of streams. Those of nodes are of one request among several.
         found: Summary or problem.
-        mend: Advice, if `verdict` is not ok.
+        hint: Advice, if `verdict` is not ok.
     """
 
     source: str
@@ -48,7 +48,7 @@ class HostLink:
     round_trip: float | None = None
     rates: tuple[StreamRate, ...] = ()
     found: str = ""
-    mend: str = ""
+    hint: str = ""
 
 
 def measure_links(endpoint: str | None, node_tls_name: str = "", limit_seconds: float = LIMIT_SECONDS) -> list[HostLink]:
@@ -104,7 +104,7 @@ def _daemon_port(operator: Operator, channel: Channel, manifests: _Manifests, li
         return replace(link, found=f"not measured: {error}")
     address = data_port(channel, manifest.data_address)
     if address is None:
-        return replace(link, verdict="warn", found=NO_DATA_PORT, mend="set data_listen: nodes need it")
+        return replace(link, verdict="warn", found=NO_DATA_PORT, hint="set data_listen: nodes need it")
     link = replace(link, address=f"{address.host}:{address.port}")
     return _measured(link, measure_port(address, _parts(manifest), limit_seconds=limit_seconds))
 
@@ -126,8 +126,8 @@ def _node_port(node: Node, channel: Channel, manifests: _Manifests, tls_name: st
     found = _measured(link, measure_port(address, parts, limit_seconds=limit_seconds))
     if node.state is Node.State.LOST:
         lost = f"lost: no report since {node.report_time:%H:%M:%SZ}" if node.report_time else "lost"
-        mend = found.mend or "it answers here: look in its log for why it does not reach the daemon"
-        return replace(found, verdict="fail", found=f"{lost}; {found.found}" if found.found else lost, mend=mend)
+        hint = found.hint or "it answers here: look in its log for why it does not reach the daemon"
+        return replace(found, verdict="fail", found=f"{lost}; {found.found}" if found.found else lost, hint=hint)
     return found
 
 
@@ -138,7 +138,7 @@ def _parts(manifest: VersionManifest) -> list[PartRequest]:
 def _measured(link: HostLink, measurement: PortMeasurement) -> HostLink:
     link = replace(link, round_trip=measurement.round_trip, rates=measurement.rates)
     if measurement.problem is not None:
-        return replace(link, verdict="fail", found=measurement.problem.found, mend=measurement.problem.mend)
+        return replace(link, verdict="fail", found=measurement.problem.found, hint=measurement.problem.hint)
     if measurement.unread:
         return replace(link, found=f"reached; rate not measured: {measurement.unread}")
     return replace(link, found=f"{size_text(sum(rate.bytes for rate in link.rates))} read")
@@ -157,8 +157,8 @@ def reported(nodes: Iterable[Node]) -> Iterator[HostLink]:
                 text += f", {seen.failures} requests failed"
             link = HostLink(node.name, seen.peer, "data", "", rates=rates, found=text)
             if seen.problem:
-                mend = f"look at {seen.peer}, and at the network between the two"
-                link = replace(link, verdict="warn", found=f"{text}, the last one with: {seen.problem}", mend=mend)
+                hint = f"look at {seen.peer}, and at the network between the two"
+                link = replace(link, verdict="warn", found=f"{text}, the last one with: {seen.problem}", hint=hint)
             yield link
 
 
@@ -179,7 +179,7 @@ def _judged(link: HostLink, median: float) -> HostLink:
     if link.verdict != "ok" or not link.rates or _fastest(link) * _SLOW >= median:
         return link
     found = f"{link.found}: {rate_text(_fastest(link))}, the median link has {rate_text(median)}"
-    return replace(link, verdict="warn", found=found, mend="look for a slow network card, a detour, or a busy host")
+    return replace(link, verdict="warn", found=found, hint="look for a slow network card, a detour, or a busy host")
 
 
 def _fastest(link: HostLink) -> float:

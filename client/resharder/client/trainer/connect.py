@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from resharder.client.deprecated import warn_renamed
 from resharder.client.errors import UsageError
 from resharder.client.rpc.channel import Channel, bound, endpoint_or_default
 from resharder.client.rpc.tls import Tls
@@ -44,9 +45,10 @@ def connect(
     register_timeout: float | None = 600.0,
     direct_wait: float = 0.0,
     tls: Tls | None = None,
-    set_aside: bool = False,
+    skipped: bool = False,
     quantization_config: Mapping[str, Any] | None = None,
     also: Mapping[str, Mapping[str, Any] | None] | None = None,
+    set_aside: bool | None = None,
 ) -> Publisher:
     """Return this rank's publisher of a model. The daemon is not called before something is attached.
 
@@ -68,13 +70,14 @@ def connect(
             expected servers have done so; the weights must not change until then, at most this many seconds after READY. Later
             servers use the store.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
-        set_aside: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
-            them. The first version of a model is never set aside.
+        skipped: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
+            them. The first version of a model is never skipped.
         quantization_config: Format to which ranks cast the attached model for each version, as in a config.json:
             `{"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}`, or compressed-tensors'
             form of FP8 by channel. None publishes tensors in the trainer's dtype.
         also: Further models that the same calls publish, each with its quantization_config or None. Each has its own versions;
             those of one step are READY together with that of `model`, or none is.
+        set_aside: Earlier name of `skipped`, for one release.
 
     Returns:
         The publisher, a context manager.
@@ -82,13 +85,16 @@ def connect(
     Raises:
         UsageError: An argument, or a name in RESHARDER_ALLOW, is missing or wrong.
     """
+    if set_aside is not None:
+        warn_renamed("connect(set_aside=…)", "connect(skipped=…)")
+        skipped = set_aside
     if wrong := unknown_names():
         raise UsageError(wrong)
     if model in (also or {}):
         raise UsageError(f"expected models other than {model!r} in also, got it too")
     formats = {model: quantization_config, **(also or {})}
     together = tuple(formats) if also else ()
-    identity = replace(identify(job, rank, world_size), set_aside=set_aside, together=together)
+    identity = replace(identify(job, rank, world_size), skipped=skipped, together=together)
     publisher: Publisher | None = None
     for name, format_ in reversed(formats.items()):
         publisher = _publisher(publisher)(

@@ -209,7 +209,7 @@ class Delivery:
             step=step,
             withheld=not direct or self._sender is None,
             after=self._session.after(step),
-            set_aside=self._session.identity.set_aside,
+            skipped=self._session.identity.skipped,
         )
         failpoint("deliver.begin")
         backoff = Backoff(self._staging_timeout, longest=1.0)

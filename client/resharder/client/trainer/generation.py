@@ -1,16 +1,16 @@
 """Generations: the periods in which servers use the GPUs that they share with a trainer.
 
-    publish, READY -> memory moved aside -> every rank has arrived -> rank 0 orders AWAKE -> every live server serves the
+    publish, READY -> memory offloaded -> every rank has arrived -> rank 0 orders AWAKE -> every live server serves the
     version -> the body -> every rank has left, or one has failed -> asleep -> memory restored -> train modes and RNG states
     restored
 
-Two rules separate the memory of ranks and servers. Only rank 0 wakes servers, after every rank has moved its memory aside. A
+Two rules separate the memory of ranks and servers. Only rank 0 wakes servers, after every rank has offloaded its memory. A
 rank restores its memory only after it has found all servers asleep at a time when rank 0 no longer wakes them.
 
 On the direct path, the servers' weights (but no KV cache) wake beside the ranks' memory, from which they are installed:
 
-    every rank has entered, READY -> rank 0 orders WEIGHTS_AWAKE -> weights installed from the ranks' memory -> memory moved
-    aside -> as above
+    every rank has entered, READY -> rank 0 orders WEIGHTS_AWAKE -> weights installed from the ranks' memory -> memory
+    offloaded -> as above
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ASLEEP = {1: Power.ASLEEP_1, 2: Power.ASLEEP_2}
 
 Restore = Callable[[], None]
-_WORDS = ("entered", "aside", "settled", "left", "failed", "ended")
+_WORDS = ("entered", "offloaded", "settled", "left", "failed", "ended")
 _meetings: Counter[str] = Counter()  # numbers, so that a key of the store has one meaning for the life of the process
 _ADVICE = (
     "they may use memory of this trainer's GPUs, so offloaded memory was not restored: put them to sleep or end them, then "
@@ -112,9 +112,9 @@ class GenerationPart:
         fleet: Servers that share the GPUs.
         level: Sleep level of the servers afterwards.
         timeout: Bound in seconds on each wait, except that for other ranks' bodies.
-        set_aside: Moves this rank's memory to the host.
+        offload: Moves this rank's memory to the host.
         bring_back: Restores it.
-        direct: Wake the servers' weights before memory is set aside.
+        direct: Wake the servers' weights before memory is offloaded.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class GenerationPart:
         *,
         level: int,
         timeout: float,
-        set_aside: Callable[[], None],
+        offload: Callable[[], None],
         bring_back: Callable[[], None],
         direct: bool = False,
     ) -> None:
         self._ranks, self._fleet = ranks, fleet
         self._level, self._timeout = level, timeout
         self._direct, self._woken = direct, False
-        self._set_aside, self._bring_back = set_aside, bring_back
+        self._offload, self._bring_back = offload, bring_back
 
     @contextmanager
     def held(
@@ -153,7 +153,7 @@ class GenerationPart:
                 if self._level not in ASLEEP:
                     raise UsageError(f"expected sleep level 1 or 2, got {self._level}")
                 if self._direct:
-                    self._ranks.say("entered")
+                    self._ranks.report("entered")
                 version = self._ready(publish(self._wake_weights if self._direct else None))
             except BaseException:
                 if self._woken:
@@ -178,20 +178,20 @@ class GenerationPart:
         """Order the servers' weights awake once all ranks have entered and the version is READY. A no-op except on rank 0."""
         if not self._ranks.first:
             return
-        self._wait(lambda: self._ranks.all_said("entered"), "every rank to join this generation", self._ranks.absent)
+        self._wait(lambda: self._ranks.all_reported("entered"), "every rank to join this generation", self._ranks.absent)
         self._ready(handle)
         self._woken = True
         self._fleet.wake_weights()
 
     def _come(self, version: int) -> Generation:
-        self._set_aside()
-        self._ranks.say("aside")
+        self._offload()
+        self._ranks.report("offloaded")
         if self._ranks.first:
-            self._wait(lambda: self._ranks.all_said("aside"), "every rank to join this generation", self._ranks.absent)
+            self._wait(lambda: self._ranks.all_reported("offloaded"), "every rank to join this generation", self._ranks.absent)
             self._ranks.forget_earlier()
             self._fleet.wake()
         else:
-            self._wait(lambda: self._ranks.said("settled"), f"rank 0 to wake fleet {self._fleet.name}", lambda: "it has not")
+            self._wait(lambda: self._ranks.reported("settled"), f"rank 0 to wake fleet {self._fleet.name}", lambda: "it has not")
         wanted = f"version {version} or newer" if version else "a version"
         self._wait(
             lambda: not self._fleet.lagging(version),
@@ -199,12 +199,12 @@ class GenerationPart:
             lambda: listed(self._fleet.lagging(version)),
         )
         if self._ranks.first:
-            self._ranks.say("settled")
+            self._ranks.report("settled")
         servers = [server.address for server in self._fleet.look() if serves(server, version)]
         return Generation(version, tuple(servers))
 
     def _leave(self, *, failed: bool) -> None:
-        """Put servers to sleep, then restore memory. Raises ServersNotAsleep; memory then stays aside."""
+        """Put servers to sleep, then restore memory. Raises ServersNotAsleep; memory then stays offloaded."""
         try:
             self._agree_to_end(failed)
             self._until(lambda: not self._fleet.occupying(but_lost=True))
@@ -213,7 +213,7 @@ class GenerationPart:
             raise ServersNotAsleep(f"fleet {self._fleet.name} could not be put to sleep: {error}; {_ADVICE}") from error
         finally:
             if self._ranks.first:
-                self._ranks.say("ended")
+                self._ranks.report("ended")
         if occupied:
             raise ServersNotAsleep(
                 f"servers of fleet {self._fleet.name} are still awake after {self._timeout:g} s: {listed(occupied)}; {_ADVICE}"
@@ -225,25 +225,25 @@ class GenerationPart:
         ranks = self._ranks
         if failed:
             self._fail()
-            self._until(lambda: ranks.said("settled"))
-        ranks.say("left")
+            self._until(lambda: ranks.reported("settled"))
+        ranks.report("left")
         if not failed:
-            self._until(lambda: ranks.all_said("left") or ranks.said("failed"), timeout=None)
+            self._until(lambda: ranks.all_reported("left") or ranks.reported("failed"), timeout=None)
         if ranks.first or failed:
             self._fleet.sleep(self._level)
         else:
-            self._until(lambda: ranks.said("ended") or ranks.said("failed"))
+            self._until(lambda: ranks.reported("ended") or ranks.reported("failed"))
 
     def _fail(self) -> None:
-        self._ranks.say("failed")
+        self._ranks.report("failed")
         if self._ranks.first:
-            self._ranks.say("settled")
+            self._ranks.report("settled")
 
     def _wait(self, holds: Callable[[], object], what: str, found: Callable[[], str]) -> None:
         """Wait for other ranks or servers. Raises WaitTimeout, and GenerationEnded as soon as a rank has failed."""
 
         def over() -> object:
-            if self._ranks.said("failed"):
+            if self._ranks.reported("failed"):
                 raise GenerationEnded(f"stopped waiting for {what}: another rank has left this generation with an error")
             return holds()
 
@@ -342,22 +342,22 @@ class Ranks:
         self.first = rank == 0
         self._rank, self._world_size = rank, world_size
         self._store, self._scope, self._number = store, scope, number
-        self._mark, self._said = str(number), set[str]()
+        self._mark, self._reported = str(number), set[str]()
 
-    def say(self, word: str) -> None:
+    def report(self, word: str) -> None:
         """Report a word; a no-op if this rank has reported it."""
-        if word not in self._said:
-            self._said.add(word)
+        if word not in self._reported:
+            self._reported.add(word)
             self._store.set(f"{self._scope}/rank {self._rank}", self._mark)
             self._store.add(self._key(self._number, word), 1)
 
-    def said(self, word: str) -> int:
+    def reported(self, word: str) -> int:
         """Return the number of ranks that have reported a word."""
         return self._store.add(self._key(self._number, word), 0)
 
-    def all_said(self, word: str) -> bool:
+    def all_reported(self, word: str) -> bool:
         """Return whether all ranks have reported a word."""
-        return self.said(word) == self._world_size
+        return self.reported(word) == self._world_size
 
     def absent(self) -> str:
         """Return, as text, the ranks that have not reported anything at this meeting."""

@@ -15,7 +15,7 @@ class RankIdentity:
     rank: int
     world_size: int
     process: str = field(default_factory=lambda: secrets.token_hex(16))  # new for each `connect`
-    set_aside: bool = False  # the target `latest` skips the job's versions
+    skipped: bool = False  # the target `latest` skips the job's versions
     together: tuple[str, ...] = ()  # models whose versions of a step are READY together; empty for one model
 
 

@@ -22,7 +22,7 @@ _DEVICE = "cuda"
 _BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, and keeps freed memory in a cache
 
 
-class Aside:
+class OffloadedMemory:
     """Emptied storages, with their content in pinned host memory. If the host lacks memory, nothing is changed."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -72,7 +72,7 @@ class Aside:
                 there, here = there[size:], here[size:]
 
 
-def set_aside(model: Model) -> Aside:
+def offload_memory(model: Model) -> OffloadedMemory:
     """Move parameters, gradients (Megatron's `main_grad` included) and buffers from GPUs to the host.
 
     Raises UsageError if their memory cannot be moved.
@@ -89,7 +89,7 @@ def set_aside(model: Model) -> Aside:
         if not storage.resizable():
             raise UsageError(f"{name}: torch cannot free its memory, because something else uses it too")
         storages[storage.data_ptr()] = storage
-    return Aside(list(storages.values()))
+    return OffloadedMemory(list(storages.values()))
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

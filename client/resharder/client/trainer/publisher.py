@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
     from resharder.client.direct.sender import Sender
     from resharder.client.trainer.delivery import Read
-    from resharder.client.trainer.offload import Aside
+    from resharder.client.trainer.offload import OffloadedMemory
     from resharder.client.trainer.quantised import QuantisedModel
     from resharder.client.trainer.rank_layout import TensorItem
     from resharder.converters.geometry.layout import Layout
@@ -83,7 +83,7 @@ class Publisher:
         self._quantised: QuantisedModel | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self._model: Model | None = None
-        self._aside: Aside | None = None
+        self._offloaded: OffloadedMemory | None = None
         self._delivery = self._delivery_of(None)
         self._sharing = threading.Lock()
         self._by_model: dict[str, Publisher] = {model: self}  # of the models that the same calls publish
@@ -268,11 +268,11 @@ class Publisher:
         Raises:
             WaitTimeout: Servers lag; the message names them.
             GenerationEnded: Another rank has failed.
-            ServersNotAsleep: At exit; memory stays aside until `bring_back`.
+            ServersNotAsleep: At exit; memory stays offloaded until `bring_back`.
             UsageError: Another generation is in progress, `direct` without `direct_wait`, or the fleet follows another model.
             ResharderError: As in `publish`.
         """
-        from resharder.client.trainer.offload import keeping, set_aside
+        from resharder.client.trainer.offload import keeping, offload_memory
 
         step = step_number(step)
         if not self._sharing.acquire(blocking=False):
@@ -291,16 +291,16 @@ class Publisher:
                     self._ensure_published(step, {} if wake is None else {lent: wake})
                 return self._by_model[lent]._session.newest if lent else None
 
-        def aside() -> None:
+        def offload_model() -> None:
             self.release()
-            self._aside = set_aside(model) if offload and model is not None else None
+            self._offloaded = offload_memory(model) if offload and model is not None else None
 
         try:
             with Operator(self._channel.endpoint, connect_timeout=self._channel.patience, tls=self._channel.tls) as operator:
                 shared = SharedFleet(operator, fleet or self.model)
                 ranks, seconds = meet(self.identity, self.model), bound(timeout)
                 part = GenerationPart(
-                    ranks, shared, level=level, timeout=seconds, set_aside=aside, bring_back=self.bring_back, direct=direct
+                    ranks, shared, level=level, timeout=seconds, offload=offload_model, bring_back=self.bring_back, direct=direct
                 )
                 with part.held(wanted, keeping(model)) as generation:
                     self._by_model.get(lent, self)._backpressure.clear()
@@ -309,13 +309,13 @@ class Publisher:
             self._sharing.release()
 
     def bring_back(self) -> None:
-        """Restore the memory that a generation has left aside, after ServersNotAsleep or an interrupt.
+        """Restore the memory that a generation has left offloaded, after ServersNotAsleep or an interrupt.
 
         The servers must be asleep or gone.
         """
-        if self._aside is not None:
-            self._aside.bring_back()
-            self._aside = None
+        if self._offloaded is not None:
+            self._offloaded.bring_back()
+            self._offloaded = None
 
     def release(self) -> None:
         """Have servers of this host unmap the model's memory, and free cast tensors. The next `publish` shares it again.
@@ -352,7 +352,7 @@ class Publisher:
     def _alone(self) -> Iterator[None]:
         with self._session.exclusive():
             self._channel.check_open()
-            if self._aside is not None:
+            if self._offloaded is not None:
                 raise UsageError("a generation has moved the parameters out of GPU memory: leave it, or call bring_back()")
             yield
 

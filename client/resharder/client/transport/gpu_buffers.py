@@ -97,14 +97,14 @@ class _Planned:
     ) -> None:
         self._pieces, self._files = pieces, files
         self._changed = [number for number, piece in enumerate(pieces) if piece.plus]
-        homes = {name: (i, placed) for i, file in enumerate(files) for name, placed in file.by_name.items()}
-        self.copy = plan_copy(layout_of(slot, pieces), groups={name: i for name, (i, _) in homes.items()})
-        at = [(i, placed.offset, placed.offset + placed.spec.size) for i, placed in map(homes.__getitem__, self.copy.targets)]
+        places = {name: (i, placed) for i, file in enumerate(files) for name, placed in file.by_name.items()}
+        self.copy = plan_copy(layout_of(slot, pieces), groups={name: i for name, (i, _) in places.items()})
+        at = [(i, placed.offset, placed.offset + placed.spec.size) for i, placed in map(places.__getitem__, self.copy.targets)]
         self._places = np.array(at, np.int64).reshape(-1, 3)  # file, first byte, end
         self._spans: list[tuple[int, int, int]] = []
         of_file: list[list[tuple[str, int]]] = [[] for _ in files]
         for number, spec in enumerate(slot.specs):
-            of_file[homes[spec.name][0]].append((spec.name, number))
+            of_file[places[spec.name][0]].append((spec.name, number))
         for i, each in enumerate(maps):
             arrays, begin = (box_of(each.arrays[name], slot.boxes[number]) for name, number in of_file[i]), each.begins[0]
             self._spans += [(i, first - begin, end - begin) for first, end in spans_of(arrays)]

@@ -107,20 +107,20 @@ class SlotFiles:
     ) -> None:
         self._files, self._slot, self._releases, self._pool, self._threads = files, slot, releases, pool, threads
         self._cuts, self.digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
-        self._homes = [files.home(spec.name) for spec in slot.specs]
+        self._places = [files.place(spec.name) for spec in slot.specs]
         self._left = Counter[str]()  # parts that are to be written into each file
-        for number, home in enumerate(self._homes):
-            self._left[home.path] += len(self._cuts[number])
+        for number, place in enumerate(self._places):
+            self._left[place.path] += len(self._cuts[number])
 
     def write(self, items: "Iterable[Item]") -> None:
         """Write items, and release each file once all boxes in it are written."""
         lasting = isinstance(items, Sequence)
         if isinstance(items, LiveItems):  # file by file, so that each is released early
-            items = map(items.__getitem__, sorted(range(len(items)), key=self._homes.__getitem__))
+            items = map(items.__getitem__, sorted(range(len(items)), key=self._places.__getitem__))
         for batch in host_batches(items, self._slot.boxes, self._cuts, lasting=lasting):
             self._write(batch)
             for number, _, _ in batch:
-                path = self._homes[number].path
+                path = self._places[number].path
                 self._left[path] -= 1
                 if not self._left[path]:
                     self._releases.release(path, self._files.take(path).close)

@@ -104,7 +104,7 @@ class PortConnection:
         self._finish(rest)
 
     def _finish(self, rest: Callable[[], Iterator[None]]) -> None:
-        """Read what is left, again after an error that a new connection may mend. Each item of `rest` is progress."""
+        """Read what is left, again after an error that a new connection may end. Each item of `rest` is progress."""
         backoff, wrong, complete = Backoff(PATIENCE), 0, False
         while not complete:
             progress = False

@@ -44,11 +44,11 @@ class ReadPlan:
 
 def plan_reads(files: Sequence[FileLayout], boxes: Sequence[tuple[str, Box]]) -> ReadPlan:
     """Return the requests for boxes, given as (tensor's name, box), of a version with these files."""
-    homes = {name: number for number, file in enumerate(files) for name in file.by_name}
-    spans = [_spans(files, homes, name, box) for name, box in boxes]
+    file_of = {name: number for number, file in enumerate(files) for name in file.by_name}
+    spans = [_spans(files, file_of, name, box) for name, box in boxes]
     ranges = tuple(_cut(_merged(span for found in spans for span in found)))
     packed = [BoxPart(position, *box) for position, box in enumerate(boxes) if not spans[position]]
-    windows = cut_windows(packed, {name: files[homes[name]].by_name[name].spec for _, name, _ in packed})
+    windows = cut_windows(packed, {name: files[file_of[name]].by_name[name].spec for _, name, _ in packed})
     starts = [(each.file, each.start) for each in ranges]
     of_box = [_within(found, starts) if found else range(0) for found in spans]
     for number, window in enumerate(windows, len(ranges)):
@@ -63,9 +63,9 @@ def _within(spans: Sequence[FileRange], starts: Sequence[tuple[int, int]]) -> ra
     return range(bisect_right(starts, (first.file, first.start)) - 1, bisect_left(starts, (last.file, last.end)))
 
 
-def _spans(files: Sequence[FileLayout], homes: Mapping[str, int], name: str, box: Box) -> list[FileRange]:
+def _spans(files: Sequence[FileLayout], file_of: Mapping[str, int], name: str, box: Box) -> list[FileRange]:
     """Return the bytes with which a box is read by ranges; none for a box to pack."""
-    spec, offset = files[homes[name]].by_name[name]
+    spec, offset = files[file_of[name]].by_name[name]
     rows = list(box_rows(box, spec))
     start, end = rows[0].start, rows[-1].end
     if sum(row.size for row in rows) >= (1 - MOST_UNNEEDED) * (end - start):
@@ -74,7 +74,7 @@ def _spans(files: Sequence[FileLayout], homes: Mapping[str, int], name: str, box
         spans = [span for row in rows for span in row.spans(MOST_GAP)]
     else:
         spans = []
-    return [FileRange(homes[name], offset + start, offset + end) for start, end in spans]
+    return [FileRange(file_of[name], offset + start, offset + end) for start, end in spans]
 
 
 def _merged(spans: Iterable[FileRange]) -> Iterator[FileRange]:

@@ -164,19 +164,19 @@ def _indexed_files(index: Path) -> list[str]:
 def _read_layouts(paths: Sequence[Path]) -> tuple[FileLayout, ...]:
     files = tuple(parse_header(path.name, _read_header(path), path.stat().st_size) for path in paths)
     try:
-        check_homes(files)
+        check_one_file_each(files)
     except ValueError as error:
         raise ValueError(f"{paths[0].parent}: {error}") from error
     return files
 
 
-def check_homes(files: Iterable[FileLayout]) -> None:
+def check_one_file_each(files: Iterable[FileLayout]) -> None:
     """Raise ValueError if a tensor is in two files."""
-    homes: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for file in files:
         for name in file.by_name:
-            if (home := homes.setdefault(name, file.path)) != file.path:
-                raise ValueError(f"{name} is in two files, {home} and {file.path}")
+            if (first := file_of.setdefault(name, file.path)) != file.path:
+                raise ValueError(f"{name} is in two files, {first} and {file.path}")
 
 
 def _read_header(path: Path) -> bytes:

@@ -21,7 +21,7 @@ from resharder.converters.storage.files import BITS, FileLayout, MappedFiles
 from resharder.converters.storage.pages import forget_pages, in_shared_memory, map_pages
 
 
-class Home(NamedTuple):
+class TensorPlace(NamedTuple):
     """Place of a tensor, ordered by file and offset."""
 
     path: str
@@ -33,7 +33,7 @@ class WritableFiles:
 
     def __init__(self, folder: Path, files: Iterable[FileLayout]) -> None:
         files = tuple(files)
-        self._homes = {placed.spec.name: Home(file.path, placed.offset) for file in files for placed in file.tensors}
+        self._places = {placed.spec.name: TensorPlace(file.path, placed.offset) for file in files for placed in file.tensors}
         self._files: dict[str, WritableFile] = {}
         try:
             for file in files:
@@ -42,19 +42,19 @@ class WritableFiles:
             self.close()
             raise
 
-    def home(self, name: str) -> Home:
+    def place(self, name: str) -> TensorPlace:
         """Return the place of a tensor."""
-        return self._homes[name]
+        return self._places[name]
 
     def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
         """Write the elements of `box` and return the box's digest."""
-        home = self._homes[spec.name]
-        return self._files[home.path].put(spec, home.offset, box, source)
+        place = self._places[spec.name]
+        return self._files[place.path].put(spec, place.offset, box, source)
 
     def put_bytes(self, spec: TensorSpec, box: Box, data: memoryview) -> None:
         """Write the elements of `box`, given as bytes in C order, which need not be aligned."""
-        home = self._homes[spec.name]
-        self._files[home.path].put_bytes(spec, home.offset, box, data)
+        place = self._places[spec.name]
+        self._files[place.path].put_bytes(spec, place.offset, box, data)
 
     def take(self, path: str) -> "WritableFile":
         """Return a file, which the caller closes."""

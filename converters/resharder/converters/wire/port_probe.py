@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     """Problem of a link, and what to change."""
 
     found: str
-    mend: str
+    hint: str
 
 
 class TlsOptions(NamedTuple):
@@ -270,8 +270,8 @@ def problem_of(error: BaseException, address: DataAddress, options: TlsOptions =
     if isinstance(error, (ConnectionResetError, http.client.RemoteDisconnected, Cut)):
         if address.tls_context is not None:
             return _refused(options)
-        mend = f"does it expect TLS? Set {options.ca}, {options.pair}"
-        return Problem("the port closed the connection without an HTTP answer", mend)
+        hint = f"does it expect TLS? Set {options.ca}, {options.pair}"
+        return Problem("the port closed the connection without an HTTP answer", hint)
     if isinstance(error, http.client.HTTPException):
         return Problem(
             f"expected HTTP, got {type(error).__name__}: {str(error)[:60]!r}", "is this the port of --data-listen or --listen?"
@@ -292,7 +292,7 @@ def _tls_problem(error: ssl.SSLError, address: DataAddress, options: TlsOptions)
             "issue its certificate by that authority, or pass its authority",
         )
     if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason:
-        return Problem("it does not speak TLS", _handshake(options).mend)
+        return Problem("it does not speak TLS", _handshake(options).hint)
     if "ALERT" in reason or isinstance(error, ssl.SSLEOFError):
         return _refused(options)
     return Problem(f"TLS failed: {error.reason or error}", "compare the certificates of both sides")

@@ -154,13 +154,13 @@ class Checkpoints:
             self._check_open()
         return counted.file()
 
-    def _fetch(self, path: str, said: File, target: Path) -> None:
-        if self._remote.size(path) != said.size:
-            raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {said.size} bytes, found {self._remote.size(path)}")
+    def _fetch(self, path: str, expected: File, target: Path) -> None:
+        if self._remote.size(path) != expected.size:
+            raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {expected.size} bytes, found {self._remote.size(path)}")
         counted = _Counted(self._remote.chunks(path))
-        _write_new(target, said.size, self._while_open(counted))
-        if counted.file() != said:
-            raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected hash {said.xxh3}, read {counted.file().xxh3}")
+        _write_new(target, expected.size, self._while_open(counted))
+        if counted.file() != expected:
+            raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected hash {expected.xxh3}, read {counted.file().xxh3}")
 
     def _while_open(self, chunks: "_Counted") -> Iterator[bytes]:
         for chunk in chunks:
@@ -236,17 +236,17 @@ def _encode(archived: Archived) -> bytes:
 
 def _decode(content: bytes, url: str) -> Archived:
     """Decode archived.json. Raises ValueError, KeyError, TypeError or AttributeError for other content."""
-    said = parse_json(content)
-    if said.pop("blake3") != _blake3(said) or said["format"] != _FORMAT:
-        raise ValueError(f"expected format {_FORMAT} and the hash of the rest, found format {said.get('format')!r}")
-    files = {name: File(file["size"], file["xxh3_128"]) for name, file in said["files"].items()}
+    fields = parse_json(content)
+    if fields.pop("blake3") != _blake3(fields) or fields["format"] != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT} and the hash of the rest, found format {fields.get('format')!r}")
+    files = {name: File(file["size"], file["xxh3_128"]) for name, file in fields["files"].items()}
     if not all(is_count(file.size) and is_text(file.xxh3) for file in files.values()):
         raise ValueError("expected the sizes and hashes of files")
     if strange := [name for name in files if name != Path(name).name or name.startswith(".")]:
         raise ValueError(f"expected plain file names, found {strange[:4]}")
     size = sum(file.size for name, file in files.items() if name.endswith(".safetensors"))
     archived = Archived(
-        said["model"], said["version"], url, size, said["fingerprint"], said["archive_time"], said["epoch"], files
+        fields["model"], fields["version"], url, size, fields["fingerprint"], fields["archive_time"], fields["epoch"], files
     )
     numbers = is_count(archived.number) and is_count(archived.epoch) and is_number(archived.archive_time)
     if not (numbers and is_text(archived.model) and is_text(archived.fingerprint)):

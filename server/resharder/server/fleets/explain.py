@@ -248,8 +248,8 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     if newest and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
         left = fleet.rest_left(view.now)
         return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.target.every_seconds:g} s{refused}"
-    aside = max(view.set_aside & view.ready - fleet.refused.keys(), default=0)
-    skipped = f"; version {aside} is set aside: `update {aside}` serves it" if aside > fleet.settled else ""
+    newest = max(view.skipped & view.ready - fleet.refused.keys(), default=0)
+    skipped = f"; version {newest} is skipped: `update {newest}` serves it" if newest > fleet.settled else ""
     return f"at its target version{skipped}{refused}"
 
 

@@ -560,8 +560,8 @@ class Fleets:
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = now < self._settled_at and not fleet.members <= here
         ahead = frozenset(number for number, one in self._versions.ahead(fleet).items() if one.staging) - ready
-        at_once, aside = self._versions.at_once(fleet.model), self._versions.set_aside(fleet.model)
-        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, aside)
+        at_once, skipped = self._versions.at_once(fleet.model), self._versions.skipped(fleet.model)
+        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped)
 
     def _store(self, fleet: Fleet) -> None:
         """Make a fleet's new state durable, then put it into effect. Raises OSError; the state is then unchanged."""

@@ -109,7 +109,7 @@ def _instead(version: int, fleet: Fleet, server: Server, view: View) -> int:
     installs = install is not None and install.active and install.version == version
     if version not in view.ahead or installs or not why_not_ahead(server, version):
         return version
-    newer = view.ready - fleet.refused.keys() - view.set_aside
+    newer = view.ready - fleet.refused.keys() - view.skipped
     return max((number for number in newer if max(server.opened, server.agreed) < number < version), default=version)
 
 

@@ -49,12 +49,12 @@ def wanted(fleet: Fleet, view: View) -> int:
 
 
 def latest(fleet: Fleet, view: View, current: int) -> int:
-    """Return the newest version that is neither refused nor set aside; 0: none.
+    """Return the newest version that is neither refused nor skipped; 0: none.
 
-    If all others are gone, a fleet stays at a version that is set aside, or takes the newest one.
+    If all others are gone, a fleet stays at a skipped version, or takes the newest one.
     """
     permitted = view.usable - fleet.refused.keys()
-    listed = permitted - view.set_aside
+    listed = permitted - view.skipped
     if listed or current not in permitted:
         return max(listed or permitted, default=0)
     return current

@@ -28,7 +28,7 @@ class FleetVersions:
         self._catalogue, self._pins, self._offers = catalogue, pins, offers
         self._ready: dict[str, dict[int, str]] = {}
         self._ahead: dict[str, dict[int, Ahead]] = {}
-        self._set_aside: dict[str, frozenset[int]] = {}
+        self._skipped: dict[str, frozenset[int]] = {}
         self._pinned: dict[tuple[str, str], frozenset[int]] = {}  # by holder and model
         self._lost: frozenset[tuple[str, int]] = frozenset()
 
@@ -44,7 +44,7 @@ class FleetVersions:
         found = {record.number: record.fingerprint for record in records if record.state == READY}
         ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == UPLOADING) for r in records if r.number in offered}
         self._ready[model], self._ahead[model] = found, ahead
-        self._set_aside[model] = frozenset(record.number for record in records if record.set_aside)
+        self._skipped[model] = frozenset(record.number for record in records if record.skipped)
         return found
 
     def look_at_all(self) -> list[str]:
@@ -69,9 +69,9 @@ class FleetVersions:
         """Return the fingerprints of READY versions by number, as of the last read."""
         return self._ready.get(model, {})
 
-    def set_aside(self, model: str) -> frozenset[int]:
+    def skipped(self, model: str) -> frozenset[int]:
         """Return the versions that LATEST skips, as of the last read."""
-        return self._set_aside.get(model, frozenset())
+        return self._skipped.get(model, frozenset())
 
     def ahead(self, fleet: Fleet) -> dict[int, Ahead]:
         """Return the offered versions of a fleet's model, marked as UPLOADING only for a fleet that serves ahead."""

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, contiguous_strides, is_inside
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.converters.wire.boxes import box_from_proto, boxes_to_proto
 from resharder.server.infra.filesystem import write_header, write_zeros
-from resharder.server.ingest.homes import GatheredBoxes
 from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.v1 import node_pb2
@@ -25,6 +25,22 @@ AHEAD = 2
 
 PAGE_BYTES = 4096
 """Unit of the pages of a file."""
+
+
+class GatheredBoxes(NamedTuple):
+    """Boxes of tensors of the file `path` that ranks write on the host of `node`, which is not the file's home."""
+
+    path: str
+    node: str
+    boxes: tuple[tuple[str, Box], ...]
+
+
+@dataclass(frozen=True)
+class FileProof:
+    """Digest of each tensor of a file, in its order, and xxh3_64 of each part of at most 16 MiB."""
+
+    digests: tuple[int, ...]
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True)

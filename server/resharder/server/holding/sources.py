@@ -3,7 +3,7 @@
 A pure function of what the node holds and needs, what its peers offer, and what it has observed of them. Pieces that few peers
 have come first, in a random order among equals, so that nodes gather different pieces and can pass them on to each other. A
 piece that one node alone holds is requested by the nodes that the daemon has granted it to, and other pieces are requested from
-origins only while the other peers that have them fail. A peer that fails is left alone for a time that doubles each time.
+sources only while the other peers that have them fail. A peer that fails is left alone for a time that doubles each time.
 """
 
 from collections import Counter
@@ -24,13 +24,13 @@ class PeerOffer:
         peer: Id of the node.
         held: Pieces that it holds.
         load: Requests that it was answering.
-        origin: Whether the version's ranks write into it.
+        is_source: Whether the version's ranks write into it.
     """
 
     peer: str
     held: Bitmap
     load: int = 0
-    origin: bool = False
+    is_source: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RequestLimits:
     Attributes:
         requests: Requests in flight.
         per_peer: Requests in flight to one peer.
-        per_origin: The same for an origin.
+        per_source: The same for a source.
         stalled: Seconds without a byte after which a request is given up.
         slow: Factor on the median time of a piece after which a request may be repeated at another peer.
         cool_down: Seconds for which a peer is left alone after its first failure; twice as many after each further one.
@@ -81,7 +81,7 @@ class RequestLimits:
 
     requests: int = 8
     per_peer: int = 2
-    per_origin: int = 1
+    per_source: int = 1
     stalled: float = 5.0
     slow: float = 3.0
     cool_down: float = 1.0
@@ -198,7 +198,7 @@ class _Choosing:
         self._mine = Counter(request.peer for request in requests)
         self._has = unpack(np.stack([offer.held.bits for offer in offers]), held.count)  # a row for each offer
         self._failing = failing.flags()  # pieces of peers that are left alone
-        self._origins = np.array([offer.origin for offer in offers])
+        self._are_sources = np.array([offer.is_source for offer in offers])
         self._scarce, self._granted = scarce.flags(), granted
         self._missing = (wanted - held).flags()
         for request in requests:
@@ -225,7 +225,7 @@ class _Choosing:
     def _sources(self, piece: int) -> "npt.NDArray[np.int64]":
         """Return the rows that a piece may be requested from."""
         has = self._has[:, piece]
-        relays = np.flatnonzero(has & ~self._origins)
+        relays = np.flatnonzero(has & ~self._are_sources)
         return np.flatnonzero(has) if not len(relays) and (piece in self._granted or self._failing[piece]) else relays
 
     def repeated(self, requests: Collection[PieceRequest], now: float, most: int) -> list[PieceChoice]:
@@ -244,7 +244,7 @@ class _Choosing:
 
     def _is_busy(self, row: int) -> bool:
         offer = self._offers[row]
-        limit = self._limits.per_origin if offer.origin else self._limits.per_peer
+        limit = self._limits.per_source if offer.is_source else self._limits.per_peer
         return self._mine[offer.peer] >= limit
 
     def _from(self, piece: int, rows: Iterable[int]) -> PieceChoice | None:

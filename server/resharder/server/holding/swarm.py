@@ -187,7 +187,7 @@ class Swarm:
             if choice.piece not in version.held():
                 failpoint("node.held")
                 version.add(choice.piece)
-                self._received.add(size, origin=source.origin)
+                self._received.add(size, daemon=source.daemon)
         except PieceBusy:
             busy = True
         except (PieceFailed, OSError) as error:

@@ -81,19 +81,27 @@ class PieceBusy(PieceFailed):
     """A piece that a peer does not deliver now, because it delivers others."""
 
 
+class FetchFailed(Exception):
+    """Pieces or boxes that no peer delivers. The message has the reason; `node` is the id of a node to blame, or empty."""
+
+    def __init__(self, reason: str, node: str = "") -> None:
+        super().__init__(reason)
+        self.node = node
+
+
 @dataclass(frozen=True)
 class PieceSource:
     """A peer that has a piece.
 
     Attributes:
         address: `host:port` of its data port.
-        origin: Whether the port is the daemon's.
+        daemon: Whether the port is the daemon's.
         session: Its session of a transfer engine; empty for none.
         addresses: Addresses of the version's files in the session's memory, in the order of the manifest; none if not there.
     """
 
     address: str
-    origin: bool
+    daemon: bool
     session: str = ""
     addresses: tuple[int, ...] = ()
 
@@ -124,16 +132,16 @@ class PieceTransfer(Protocol):
 class ReceivedBytes:
     """Bytes that were received, by source, since the process began; `engine`: of them, those by a transfer engine."""
 
-    origin: int = 0
+    daemon: int = 0
     peers: int = 0
     engine: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, size: int, *, origin: bool) -> None:
+    def add(self, size: int, *, daemon: bool) -> None:
         """Count the bytes of a checked piece."""
         with self._lock:
-            if origin:
-                self.origin += size
+            if daemon:
+                self.daemon += size
             else:
                 self.peers += size
 
@@ -150,12 +158,12 @@ class PartChecksums(Protocol):
         """Return the checksum of a part. Raises grpc.RpcError, OSError."""
 
 
-def data_address(address: str, tls: NodeTls | None, silent_seconds: float, *, origin: bool) -> DataAddress:
-    """Return the data port at `host:port`, the daemon's if `origin`. Raises ValueError for an address that is none."""
+def data_address(address: str, tls: NodeTls | None, silent_seconds: float, *, daemon: bool) -> DataAddress:
+    """Return the data port at `host:port`, the daemon's if `daemon`. Raises ValueError for an address that is none."""
     host, port = parse_listen(address)
     if tls is None:
         return DataAddress(host, port, silent_seconds=silent_seconds)
-    if origin:
+    if daemon:
         return DataAddress(host, port, tls.context, tls.daemon_name, tls.headers, silent_seconds)
     # The token is for the daemon alone: a node could call in this one's name by it.
     return DataAddress(host, port, tls.context, tls.peer_name, silent_seconds=silent_seconds)
@@ -202,7 +210,7 @@ class HttpTransfer:
             try:
                 target = buffer[: part.end - part.start]
                 busy_until = began + self._silent if size else 0.0
-                self._read_patiently(request, source.address, target, source.origin, busy_until=busy_until)
+                self._read_patiently(request, source.address, target, source.daemon, busy_until=busy_until)
                 version.write(part, target)
             finally:
                 with self._lock:
@@ -210,18 +218,18 @@ class HttpTransfer:
             size += part.end - part.start
         return size
 
-    def _read_patiently(self, request: PartRequest, address: str, target: Array, origin: bool, busy_until: float) -> None:
+    def _read_patiently(self, request: PartRequest, address: str, target: Array, daemon: bool, busy_until: float) -> None:
         """Read a part; until a time, a busy port is asked again, so that the parts before it were not read in vain."""
         while True:
             try:
-                return self._read(request, address, target, origin)
+                return self._read(request, address, target, daemon)
             except PieceBusy:
                 if self._clock() >= busy_until:
                     raise
                 threading.Event().wait(_BUSY_SECONDS)
 
-    def _read(self, request: PartRequest, address: str, target: Array, origin: bool) -> None:
-        connection = self._connection(address, origin)
+    def _read(self, request: PartRequest, address: str, target: Array, daemon: bool) -> None:
+        connection = self._connection(address, daemon)
         try:
             for _ in connection.blocks(request, target):
                 pass
@@ -244,13 +252,13 @@ class HttpTransfer:
         for former in closed:
             former.close()
 
-    def _connection(self, address: str, origin: bool) -> RangeConnection:
+    def _connection(self, address: str, daemon: bool) -> RangeConnection:
         with self._lock:
             found = next((connection for connection, at in reversed(self._idle.items()) if at == address), None)
             if found is not None:
                 del self._idle[found]
                 return found
-        return RangeConnection(data_address(address, self._tls, self._silent, origin=origin))
+        return RangeConnection(data_address(address, self._tls, self._silent, daemon=daemon))
 
     def _buffer(self) -> Array:
         with self._lock:

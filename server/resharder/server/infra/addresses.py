@@ -3,6 +3,9 @@
 import re
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
@@ -11,6 +14,16 @@ def parse_listen(listen: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"expected host:port, got {listen!r}")
     return host.strip("[]"), int(port)
+
+
+def _checked(address: str) -> str:
+    if address:
+        parse_listen(address)
+    return address
+
+
+TcpAddress = Annotated[str, AfterValidator(_checked)]
+"""Option with host:port, or empty."""
 
 
 def is_loopback(listen: str) -> bool:

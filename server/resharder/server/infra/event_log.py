@@ -97,9 +97,9 @@ class Events:
         """
         if kind == "operator" and (caller := CALLER.get()):
             details["by"] = caller
-        said = {name: str(value)[:_LONGEST] for name, value in details.items()}
+        texts = {name: str(value)[:_LONGEST] for name, value in details.items()}
         with self._lock:
-            event = Event(self._id + 1, self._wall(), kind, subject, what, reason[:_LONGEST], said)
+            event = Event(self._id + 1, self._wall(), kind, subject, what, reason[:_LONGEST], texts)
             self._id = event.id
             if not self._closed:
                 self._write(event)

@@ -35,16 +35,6 @@ from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
 from resharder.server.ingest.boxes import PackedBoxes
-from resharder.server.ingest.homes import (
-    HomeFiles,
-    HomeNodes,
-    NodeHome,
-    NoNodes,
-    Readable,
-    ReplicasShort,
-    Replicate,
-    ranks_at_home,
-)
 from resharder.server.ingest.maxima import Floats, RankBlocks, VersionMaxima
 from resharder.server.ingest.publisher import (
     ACTIVE,
@@ -59,8 +49,11 @@ from resharder.server.ingest.publisher import (
     PublisherRecord,
     check_files,
     current,
+    ranks_at_home,
 )
-from resharder.server.ingest.upload import AT_HOME, MAPPED, Proof, ProofFailed, Upload, hash_digests
+from resharder.server.ingest.upload import AT_HOME, MAPPED, HomeFiles, Proof, ProofFailed, Upload, hash_digests
+from resharder.server.nodes.homes import HomeRegister, NodeHome, Readable
+from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import (
     AlreadyExists,
     DaemonError,
@@ -78,6 +71,7 @@ from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, V
 from resharder.server.store.catalogue import taken_over
 from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.lifecycle import ProvenVersion
+from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.store import Store
 
 Phase = Literal["registration", "upload", "verify", "commit"]
@@ -114,7 +108,8 @@ class Intake:
         threads: Threads that digest a version.
         replicas: Holders that every piece of a version must have before it is READY: 1, or more to have the daemon copy before
             what ranks have written on nodes.
-        replicate: Function that has nodes hold verified versions.
+        replicate: Function that has nodes hold verified versions, and returns once they do. Raises ReplicasShort, also once its
+            second argument returns True: a version is aborted.
         clock: Monotonic clock in seconds.
         nodes: Nodes into whose files ranks may write; None for none.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
@@ -130,13 +125,13 @@ class Intake:
         writer_patience: float = 10.0,
         threads: int = 2,
         replicas: int = 1,
-        replicate: Replicate = lambda versions, stopped: None,
+        replicate: Callable[[Sequence[VerifiedVersion], Callable[[], bool]], object] = lambda versions, stopped: None,
         clock: Callable[[], float] = time.monotonic,
-        nodes: HomeNodes | None = None,
+        nodes: HomeRegister | None = None,
         audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),
     ) -> None:
         self.store, self._clock, self._audience = store, clock, audience
-        self.nodes: HomeNodes = nodes or NoNodes()
+        self.nodes = nodes or HomeRegister()
         self.lease_seconds, self.chunk_bytes, self._threads = lease_seconds, chunk_bytes, threads
         self._patience, self._replicas, self._replicate = writer_patience, replicas, replicate
         self.lock, self.draining = threading.RLock(), False
@@ -413,7 +408,7 @@ class Intake:
     # The version of a step
 
     def create_version(
-        self, name: str, rank: int, step: int, after: int | None = None, *, set_aside: bool = False
+        self, name: str, rank: int, step: int, after: int | None = None, *, skipped: bool = False
     ) -> Waiting[VersionRecord]:
         """Return the version of a publisher's step, and begin it if there is none.
 
@@ -425,7 +420,7 @@ class Intake:
             step: The step.
             after: Newest version of the step that the rank has begun before; None: all. A later aborted version is
                 returned, so that a rank never delivers into a version other than the one it began.
-            set_aside: Whether LATEST skips a version that this call begins.
+            skipped: Whether LATEST skips a version that this call begins.
 
         Raises:
             InvalidArgument: STEP.
@@ -458,7 +453,7 @@ class Intake:
                 )
             yield self._changed.pause(seen, min(left, _LOOK))
         try:
-            return self._begin_version(publisher, rank, step, set_aside)
+            return self._begin_version(publisher, rank, step, skipped)
         finally:
             with self.lock:
                 self._creating.discard(key)
@@ -488,10 +483,10 @@ class Intake:
                 "TOO_MANY_UPLOADING", f"{publisher.model}: {MAX_UPLOADING} versions are UPLOADING already: {steps}"
             )
 
-    def _begin_version(self, publisher: PublisherRecord, rank: int, step: int, set_aside: bool) -> VersionRecord:
+    def _begin_version(self, publisher: PublisherRecord, rank: int, step: int, skipped: bool) -> VersionRecord:
         store = self.store
         record = store.lifecycle.begin(
-            publisher.model, publisher.epoch, step, publisher.job, set_aside=set_aside, warnings=publisher.version_warnings()
+            publisher.model, publisher.epoch, step, publisher.job, skipped=skipped, warnings=publisher.version_warnings()
         )
         homes = self._take_homes(publisher, record)
         with self.lock:

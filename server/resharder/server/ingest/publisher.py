@@ -20,9 +20,10 @@ from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE, FileLayout, lay_out
 from resharder.converters.wire.boxes import fingerprint_of
 from resharder.converters.wire.ranges import HELD_FILE
+from resharder.server.holding.part_files import GatheredBoxes
 from resharder.server.ingest.boxes import PackedBoxes, Slot, cut_slot
-from resharder.server.ingest.homes import GatheredBoxes, Readable, boxes_at_home
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
+from resharder.server.nodes.homes import Readable
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.version import DAEMON
 from resharder.server.store.catalogue import taken_over
@@ -436,3 +437,17 @@ def home_boxes(publisher: PublisherRecord, rank: int, *, gathered: bool) -> Ints
     """Return the positions of boxes that a rank may write on its host's node: those of gathered tensors, or of all others."""
     homes = {number: node for number, node in publisher.homes.items() if (number in publisher.gathered) == gathered}
     return boxes_at_home(homes, publisher.boxes[rank])
+
+
+def boxes_at_home(homes: Mapping[int, str], boxes: PackedBoxes) -> Ints:
+    """Return the positions of boxes that a rank may write on its host's node. `homes`: a node by the tensor's number."""
+    return np.flatnonzero(np.isin(boxes.tensors, list(homes))) if homes else np.zeros(0, np.int64)
+
+
+def ranks_at_home(homes: Mapping[int, str], boxes: Mapping[int, PackedBoxes], hosts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that may write on the node of their host, by node."""
+    found: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        if host != DAEMON and len(boxes_at_home(homes, boxes[rank])):
+            found.setdefault(host, []).append(rank)
+    return found

@@ -6,7 +6,7 @@ open --all slots sealed--> committing --digests agree--> READY
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +20,14 @@ from resharder.converters.storage.digest import MASK
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.server.holding.part_files import FileProof
+from resharder.server.infra.checksums import part_checksums
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.boxes import Slot
-from resharder.server.ingest.homes import HomeFiles, HomeLost, NoNodes
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, digests_of, has_header
+from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
@@ -66,6 +69,74 @@ class Proof(NamedTuple):
     missing: MissingPieces | None = None
 
 
+_LEAST_SECONDS, _BYTES_PER_SECOND = 60.0, 100 << 20  # for a node's proof
+
+
+class HomeFiles:
+    """The files of one UPLOADING version whose homes are nodes.
+
+    Args:
+        nodes: The nodes.
+        version: Resource name of the version.
+        homes: Its homes.
+        files: All of its files.
+    """
+
+    def __init__(self, nodes: HomeRegister, version: str, homes: Iterable[NodeHome], files: Iterable[FileLayout]) -> None:
+        self._nodes, self._version, self.homes = nodes, version, tuple(homes)
+        paths = {path for home in self.homes for path in home.files}
+        self.files = tuple(file for file in files if file.path in paths)
+        self.paths = frozenset(paths)
+
+    def of(self, host: str | None) -> NodeHome | None:
+        """Return the home of ranks on a host; None if they send all boxes to the daemon."""
+        return next((home for home in self.homes if home.node == host), None)
+
+    def closed(self, files: Collection[str]) -> None:
+        """Have the nodes verify some of their files, which all ranks have closed."""
+        if files:
+            self._nodes.closed(self._version, files)
+
+    def verify(self) -> None:
+        """Have the nodes verify their files: all ranks have sealed."""
+        if self.files:
+            self._nodes.verify(self._version)
+
+    def digests(self) -> dict[str, int]:
+        """Wait for the nodes, and return the digest that each reports of each tensor in its files. Raises HomeLost."""
+        proofs, found = self._proofs(), dict[str, int]()
+        for file in self.files:
+            found |= zip(file.by_name, proofs[file.path].digests, strict=True)
+        return found
+
+    def fetch(self, folder: Path, stopped: Callable[[], bool], *, whole: bool) -> None:
+        """Copy the files from the nodes into a folder that has their layout, by the checksums of the proofs.
+
+        Unless `whole`, only the shortest part of each node, which shows that the daemon reaches it. Raises HomeLost, OSError.
+        """
+        if self.files:
+            self._nodes.fetch(self._version, folder, self._proofs(), stopped, whole=whole)
+
+    def missing(self, folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
+        """Return the pieces of these files, as pieces of a version with `files`, the others of which are in `folder`.
+
+        Raises HomeLost, OSError.
+        """
+        proofs, numbering = self._proofs(), number_pieces(files)
+        own = {file.path: part_checksums(folder / file.path, file.size) for file in files if file.path not in self.paths}
+        checksums = [value for file in files for value in own.get(file.path) or proofs[file.path].checksums]
+        held = Bitmap.of(
+            numbering.count, (n for file in files if file.path in own for n in numbering.touched(file.path, 0, file.size))
+        )
+        return MissingPieces(held, tuple(checksums), frozenset(home.node for home in self.homes if home.files))
+
+    def _proofs(self) -> Mapping[str, FileProof]:
+        if not self.files:
+            return {}
+        size = sum(file.size for file in self.files)
+        return self._nodes.proofs(self._version, max(_LEAST_SECONDS, size / _BYTES_PER_SECOND))
+
+
 class Upload:
     """UPLOADING version: its received chunks and sealed slots. Thread-safe.
 
@@ -83,10 +154,9 @@ class Upload:
         shared: bool,
         threads: int,
         now: float,
-        homes: HomeFiles | None = None,
+        homes: HomeFiles,
     ) -> None:
-        self.homes = homes or HomeFiles(NoNodes(), record.name, (), files)
-        self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
+        self.record, self.publisher, self.folder, self.created, self.homes = record, publisher, folder, now, homes
         self.group = VersionGroup(publisher.job, record.step, frozenset({publisher.model, *publisher.together}))
         self.proof: Proof | None = None  # once it is verified; guarded by the intake's lock
         self.deliveries: dict[int, SlotDelivery] = {}
@@ -204,11 +274,11 @@ class Upload:
 
     def _writers(self) -> dict[str, list[int]]:
         """Return the ranks that send boxes into each file."""
-        homes = {placed.spec.name: i for i, file in enumerate(self._files) for placed in file.tensors}
-        home = np.array([homes[spec.name] for spec in self.publisher.specs], np.int64)
+        file_of = {placed.spec.name: i for i, file in enumerate(self._files) for placed in file.tensors}
+        numbers = np.array([file_of[spec.name] for spec in self.publisher.specs], np.int64)
         writers: dict[str, list[int]] = {file.path: [] for file in self._files}
         for rank, boxes in self.publisher.boxes.items():
-            for i in np.unique(home[boxes.tensors]).tolist():
+            for i in np.unique(numbers[boxes.tensors]).tolist():
                 writers[self._files[i].path].append(rank)
         return writers
 
@@ -301,11 +371,11 @@ class Upload:
             taken = self._digest([f for f in self._files if f.path not in early and f.path not in self.homes.paths], patience)
         for digests in early.values():
             taken |= digests
-        said = self._said()
-        _compare(taken, said, "the store holds")
+        sent = self._sent_digests()
+        _compare(taken, sent, "the store holds")
         try:
             at_home = self.homes.digests()
-            _compare(at_home, said, "a node holds")
+            _compare(at_home, sent, "a node holds")
             self.homes.fetch(self.folder, lambda: self._aborted, whole=replicas > 1)
         except HomeLost as error:
             raise ProofFailed(str(error)) from error
@@ -315,7 +385,7 @@ class Upload:
                 missing = self.homes.missing(self.folder, self._files)
             taken |= at_home if missing is not None else self._digest(self.homes.files, patience)
         found = {name: taken[name] for file in self._files for name in file.by_name}
-        _compare(found, said, "the store holds")
+        _compare(found, sent, "the store holds")
         return Proof(found, missing)
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
@@ -331,7 +401,7 @@ class Upload:
         with MappedFiles(self.folder, files) as maps:
             return digest_tensors(maps, self._threads)
 
-    def _said(self) -> dict[str, int]:
+    def _sent_digests(self) -> dict[str, int]:
         """Return the sum of the ranks' digests of each tensor."""
         totals = np.zeros(len(self.publisher.specs), np.uint64)
         for rank, digests in self._sealed.items():
@@ -343,11 +413,11 @@ class ProofFailed(Exception):
     """Failed verification: the version cannot become READY. The message names the files or tensors."""
 
 
-def _compare(found: Mapping[str, int], said: Mapping[str, int], where: str) -> None:
+def _compare(found: Mapping[str, int], sent: Mapping[str, int], where: str) -> None:
     """Raise ProofFailed if a tensor has another digest than the ranks' boxes of it."""
-    wrong = sorted(name for name in found if found[name] != said[name])
+    wrong = sorted(name for name in found if found[name] != sent[name])
     if wrong:
-        first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, {where} {found[wrong[0]]:016x}"
+        first = f"{wrong[0]}: the ranks' digests add up to {sent[wrong[0]]:016x}, {where} {found[wrong[0]]:016x}"
         raise ProofFailed(f"{len(wrong)} of {len(found)} tensors are not what was sent: {', '.join(wrong[:8])}. {first}")
 
 

@@ -64,15 +64,15 @@ def await_departure(
         forced: Ends the wait.
         clock: Seconds of a monotonic clock.
     """
-    deadline, said = clock() + seconds, list[str]()
+    deadline, logged = clock() + seconds, list[str]()
     while True:
         with suppress(grpc.RpcError, OSError):  # the loop of reports logs it
             known = exchange()
         if not (waits := list(needing(known))):
             return True
-        if waits != said:
+        if waits != logged:
             _log.info("departure_waits", versions=waits[:8], seconds=round(max(0.0, deadline - clock()), 1))
-            said = waits
+            logged = waits
         if forced.wait(min(_STEP_SECONDS, max(0.0, deadline - clock()))) or clock() >= deadline:
             _log.warning("departs_anyway", versions=waits[:8], reason="a second signal" if forced.is_set() else "drain_seconds")
             return False
@@ -254,7 +254,7 @@ class NodeAgent:
             used_bytes=self._copies.used_bytes(),
             transfers=transfers,
             versions=self._versions(),
-            received_origin_bytes=self._received.origin,
+            received_daemon_bytes=self._received.daemon,
             received_peer_bytes=self._received.peers,
             session=self._identity.session,
             received_engine_bytes=self._received.engine,
@@ -412,7 +412,7 @@ def _offers(version: HeldVersion, order: node_pb2.NodeOrder, daemon_address: str
     pieces = version.numbering.count
     peers, sources = [], dict[str, PieceSource]()
     for peer in order.peers:
-        peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.origin))
+        peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.source))
         address = peer.data_address or daemon_address
-        sources[peer.node] = PieceSource(address, peer.origin, peer.session, tuple(peer.addresses))
+        sources[peer.node] = PieceSource(address, peer.source, peer.session, tuple(peer.addresses))
     return PieceOffers(tuple(peers), sources, Bitmap.from_bytes(pieces, order.scarce), tuple(order.granted))

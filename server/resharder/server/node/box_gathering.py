@@ -20,20 +20,12 @@ from resharder.converters.wire.windows import BoxPart, Window, cut_windows, wind
 from resharder.server.holding.part_files import FilesOnNode
 from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import ReceivedBytes, data_address
+from resharder.server.holding.transfers import FetchFailed, ReceivedBytes, data_address
 from resharder.server.infra.filesystem import MediumRefused, touching
 
 _PATIENCE = 10.0  # seconds without a window from a node
 _PAUSE = 0.05  # until a node that has refused is asked again
 _CONNECTIONS = 4
-
-
-class BoxesMissing(Exception):
-    """Boxes that do not arrive. The message has the reason; `node` is the id of the node that does not deliver them."""
-
-    def __init__(self, reason: str, node: str = "") -> None:
-        super().__init__(reason)
-        self.node = node
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class BoxGatherer:
             stopped: Returns whether the boxes are no longer of use.
 
         Raises:
-            BoxesMissing: A node delivers nothing for some seconds, or wrong bytes twice, or the boxes are no longer of use.
+            FetchFailed: A node delivers nothing for some seconds, or wrong bytes twice, or the boxes are no longer of use.
             OSError: They cannot be written.
         """
         if not own.gathered:
@@ -99,12 +91,12 @@ class BoxGatherer:
             reads = [pool.submit(read, job) for job in jobs]
         errors = [error for each in reads if (error := each.exception()) is not None]
         if errors:
-            raise next((error for error in errors if not isinstance(error, BoxesMissing) or error.node), errors[0])
+            raise next((error for error in errors if not isinstance(error, FetchFailed) or error.node), errors[0])
 
     def _address(self, node: str, sources: Mapping[str, str]) -> DataAddress:
         if not sources.get(node):
-            raise BoxesMissing(f"nodes/{node}, on whose host ranks wrote boxes, is gone", node)
-        return data_address(sources[node], self._tls, LIMITS.stalled, origin=False)
+            raise FetchFailed(f"nodes/{node}, on whose host ranks wrote boxes, is gone", node)
+        return data_address(sources[node], self._tls, LIMITS.stalled, daemon=False)
 
     def _read(
         self, target: _Target, node: str, address: DataAddress, windows: Sequence[Window], stopped: Callable[[], bool]
@@ -115,7 +107,7 @@ class BoxGatherer:
         try:
             while left:
                 if stopped():
-                    raise BoxesMissing(f"{target.version} is no longer waited for")
+                    raise FetchFailed(f"{target.version} is no longer waited for")
                 try:
                     self._read_window(target, connection, left[0], memory)
                     left.popleft()
@@ -130,7 +122,7 @@ class BoxGatherer:
                     wrong += isinstance(error, WrongBytes)
                     if wrong > 1 or self._clock() - since > _PATIENCE:
                         reason = f"nodes/{node} does not deliver boxes: {error or type(error).__name__}"
-                        raise BoxesMissing(reason, node) from error
+                        raise FetchFailed(reason, node) from error
                     time.sleep(_PAUSE)
         finally:
             connection.close()
@@ -145,7 +137,7 @@ class BoxGatherer:
                     size = box_size(box) * ITEM_SIZES[spec.dtype]
                     target.files.put_bytes(spec, box, data[at : at + size])
                     at += size
-        self._received.add(sum(request.sizes), origin=False)
+        self._received.add(sum(request.sizes), daemon=False)
 
 
 def _windows(own: FilesOnNode, specs: Mapping[str, TensorSpec]) -> dict[str, list[Window]]:

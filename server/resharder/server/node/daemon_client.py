@@ -13,10 +13,9 @@ from resharder.converters.wire.endpoint import route_options
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.checksums import PieceChecksums
-from resharder.server.holding.part_files import FilesOnNode, files_from_proto
+from resharder.server.holding.part_files import FileProof, FilesOnNode, files_from_proto
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import PieceTarget
-from resharder.server.ingest.homes import FileProof
 from resharder.v1 import node_pb2, node_pb2_grpc, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 

@@ -54,7 +54,7 @@ class EngineTransfer:
             except PieceTaken:
                 pass
             except EngineFailed as error:
-                self._set_aside(source.session, str(error))
+                self._suspend(source.session, str(error))
             else:
                 self._received.add_engine(size)
                 return size
@@ -84,7 +84,7 @@ class EngineTransfer:
                 )
             size += part.end - part.start
         if (seconds := self._clock() - began) > self._limits.stalled:
-            self._set_aside(source.session, f"{source.session}: {seconds:.1f} s for {size} bytes")
+            self._suspend(source.session, f"{source.session}: {seconds:.1f} s for {size} bytes")
         else:
             with self._lock:
                 self._records.pop(source.session, None)
@@ -98,13 +98,13 @@ class EngineTransfer:
         self._engine.read(session, base + part.start, span)
         return xxhash.xxh3_64_intdigest(target.data)
 
-    def _set_aside(self, session: str, reason: str) -> None:
+    def _suspend(self, session: str, reason: str) -> None:
         with self._lock:
             record = after_failure(self._records.get(session, PeerRecord()), self._clock(), self._limits)
             self._records[session] = record
             while len(self._records) > _MOST_RECORDS:  # of processes that are gone
                 del self._records[next(iter(self._records))]
-        _log.warning("session_set_aside", session=session, failures=record.failures, reason=reason)
+        _log.warning("session_suspended", session=session, failures=record.failures, reason=reason)
 
 
 _MOST_RECORDS = 1024

@@ -14,8 +14,8 @@ from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import MASK, Array, digest_run
 from resharder.converters.storage.files import BITS, FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.part_files import FileProof
 from resharder.server.infra.filesystem import ReadLease, read_lease
-from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.released_files import has_header
 
 PATIENCE = 10.0

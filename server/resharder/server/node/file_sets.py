@@ -28,11 +28,11 @@ from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.part_files import AHEAD, FilesOnNode, keep_only, lay_out_again, write_parts
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only, lay_out_again, write_parts
+from resharder.server.holding.transfers import FetchFailed
 from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_zeros
-from resharder.server.ingest.homes import FileProof
 from resharder.server.ingest.released_files import EarlyDigests
-from resharder.server.node.box_gathering import BoxesMissing, BoxGatherer
+from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
@@ -321,7 +321,7 @@ class FileSets:
                 found.proof = {**early, **prove_files(found.folder, rest)}
             except ProofRefused as error:
                 found.problem = str(error)
-            except BoxesMissing as error:
+            except FetchFailed as error:
                 found.problem, found.unreachable = str(error), error.node
             except OSError as error:
                 found.problem = f"its files could not be verified: {error}"

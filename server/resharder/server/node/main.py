@@ -36,7 +36,7 @@ from resharder.server.holding.sources import LIMITS, UPLOADS
 from resharder.server.holding.swarm import Swarm
 from resharder.server.holding.tls import NodeTls, certificate_id
 from resharder.server.holding.transfers import HttpTransfer, PieceTransfer, ReceivedBytes
-from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
+from resharder.server.infra.addresses import TcpAddress, is_loopback, parse_listen, reachable_at
 from resharder.server.infra.descriptors import raise_descriptor_limit
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import raise_malloc_thresholds
@@ -48,7 +48,7 @@ from resharder.server.node.daemon_client import CheckedPieces, DaemonClient
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
 from resharder.server.node.mooncake import MooncakeEngine
-from resharder.server.options import flags_of
+from resharder.server.options import flags_of, version_option
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.settings import Security
@@ -73,12 +73,12 @@ class NodeConfig(BaseSettings):
         description="id of this node; by default the host's name",
         json_schema_extra={"default": "the host's name"},
     )
-    listen: str = Field(
+    listen: TcpAddress = Field(
         "127.0.0.1:7679",
         description="host:port at which other nodes and the daemon fetch pieces. If the daemon is on another host, a loopback "
         "address is refused",
     )
-    address: str = Field(
+    address: TcpAddress = Field(
         "",
         description="host:port at which they reach it, if it is not the one of `listen`",
         json_schema_extra={"default": "this host's address on the route to the daemon"},
@@ -120,13 +120,6 @@ class NodeConfig(BaseSettings):
     @classmethod
     def _checked(cls, endpoint: str) -> str:
         return check_endpoint(endpoint)
-
-    @field_validator("listen", "address")
-    @classmethod
-    def _parsed(cls, address: str) -> str:
-        if address:
-            parse_listen(address)
-        return address
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -325,16 +318,10 @@ def load(flags: dict[str, Any]) -> NodeConfig:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"resharder-node {RELEASE}")
-        raise typer.Exit
-
-
 @app.command()
 @flags_of(NodeConfig)
 def run(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the release")] = False,
+    version: Annotated[bool, version_option(f"resharder-node {RELEASE}")] = False,
     **given: Any,
 ) -> None:
     """Hold versions in this host's shared memory for the vLLM servers on it. Every option is also RESHARDER_NODE_NAME."""

@@ -16,23 +16,15 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.part_files import FileProof
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
+from resharder.server.holding.transfers import FetchFailed, HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
 from resharder.server.infra.filesystem import touching, write_at
-from resharder.server.ingest.homes import FileProof
 
 _PATIENCE = 10.0  # seconds without a piece
 _STEP_SECONDS = 0.1  # until a peer that was busy is asked again
-
-
-class FetchFailed(Exception):
-    """Pieces that do not arrive. The message has the reason; `node` is the id of a node to blame, or empty."""
-
-    def __init__(self, reason: str, node: str = "") -> None:
-        super().__init__(reason)
-        self.node = node
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ def fetch_from_homes(
     changed = threading.Event()
     swarm = Swarm(HttpTransfer(_ProvenChecksums(copy), tls, LIMITS.stalled), ReceivedBytes(), changed.set)
     peers = tuple(PeerOffer(f"nodes/{node}", held) for node, held in pieces.items())
-    addresses = {f"nodes/{node}": PieceSource(source.address, origin=False) for node, source in sources.items()}
+    addresses = {f"nodes/{node}": PieceSource(source.address, daemon=False) for node, source in sources.items()}
     offers = PieceOffers(peers, addresses, Bitmap(copy.numbering.count), ())
     try:
         missing, since = copy.missing(), clock()

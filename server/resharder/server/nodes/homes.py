@@ -1,5 +1,9 @@
 """The daemon's register of files on nodes into which ranks write: reservations of epochs, sets of files, and versions in them.
 
+A file's home is a node if ranks on the node's host send all tensors of the file. The home of a tensor of which ranks of several
+hosts send parts gathers them after the last seal: each rank writes into a file on its own host. Which home a file may have is
+fixed with the layout of an epoch; whether it has that home in one version, when the version begins.
+
 A reservation names the files that nodes lay out for the versions of one epoch. A node reports sets of them. A version takes a set
 on each of its homes, once: a set that any version has taken is never given to another. Nodes follow the orders: they verify the
 set after the last seal, hold the version in it from READY on, and use its files again, under another id, once it has ended.
@@ -12,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
+from typing import NamedTuple
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.part_files import AHEAD, FilesOnNode, PartFile
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile
 from resharder.server.holding.tls import NodeTls
-from resharder.server.ingest.homes import FileProof, GatheredBoxes, HomeLost, NodeHome, NodeNonces, Readable
-from resharder.server.nodes.home_fetch import FetchFailed, HomeCopy, HomeSource, fetch_from_homes
+from resharder.server.holding.transfers import FetchFailed
+from resharder.server.nodes.home_fetch import HomeCopy, HomeSource, fetch_from_homes
 from resharder.server.nodes.records import LostNodes, nonce_id
 from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -26,9 +31,48 @@ from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, Vers
 from resharder.server.store.folder import StoreFolder
 from resharder.v1 import node_pb2
 
-_FIRST_ASIDE, _LONGEST_ASIDE = 60.0, 3600.0  # seconds without a version for a node from which the daemon could not fetch one
+_FIRST_SUSPENSION, _LONGEST_SUSPENSION = (
+    60.0,
+    3600.0,
+)  # seconds for a node from which the daemon could not fetch
 LAYOUT_SECONDS = 5.0
 """Seconds that a version waits for a node that is laying out its files."""
+
+
+Readable = Mapping[str, bytes]
+"""Nonce files that a rank has read, and their contents."""
+
+
+class NodeHome(NamedTuple):
+    """A node's files of one UPLOADING version.
+
+    Attributes:
+        node: Id of the node.
+        folder: Folder of the files on the node's host.
+        files: Paths of those of which it is the home. None where ranks write boxes alone that other nodes gather.
+        gathers: Whether ranks write boxes of tensors there of which ranks of other hosts send parts.
+    """
+
+    node: str
+    folder: str
+    files: tuple[str, ...]
+    gathers: bool = False
+
+
+class NodeNonces(NamedTuple):
+    """Nonces of nodes.
+
+    Attributes:
+        files: Paths of the nonce files of live nodes that are not drained.
+        settled: SHA-256 of the nonces of live nodes, and of nodes that are gone, as hexadecimal digits: no rank waits for them.
+    """
+
+    files: tuple[str, ...]
+    settled: tuple[str, ...]
+
+
+class HomeLost(Exception):
+    """A node that cannot verify or send the files that ranks have written. The message has the reason."""
 
 
 @dataclass
@@ -114,7 +158,7 @@ class HomeState:
         self.nodes: dict[str, HomeNode] = {}
         self.reservations: dict[str, ReservedHomes] = {}  # by publisher
         self.versions: dict[str, WrittenVersion] = {}
-        self.aside: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
+        self.suspended: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
 
     def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
         """Return the order for a set that a version has taken."""
@@ -149,7 +193,7 @@ class HomeState:
             raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
 
     def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> StateReport | None:
-        """Return the report of a node whose host the ranks are on; None of one that is drained or set aside."""
+        """Return the report of a node whose host the ranks are on; None of one that is drained or suspended."""
         found, reservation = self.nodes.get(node), self.reservations.get(publisher)
         if (
             found is None
@@ -159,7 +203,7 @@ class HomeState:
             or not found.report.data_address
         ):
             return None
-        instance, _, until = self.aside.get(node, ("", 0.0, 0.0))
+        instance, _, until = self.suspended.get(node, ("", 0.0, 0.0))
         if instance == found.report.instance and now < until:
             return None
         return found.report if all(reads_nonce(each, found.report) for each in read) else None
@@ -219,13 +263,13 @@ class HomeState:
         address = {node: self.nodes[node].report.data_address for node in homes}
         return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
 
-    def set_aside(self, node: str, now: float) -> None:
+    def suspend(self, node: str, now: float) -> None:
         """Take no files of a node for some time, twice as long each time, until it restarts."""
         if (found := self.nodes.get(node)) is not None:
-            instance, seconds, _ = self.aside.get(node, ("", 0.0, 0.0))
+            instance, seconds, _ = self.suspended.get(node, ("", 0.0, 0.0))
             same = instance == found.report.instance
-            seconds = min(2 * seconds, _LONGEST_ASIDE) if same else _FIRST_ASIDE
-            self.aside[node] = found.report.instance, seconds, now + seconds
+            seconds = min(2 * seconds, _LONGEST_SUSPENSION) if same else _FIRST_SUSPENSION
+            self.suspended[node] = found.report.instance, seconds, now + seconds
 
     def tell(self, nodes: Iterable[str]) -> None:
         """Notify nodes whose orders change, and all waiters."""
@@ -240,7 +284,7 @@ def reads_nonce(readable: Readable, report: StateReport) -> bool:
 
 
 class HomeRegister:
-    """Reservations, sets and versions of all nodes: `HomeNodes` of ingest. Thread-safe.
+    """Reservations, sets and versions of all nodes. Thread-safe; it never calls ingest.
 
     Its lock is below all others but those of change signals; nothing is called under it but a node's `changed`.
 
@@ -358,7 +402,7 @@ class HomeRegister:
             if taken.proof is None and not taken.problem:
                 taken.proof, taken.problem = dict(files), problem
                 if problem and unreachable in {each.node for each in taken.own.gathered}:
-                    self._state.set_aside(unreachable, self._clock())
+                    self._state.suspend(unreachable, self._clock())
             self._state.changed.notify_all()
 
     # The daemon
@@ -395,17 +439,17 @@ class HomeRegister:
                 del self._state.versions[record.name]
             self._state.tell(found.homes)
 
-    # Ingest: `HomeNodes`
+    # Ingest
 
     def nonces(self) -> NodeNonces:
-        """Return where ranks find the nonces of nodes, as `HomeNodes.nonces`."""
+        """Return where ranks find the nonces of nodes, and for which nodes no rank waits."""
         with self._state.changed:
             live = list(self._state.nodes.values())
             files = dict.fromkeys(node.report.nonce_file for node in live if not node.drained and node.report.nonce_file)
             return NodeNonces(tuple(files), (*(nonce_id(node.report.nonce) for node in live), *self._lost.nonces()))
 
     def host_of(self, readable: Readable) -> str | None:
-        """Return the host of a rank, as `HomeNodes.host_of`."""
+        """Return the host of a rank that has read these nonce files: `DAEMON` or the id of a node; None if unknown."""
         store = self._store
         if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
             return DAEMON
@@ -415,7 +459,14 @@ class HomeRegister:
     def reserve(
         self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
     ) -> None:
-        """Have nodes lay out the files of an epoch, as `HomeNodes.reserve`."""
+        """Have nodes lay out the files of an epoch, in place of those of the model's earlier epochs.
+
+        Args:
+            publisher: Resource name of the publisher.
+            files: All files of a version.
+            homes: Id of the node of each file whose home is one, by path; none to end the publisher's reservation.
+            gathered: Boxes that homes fetch from other nodes.
+        """
         by_node: dict[str, tuple[FileLayout, ...]] = {each.node: () for each in gathered}
         for file in files:
             if (node := homes.get(file.path)) is not None:
@@ -428,7 +479,15 @@ class HomeRegister:
             self._state.tell([*(former.homes if former else ()), *by_node])
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
-        """Take a set for a version on each node that has one, as `HomeNodes.take`."""
+        """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
+
+        Nodes gather boxes from each other in a version that has a set of all of these nodes, or none does.
+
+        Args:
+            publisher: Resource name of the publisher.
+            version: Resource name of the UPLOADING version.
+            ranks: For each node, what the ranks that would write there have read last.
+        """
         deadline = self._clock() + LAYOUT_SECONDS
         with self._state.changed:
             while any(self._state.is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
@@ -453,13 +512,13 @@ class HomeRegister:
             return tuple(NodeHome(node, each.folder, paths[node], gathers) for node, each in taken.items())
 
     def problem(self, version: str) -> str:
-        """Return why a version has lost a home; empty if it has not."""
+        """Return why a version cannot complete because it has lost a home; empty if it has not."""
         with self._state.changed:
             found = self._state.versions.get(version)
             return self._state.problem(found) if found is not None else ""
 
     def closed(self, version: str, files: Collection[str]) -> None:
-        """Have the version's homes verify some of their files, which all ranks have closed."""
+        """Have the version's homes verify some of their files, which all ranks have closed, while ranks still write others."""
         with self._state.changed:
             found = self._state.versions.get(version)
             for node, taken in (
@@ -471,7 +530,7 @@ class HomeRegister:
                     self._state.tell([node])
 
     def verify(self, version: str) -> None:
-        """Have the version's homes verify their files."""
+        """Have the version's homes verify their files: all ranks have sealed."""
         with self._state.changed:
             found = self._state.versions.get(version)
             if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING:
@@ -479,7 +538,7 @@ class HomeRegister:
                 self._state.tell(found.homes)
 
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
-        """Wait for the proofs of all homes, and return them by file. Raises HomeLost."""
+        """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
         deadline = self._clock() + seconds
         with self._state.changed:
             while True:
@@ -494,7 +553,17 @@ class HomeRegister:
     def fetch(
         self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
     ) -> None:
-        """Copy the files of all homes into the version's folder, as `HomeNodes.fetch`."""
+        """Copy the files of all homes into the version's folder. A node that does not deliver them is no home for some time.
+
+        Args:
+            version: Resource name of the UPLOADING version.
+            folder: Its folder.
+            proofs: Proofs of the files.
+            stopped: Returns whether the version is aborted.
+            whole: Copy all; otherwise only the shortest part of each node, which shows that the daemon reaches it.
+
+        Raises HomeLost, OSError.
+        """
 
         def gone() -> str:
             return self.problem(version) or ("the version is aborted" if stopped() else "")
@@ -507,7 +576,7 @@ class HomeRegister:
         except FetchFailed as error:
             if error.node:
                 with self._state.changed:
-                    self._state.set_aside(error.node, self._clock())
+                    self._state.suspend(error.node, self._clock())
             raise HomeLost(str(error)) from error
 
 

@@ -56,7 +56,7 @@ class VersionPieces:
         copies: Nodes that hold each piece.
         seen: Flag for each piece: held by a node at some time.
         awaited: Nodes that held pieces before the daemon restarted and have not reported since.
-        origins: Nodes that the version's ranks write into.
+        sources: Nodes that the version's ranks write into.
     """
 
     def __init__(self, count: int, seen: bool, awaited: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ class VersionPieces:
         self.copies = np.zeros(count, np.int32)
         self.seen = np.full(count, seen)
         self.awaited = set(awaited)
-        self.origins: set[str] = set()
+        self.sources: set[str] = set()
 
     def row_of(self, node: str) -> int:
         """Return the row of a node, a new one for a new node."""
@@ -99,7 +99,7 @@ class VersionPieces:
                 self.nodes[row], self.index[last] = last, row
                 self.rows[row], self.wanted[row] = self.rows[end], self.wanted[end]
             self.rows[end] = self.wanted[end] = 0
-        self.origins.discard(node)
+        self.sources.discard(node)
 
 
 class PieceTable:
@@ -135,9 +135,9 @@ class PieceTable:
         """Remove a version and what nodes hold of it. A no-op if it is not there."""
         self._versions.pop(version, None)
 
-    def add_origin(self, version: str, node: str) -> None:
+    def add_source(self, version: str, node: str) -> None:
         """Mark a node as one that the version's ranks write into."""
-        self._versions[version].origins.add(node)
+        self._versions[version].sources.add(node)
 
     def report(self, version: str, node: str, bitmap: Bitmap, *, whole: bool = False) -> bool:
         """Record the pieces of a node.
@@ -249,7 +249,7 @@ class OwnPieces:
     def add(self, version: str, pieces: int, partial: PartialVersion | None, held: Bitmap, now: float) -> bool:
         """Add a READY version with the pieces that the store holds, and return whether it is new and lacks some."""
         self._table.add_version(version, pieces, ready=partial is not None, awaited=partial.nodes if partial is not None else ())
-        self._table.add_origin(version, DAEMON)
+        self._table.add_source(version, DAEMON)
         self._table.report(version, DAEMON, held, whole=True)
         if partial is None or version in self._partials:
             return False

@@ -153,8 +153,8 @@ class NodeRegistry:
             if not (name := caller.rpartition("@")[0]) or name in readers:
                 return
             readers.add(name)
-            told = list(self._nodes.values())
-        notify(told)
+            changed = list(self._nodes.values())
+        notify(changed)
 
     # Calls of workers
 
@@ -233,8 +233,8 @@ class NodeRegistry:
         with self._lock:
             live, doubts = {id: node for id, node in self._nodes.items() if not node.lost}, self.own.doubts()
             gone = list(self.own.lost(now, {id: node.follows for id, node in live.items()}))
-            told = live.values() if self.own.doubts() != doubts else ()
-        notify(told)
+            changed = live.values() if self.own.doubts() != doubts else ()
+        notify(changed)
         for version, reason in gone:
             self._lose(*parse_name(version, "versions"), reason)
         self.replication.renew()
@@ -264,8 +264,8 @@ class NodeRegistry:
             self.own.drop(record.name)
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
-            told = [node for node in self._nodes.values() if node.forget(record.name)]
-        notify(told)
+            changed = [node for node in self._nodes.values() if node.forget(record.name)]
+        notify(changed)
 
     def _hold(self, version: str, id: str, files: Iterable[FileLayout]) -> None:
         """Let a node hold the verified files of a version that its ranks have written."""
@@ -296,8 +296,8 @@ class NodeRegistry:
         with self._lock:
             self._numberings[version] = numbering
             lacking = self.own.add(version, numbering.count, partial, held, self._clock())
-            told = list(self._nodes.values()) if lacking else []
-        notify(told)
+            changed = list(self._nodes.values()) if lacking else []
+        notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
             self.version_changed(record)  # retired in the meantime, perhaps before the table had it
             return None
@@ -320,7 +320,7 @@ class NodeRegistry:
                 self._tracker.remove_node(report.node)
             self._record_pieces(node, report)
             by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
-            told = list(self._nodes.values()) if by_certificate else []
+            changed = list(self._nodes.values()) if by_certificate else []
             node.follow(0 if joined else seen)
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
@@ -328,7 +328,7 @@ class NodeRegistry:
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
-        notify(told)
+        notify(changed)
         if joined:
             node.changed.emit()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")

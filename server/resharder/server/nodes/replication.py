@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
-from resharder.server.ingest.homes import ReplicasShort
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import KnownNode, model_of, pieces_of
 from resharder.server.nodes.pieces import PieceTable
@@ -25,6 +24,10 @@ from resharder.server.store.manifest import VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
 
 Counts = npt.NDArray[np.int64]
+
+
+class ReplicasShort(Exception):
+    """Too few nodes hold a version. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,8 @@ class Replication:
         if self.replicas <= 2:
             return
         with self._lock:
-            told = self._update()
-        for node in told:
+            changed = self._update()
+        for node in changed:
             node.changed.emit()
 
     def shortages(self) -> list[ReplicaShortage]:
@@ -272,7 +275,7 @@ class Replication:
         needs = [self._need(name, live, now > self._settles) for name in order]
         free = {id: node.report.capacity_bytes - self._homes.reserved_bytes(id) for id, node in live.items()}
         self._placements = place(needs, free)
-        told = []
+        changed = []
         for id, node in self._nodes.items():
             wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
             if wanted != node.replicas:
@@ -283,8 +286,8 @@ class Replication:
                     if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
                         node.want(name, (), pieces)
                 node.replicas = wanted
-                told.append(node)
-        return told
+                changed.append(node)
+        return changed
 
     def _bar(self, live: Mapping[str, KnownNode], now: float) -> None:
         """Place no further pieces of a version on a node that reports a problem with it, for some time."""

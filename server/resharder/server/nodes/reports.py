@@ -53,7 +53,7 @@ class StateReport:
     capacity_bytes: int
     used_bytes: int
     transfers: int = 0
-    received_origin_bytes: int = 0
+    received_daemon_bytes: int = 0
     received_peer_bytes: int = 0
     sent_bytes: int = 0
     copies: tuple[CopyReport, ...] = ()

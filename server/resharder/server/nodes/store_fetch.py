@@ -153,7 +153,7 @@ class StoreFetcher:
     def _offers(self, copy: StoreCopy) -> PieceOffers:
         """Return the nodes that hold missing pieces. All may be requested: the daemon has to hold each of them."""
         found = self._nodes.own_sources(copy.name)
-        sources = {f"nodes/{peer.offer.peer}": PieceSource(peer.data_address, origin=False) for peer in found}
+        sources = {f"nodes/{peer.offer.peer}": PieceSource(peer.data_address, daemon=False) for peer in found}
         offers = tuple(PeerOffer(f"nodes/{peer.offer.peer}", peer.offer.held, peer.offer.load) for peer in found)
         return PieceOffers(offers, sources, Bitmap(copy.numbering.count), ())
 

@@ -4,9 +4,9 @@ The peers of a node are few of all nodes, each the peer of as many, and change o
 node are at some distances from it, the same distances for all nodes. They are random, so a piece reaches all nodes in few steps,
 and a part of them is drawn again each period, so no node is cut off for long.
 
-Grants name the node that takes a piece which one node alone holds, so that each piece leaves its origin about once. An origin is
+Grants name the node that takes a piece which one node alone holds, so that each piece leaves its source about once. A source is
 a node that a version's ranks write into; at first it alone holds its pieces. The daemon grants each of them to one node; all
-others take it from that node, and so on. Few nodes have grants at a time: with `streams` of them an origin's link is full, and
+others take it from that node, and so on. Few nodes have grants at a time: with `streams` of them a source's link is full, and
 they take turns, so that the pieces to pass on are spread over all nodes. Nodes that use up their grants get more. Once all pieces
 are granted, unused grants pass to other nodes.
 
@@ -68,11 +68,11 @@ class _Grant(NamedTuple):
     since: float
 
 
-class OriginGrants:
+class SourceGrants:
     """Grants of one version.
 
     Args:
-        streams: Nodes that have grants at a time, for each origin.
+        streams: Nodes that have grants at a time, for each source.
         seed: Seed of the order of the pieces.
     """
 
@@ -83,7 +83,7 @@ class OriginGrants:
         self._used = self._usual = 0.0  # moving averages: grants used between two reports of a node, seconds until one is used
 
     def give(
-        self, node: str, now: float, held: Bitmap, wanted: Bitmap, copies: npt.NDArray[np.int32], origins: int = 1
+        self, node: str, now: float, held: Bitmap, wanted: Bitmap, copies: npt.NDArray[np.int32], sources: int = 1
     ) -> list[int]:
         """Return the pieces with one holder that a node may take now, earlier grants included.
 
@@ -93,12 +93,12 @@ class OriginGrants:
             held: Pieces that the node holds.
             wanted: Pieces that the node needs.
             copies: Nodes that hold each piece.
-            origins: Number of origins, each of which has `streams`.
+            sources: Number of sources, each of which has `streams`.
         """
         mine = self._settle(node, now, held, copies)
         window = max(LEAST, math.ceil(2 * self._used))
         others = len({grant.node for grant in self._granted.values()} - {node})
-        streams = self._streams * origins
+        streams = self._streams * sources
         if others < streams and (not mine or (others < streams // 2 and len(mine) <= window // 2)):
             scarce = np.flatnonzero((wanted - held).flags() & (copies == 1)).tolist()
             free = [piece for piece in scarce if piece not in self._granted]
@@ -187,7 +187,7 @@ class Tracker:
     def __init__(self, table: PieceTable, peers: int = PEERS) -> None:
         self.table = table
         self._peers = peers
-        self._grants: dict[str, OriginGrants] = {}
+        self._grants: dict[str, SourceGrants] = {}
         self._load: dict[str, int] = {}
 
     def report(self, report: NodeReport, now: float) -> TrackerAnswer:
@@ -205,9 +205,9 @@ class Tracker:
             return TrackerAnswer(False, (), scarce, (), SHORTEST)
         held = self.table.bitmap(report.version, report.node)
         wanted = report.wanted or Bitmap.full(version.count)
-        grants = self._grants.setdefault(report.version, OriginGrants())
+        grants = self._grants.setdefault(report.version, SourceGrants())
         self.table.want(report.version, report.node, wanted)
-        granted = grants.give(report.node, now, held, wanted, version.copies, max(1, len(version.origins)))
+        granted = grants.give(report.node, now, held, wanted, version.copies, max(1, len(version.sources)))
         missing = wanted - held
         offers = self._offers(version, report, missing, missing - scarce, granted, now) if len(missing) else ()
         interval = self._interval(len(version.nodes), len(missing) > 0)
@@ -242,7 +242,7 @@ class Tracker:
                 name := version.nodes[row],
                 Bitmap(version.count, version.rows[row].copy()),
                 self._load.get(name, 0),
-                name in version.origins,
+                name in version.sources,
             )
             for row, keep in zip(found, useful, strict=True)
             if keep
@@ -264,7 +264,7 @@ def _further(version: VersionPieces, row: int, peers: list[int], spread: Bitmap)
         peers: Rows of its peers.
         spread: Pieces that it misses, and that more than one node holds.
     """
-    relays = [peer for peer in peers if version.nodes[peer] not in version.origins]
+    relays = [peer for peer in peers if version.nodes[peer] not in version.sources]
     held = np.bitwise_or.reduce(version.rows[relays], axis=0, initial=0)
     left: Bits = spread.bits & ~held
     if not left.any():
@@ -274,7 +274,7 @@ def _further(version: VersionPieces, row: int, peers: list[int], spread: Bitmap)
     holders = np.flatnonzero((version.rows[: len(version.nodes)] & left).any(axis=1))
     found: list[int] = []
     for holder in np.roll(holders, -int(np.searchsorted(holders, row))).tolist():
-        if len(found) < _MORE and version.nodes[holder] not in version.origins and (version.rows[holder] & left).any():
+        if len(found) < _MORE and version.nodes[holder] not in version.sources and (version.rows[holder] & left).any():
             found.append(holder)
             left &= ~version.rows[holder]
     return found

@@ -92,7 +92,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         used_by=store.lifecycle.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
-        set_aside=record.set_aside,
+        skipped=record.skipped,
         warnings=record.warnings,
     )
 
@@ -363,7 +363,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
         capacity_bytes=report.capacity_bytes,
         used_bytes=report.used_bytes,
         transfers=report.transfers,
-        received_origin_bytes=report.received_origin_bytes,
+        received_daemon_bytes=report.received_daemon_bytes,
         received_peer_bytes=report.received_peer_bytes,
         received_engine_bytes=report.received_engine_bytes,
         sent_bytes=report.sent_bytes,

@@ -429,8 +429,8 @@ def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
         return ""
     release, revision = client
     takes = f"{OLDEST} to {REVISION}" if OLDEST < REVISION else str(REVISION)
-    mend = "upgrade the daemon first" if revision > REVISION else "upgrade the client"
-    return f"expected revision {takes} of the protocol, the client's is {revision} (release {release}): {mend}"
+    advice = "upgrade the daemon first" if revision > REVISION else "upgrade the client"
+    return f"expected revision {takes} of the protocol, the client's is {revision} (release {release}): {advice}"
 
 
 def check_revision(metadata: Iterable[tuple[str, str | bytes]]) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
-from resharder.server.holding.part_files import files_to_proto
+from resharder.server.holding.part_files import FileProof, files_to_proto
 from resharder.server.holding.swarm import MOST_LINKS, LinkReport
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
-from resharder.server.ingest.homes import FileProof
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.reports import (
     CopyOrder,
@@ -136,7 +135,7 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         capacity_bytes=max(0, request.capacity_bytes),
         used_bytes=max(0, request.used_bytes),
         transfers=max(0, request.transfers),
-        received_origin_bytes=max(0, request.received_origin_bytes),
+        received_daemon_bytes=max(0, request.received_daemon_bytes),
         received_peer_bytes=max(0, request.received_peer_bytes),
         sent_bytes=max(0, request.sent_bytes),
         copies=tuple(
@@ -191,7 +190,7 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
                 data_address=source.data_address,
                 held=source.offer.held.to_bytes(),
                 transfers=source.offer.load,
-                origin=source.offer.origin,
+                source=source.offer.is_source,
                 session=source.session,
                 addresses=source.addresses,
             )

@@ -97,7 +97,7 @@ class PublisherService:
         """Return the version of a rank's step, and begin it if there is none."""
         after = request.after if request.HasField("after") else None
         record = yield from self._intake.create_version(
-            request.publisher, request.rank, request.step, after, set_aside=request.set_aside
+            request.publisher, request.rank, request.step, after, skipped=request.skipped
         )
         if request.withheld:
             self._withhold(record.model, record.number)
@@ -129,8 +129,8 @@ class PublisherService:
         """Declare a slot complete. The last seal starts verification and commit, which this call does not wait for."""
         model, number = parse_name(request.version, "versions")
         timings, trace = timings_from_proto(request.timings), traceparent_of(call.metadata)
-        said = (request.rank, request.digests, request.mapped, timings, trace)
-        return self._views.version(self._intake.seal_slot(model, number, request.epoch, *said))
+        seal = (request.rank, request.digests, request.mapped, timings, trace)
+        return self._views.version(self._intake.seal_slot(model, number, request.epoch, *seal))
 
     def AbortVersion(self, request: publisher_pb2.AbortVersionRequest, call: Call) -> Message:
         """Abort a version that is UPLOADING; a no-op for any other."""

@@ -97,9 +97,16 @@ class RpcServer:
         self._end_loop()
 
     def _end_loop(self) -> None:
+        self.run(self._end_tasks())  # grpc.aio leaves those of calls that end with the server
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Collector:

@@ -24,7 +24,7 @@ READ = BY_PATH["/resharder.v1.ServerService/GetManifest"]
 DOWNLOAD = BY_PATH["/resharder.v1.ServerService/DownloadChunks"]
 UPLOAD = BY_PATH["/resharder.v1.PublisherService/UploadChunks"]
 LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the call whose answer the status page shows
-_SAY_AGAIN = 60.0  # seconds between log lines about equal refusals
+_LOG_AGAIN = 60.0  # seconds between log lines about equal refusals
 _NEXT_STEP = ("MEMORY_UNKNOWN", "NOT_OFFERED")  # the caller declares its memory, or takes the staged path
 _log = structlog.get_logger("resharder.security")
 
@@ -57,7 +57,7 @@ class Access:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits, self._most, self._world, self._clock = limits, max_message_bytes, world, clock
-        self._said: dict[tuple[str, str], float] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
         self._roles: Roles | None = None
         self._tokens: Watched[dict[str, str]] | None = None
         if security is not None:
@@ -185,11 +185,11 @@ class Access:
         if error.reason in _NEXT_STEP:
             return
         now, key = self._clock(), (method, peer.rpartition(":")[0])
-        if now - self._said.get(key, -_SAY_AGAIN) < _SAY_AGAIN:
+        if now - self._logged_at.get(key, -_LOG_AGAIN) < _LOG_AGAIN:
             return
-        if len(self._said) > 1000:
-            self._said.clear()
-        self._said[key] = now
+        if len(self._logged_at) > 1000:
+            self._logged_at.clear()
+        self._logged_at[key] = now
         _log.warning("call_refused", method=method, peer=peer, reason=error.reason, message=str(error)[:500])
 
 

@@ -114,10 +114,10 @@ def read_tokens(path: Path) -> dict[str, str]:
     """Return {hash: name} of lines `NAME sha256:HEX`; `#` begins a comment. Raises OSError, ValueError."""
     tokens = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        said = line.partition("#")[0].strip()
-        if not said:
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        found = _TOKEN_LINE.fullmatch(said)
+        found = _TOKEN_LINE.fullmatch(entry)
         if found is None:
             raise ValueError(f"{path}, line {number} is not NAME sha256:HEX with 64 lower case digits")
         tokens[found["hash"]] = found["name"]

@@ -71,16 +71,16 @@ def _names(who: str) -> re.Pattern[str]:
     return re.compile(re.escape(identity(kind, name)).replace(r"\*", anything))
 
 
-def _grants(who: str, said: str) -> tuple[Grant, ...]:
+def _grants(who: str, text: str) -> tuple[Grant, ...]:
     """Return the grants of a role. An operator is a viewer as well."""
-    name, colon, of = said.partition(":")
+    name, colon, of = text.partition(":")
     if name not in {role.value for role in Role}:
-        raise ValueError(f"{who}: expected a role of {', '.join(role.value for role in Role)}, got {said!r}")
+        raise ValueError(f"{who}: expected a role of {', '.join(role.value for role in Role)}, got {text!r}")
     role = Role(name)
     if role in (Role.PUBLISHER, Role.SERVER, Role.NODE) and not colon:
         what = "model" if role is Role.PUBLISHER else "fleet"
-        raise ValueError(f"{who}: expected {name}:{what.upper()}, or {name}:* for every {what}, got {said!r}")
+        raise ValueError(f"{who}: expected {name}:{what.upper()}, or {name}:* for every {what}, got {text!r}")
     if colon and (role is Role.VIEWER or not _OF.fullmatch(of)):
-        raise ValueError(f"{who}: expected {'viewer alone' if role is Role.VIEWER else 'a name after the colon'}, got {said!r}")
+        raise ValueError(f"{who}: expected {'viewer alone' if role is Role.VIEWER else 'a name after the colon'}, got {text!r}")
     grant = Grant(role, of or ALL)
     return (grant, Grant(Role.VIEWER)) if role is Role.OPERATOR else (grant,)

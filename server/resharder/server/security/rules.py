@@ -20,7 +20,7 @@ def lacks_role(grants: Collection[Grant], method: Method) -> str:
     """Return why a caller may not make a call on any resource; empty if it may."""
     if not method.who or any(grant.role in method.who for grant in grants):
         return ""
-    return f"expected a role of {_said(role.value for role in method.who)}, got {_said(map(str, grants))}"
+    return f"expected a role of {_listed(role.value for role in method.who)}, got {_listed(map(str, grants))}"
 
 
 def decide(grants: Collection[Grant], method: Method, resource: Resource) -> str:
@@ -30,7 +30,7 @@ def decide(grants: Collection[Grant], method: Method, resource: Resource) -> str
     having = [grant for grant in grants if grant.role in method.who]
     if not method.who or method.about is About.NOTHING or any(_covers(grant, method.about, resource) for grant in having):
         return ""
-    return f"expected a role for {resource.name or 'everything'}, got {_said(map(str, having))}"
+    return f"expected a role for {resource.name or 'everything'}, got {_listed(map(str, having))}"
 
 
 def _covers(grant: Grant, about: About, resource: Resource) -> bool:
@@ -49,5 +49,5 @@ def _covers(grant: Grant, about: About, resource: Resource) -> bool:
             return bool(resource.fleets) and all(map(grant.covers, resource.fleets))
 
 
-def _said(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"

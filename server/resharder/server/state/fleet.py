@@ -172,7 +172,7 @@ class View:
     ahead: Set[int] = frozenset()  # UPLOADING versions that every rank offers, for a fleet that serves ahead
     wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
-    set_aside: Set[int] = frozenset()  # versions that LATEST skips while there are others
+    skipped: Set[int] = frozenset()  # versions that LATEST skips while there are others
 
     @cached_property
     def usable(self) -> Set[int]:

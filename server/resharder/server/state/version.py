@@ -39,7 +39,7 @@ class VersionRecord:
     fingerprint: str = ""
     reason: str = ""
     slots: tuple[tuple[int, str], ...] = ()
-    set_aside: bool = False
+    skipped: bool = False
     """Whether LATEST skips it while the model has another READY version."""
     end_time: float = 0.0
     """Time at which it became RETIRED or ABORTED; 0 if unknown."""
@@ -74,6 +74,8 @@ class VersionRecord:
         if not isinstance(warnings, list | tuple) or not all(is_text(text) for text in warnings):
             raise ValueError(f"expected warnings as a list of strings, got {str(warnings)[:40]!r}")
         values = {name: value for name, value in content.items() if name in known}
+        if "set_aside" in content:  # its name in earlier builds
+            values.setdefault("skipped", content["set_aside"])
         record = cls(**values | {"warnings": tuple(warnings)})
         check_fields(record)
         if max(record.number, record.epoch) > LAST_NUMBER:

@@ -85,11 +85,11 @@ class VersionLifecycle:
 
     @medium_errors()
     def begin(
-        self, name: str, epoch: int, step: int, job: str, *, set_aside: bool = False, warnings: Sequence[str] = ()
+        self, name: str, epoch: int, step: int, job: str, *, skipped: bool = False, warnings: Sequence[str] = ()
     ) -> VersionRecord:
         """Create an UPLOADING version in files of the pool. Blocks until a set of files and capacity are free.
 
-        `set_aside` has no effect on the first version of a model, which no READY one precedes. `warnings`: see `VersionRecord`.
+        `skipped` has no effect on the first version of a model, which no READY one precedes. `warnings`: see `VersionRecord`.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
         (STORE_FAILED, DRAINING).
@@ -104,7 +104,7 @@ class VersionLifecycle:
                 self._pool.remove_stuck(model)
                 path = self._take_set(model, reservation, retired)
                 try:
-                    record = self._start(model, reservation, path, step, job, set_aside, tuple(warnings))
+                    record = self._start(model, reservation, path, step, job, skipped, tuple(warnings))
                 except BaseException:
                     self._pool.discard(model, path, reservation.size)
                     self._changed.notify_all()
@@ -139,7 +139,7 @@ class VersionLifecycle:
         path: Path,
         step: int,
         job: str,
-        set_aside: bool,
+        skipped: bool,
         warnings: tuple[str, ...],
     ) -> VersionRecord:
         model.number += 1
@@ -148,7 +148,7 @@ class VersionLifecycle:
         tensors = sum(len(layout.tensors) for layout in reservation.layouts)
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
-        record = replace(record, set_aside=set_aside and bool(model.of(READY)), warnings=warnings)
+        record = replace(record, skipped=skipped and bool(model.of(READY)), warnings=warnings)
         make_folder(model.folder / "staging")
         move(path, self._folder.path(record))
         failpoint("begin.after-rename")

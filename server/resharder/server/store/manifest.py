@@ -22,7 +22,7 @@ from blake3 import blake3
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.json_input import is_file_name, parse_json
 from resharder.converters.storage.digest_1 import digest_1
-from resharder.converters.storage.files import FileLayout, MappedFiles, check_homes, parse_header
+from resharder.converters.storage.files import FileLayout, MappedFiles, check_one_file_each, parse_header
 from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DataLoss
 from resharder.server.state.version import READY, VersionRecord
@@ -148,7 +148,7 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
                 layouts.append(parse_header(name, start, entry["size"]))
             else:
                 others.append(name)
-        check_homes(layouts)
+        check_one_file_each(layouts)
         version = dict(content["version"])
         slots = tuple((int(rank), str(digest)) for rank, digest in version.pop("slots"))
         record = VersionRecord.of(version | {"state": READY, "fingerprint": content["fingerprint"], "slots": slots})

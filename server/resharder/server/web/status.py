@@ -286,7 +286,7 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "created": record.create_time,
         "ready": record.ready_time,
         "ended": record.end_time,
-        "set_aside": record.set_aside,
+        "skipped": record.skipped,
         "warnings": record.warnings,
         "serving": now.serving(record.model, record.number),
     }
@@ -300,7 +300,7 @@ def _node(view: NodeView) -> dict[str, Any]:
         "address": report.data_address,
         "used": report.used_bytes,
         "limit": report.capacity_bytes,
-        "received": {"origin": report.received_origin_bytes, "peer": report.received_peer_bytes},
+        "received": {"daemon": report.received_daemon_bytes, "peer": report.received_peer_bytes},
         "sent": report.sent_bytes,
         "versions": [
             {

@@ -41,10 +41,10 @@ class Line:
 
     def send(self, kind: str, data: bytes = b"", fds: Sequence[int] = (), **fields: Any) -> None:
         """Send a message; file descriptors stay the caller's. Raises DirectFailed if the other side is gone."""
-        said = json.dumps({"kind": kind} | fields).encode()
+        header = json.dumps({"kind": kind} | fields).encode()
         try:
-            socket.send_fds(self._socket, [_HEAD.pack(len(said), len(data), len(fds))], list(fds))
-            self._socket.sendall(said + data)
+            socket.send_fds(self._socket, [_HEAD.pack(len(header), len(data), len(fds))], list(fds))
+            self._socket.sendall(header + data)
         except OSError as error:
             raise self._gone(error) from error
 

@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from resharder.client.errors import ResharderError
-from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
 from resharder.client.settings import GRPC, HTTP
@@ -28,6 +28,9 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles
 from resharder.converters.wire.boxes import box_from_proto
 from resharder.v1 import server_pb2
+
+DESCRIPTORS = Path("/proc/self/fd")
+"""Folder of the version's files, whose names there are their descriptors."""
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class Receiver:
     def expect(self, memory: OpenMemory, expected: Mapping[tuple[str, Box], int]) -> None:
         """Set the digests with which `receive` compares: the store's, by HF tensor and box."""
         self._expected = tuple(expected[piece.tensor, piece.box] for piece in memory.layout.pieces)
-        self._expected_source = "the store"
+        self._expected_source = "the store's"
 
     def expect_early(self, memory: OpenMemory, version: str) -> EarlyVersion:
         """Set the digests with which `receive` compares: the ranks' digests of a version that is not READY.
@@ -191,7 +191,7 @@ class Receiver:
         answer = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
         if len(answer.digests) != len(memory.layout.pieces):
             raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(answer.digests)}")
-        self._expected, self._expected_source = tuple(answer.digests), "the ranks"
+        self._expected, self._expected_source = tuple(answer.digests), "the ranks'"
         return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected, answer.config, answer.tensors)
 
     def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
@@ -264,7 +264,7 @@ class Receiver:
         if tuple(digests) != self._expected:
             pieces = zip(memory.layout.pieces, digests, self._expected, strict=True)
             wrong = [piece.tensor for piece, found, expected in pieces if found != expected]
-            raise DirectFailed(f"{_differ(wrong)} from the digests of {self._expected_source}", torn=True)
+            raise DirectFailed(f"{_differ(wrong)} from {self._expected_source} digests", torn=True)
 
     def _failed(self, group: str, error: str) -> None:
         self.problem = error

@@ -24,6 +24,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
 from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.worker.fetch import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.settings import HTTP
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
@@ -41,7 +42,6 @@ from resharder.converters.wire.windows import boxes_request
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 SHARED, NODE = "shared-memory", "node"
-DESCRIPTORS = Path("/proc/self/fd")
 _ASK_SECONDS = 5.0  # between questions to the daemon for a node's files, apart from the first ones
 _LOOK_SECONDS = 0.05  # between looks at the node's folder
 _PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself

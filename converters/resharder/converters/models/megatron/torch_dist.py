@@ -247,9 +247,9 @@ def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
         unexpected = sorted(stored - wanted - set(other.values()))
         if not missing and not unexpected:
             return {name: _renamed(entry, other) for name, entry in entries.items()}
-        said = f"expected the model's {len(wanted)} tensors, found {len(missing)} missing{_some(missing)}"
-        said += f" and {len(unexpected)} unexpected{_some(unexpected)}"
-        differences.append((len(missing) + len(unexpected), said))
+        difference = f"expected the model's {len(wanted)} tensors, found {len(missing)} missing{_some(missing)}"
+        difference += f" and {len(unexpected)} unexpected{_some(unexpected)}"
+        differences.append((len(missing) + len(unexpected), difference))
     raise UnknownTensor(f"{files.folder}: {min(differences)[1]}")
 
 

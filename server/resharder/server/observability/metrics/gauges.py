@@ -145,7 +145,7 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
         "Bytes that the present processes of nodes have received, by source: origin (the daemon) or peer (other nodes)",
         labels=["source"],
     )
-    received.add_metric(["origin"], sum(r.received_origin_bytes for r in reports))
+    received.add_metric(["origin"], sum(r.received_daemon_bytes for r in reports))
     received.add_metric(["peer"], sum(r.received_peer_bytes for r in reports))
     engine = GaugeMetricFamily(
         "resharder_node_engine_received_bytes",

@@ -145,5 +145,5 @@ def _phases(
     for number, timing in enumerate(timings, 1):
         seen[timing.phase] += 1
         path = f"{prefix}/{timing.phase}" + (f"/{seen[timing.phase]}" if seen[timing.phase] > 1 else "")
-        said = error if number == len(timings) else ""
-        yield Span(path, parent, timing.phase, timing.start, timing.end, said, attributes or {})
+        ended_with = error if number == len(timings) else ""
+        yield Span(path, parent, timing.phase, timing.start, timing.end, ended_with, attributes or {})

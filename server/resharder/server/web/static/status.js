@@ -131,7 +131,7 @@ function drawInstall(install) {
 
 function drawNode(node) {
   const there = `${bytes(node.used)} of ${bytes(node.limit)}`;
-  const from = `${bytes(node.received.origin)} from the daemon, ${bytes(node.received.peer)} from nodes`;
+  const from = `${bytes(node.received.daemon)} from the daemon, ${bytes(node.received.peer)} from nodes`;
   const versions = node.versions.map((one) => {
     const share = one.uploading ? "UPLOADING" : one.held < one.needed ? `${Math.floor((100 * one.held) / one.needed)} %` : "held";
     const part = one.needed && one.needed < one.pieces ? ` of ${one.needed} of ${one.pieces} pieces` : "";
@@ -174,10 +174,10 @@ function drawLine(versions, now) {
     track.title = [one.reason, ...one.warnings].filter(Boolean).join("; ");
     const until = one.ended ? clock(one.ended) : one.state === "READY" ? "now" : "";
     const life = one.ready ? `published ${clock(one.ready)}${until && ` .. ${until}`}` : "";
-    const aside = (one.set_aside ? ", set aside" : "") + (one.warnings.length ? ", with warnings" : "");
+    const notes = (one.skipped ? ", skipped by latest" : "") + (one.warnings.length ? ", with warnings" : "");
     const served = one.serving ? `, served by ${one.serving}${one.state === "UPLOADING" ? " ahead of READY" : ""}` : "";
     return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
-      span("", chip(one.state), soft(` ${bytes(one.size)}${served}${aside}`), life && element("small", { class: "soft" }, life)));
+      span("", chip(one.state), soft(` ${bytes(one.size)}${served}${notes}`), life && element("small", { class: "soft" }, life)));
   });
   const ends = div("ends", span("", clock(first)), span("", "now"));
   const legend = div("line axis", span("", "version"), ends, span("", "state, size"));
