@@ -10,6 +10,7 @@ that the answers of servers and engines are the same. And they are forked where 
 two thirds of what a boot takes of a processor."""
 
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 
