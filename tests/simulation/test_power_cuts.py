@@ -169,13 +169,14 @@ def test_a_retired_version_that_a_power_cut_brings_back_is_whole(host: Host, kep
 def test_a_retired_version_that_a_power_cut_brings_back_has_no_files_of_a_later_one(host: Host) -> None:
     host.start()
     epoch = host.claim("job")
-    for step in range(1, 4):
-        host.publish(epoch, step)
-    host.begin(epoch, 4)
-    host.medium.crash = Crash(0, True, "fsync", ".part")  # of the first small file of version 5, in the files of a retired one
-    host.act(lambda: host.store.lifecycle.begin("policy", epoch, 5, "job"))
+    host.publish(epoch, 1)
+    record = host.begin(epoch, 2)
+    crash = host.medium.crash = Crash(0, True, "fsync", "config.json.part")  # the first small file in the files of a retired one
+    host.act(lambda: host.store.lifecycle.commit(record, {"a": 0}, ()))
+    assert host.medium.crash is not crash
     host.files.changes = host.files.changes[-1:]  # all that is left is the file's name in the folder
     host.restart(power=True, kept=1.0)
+    assert host.ready()
     for number in host.ready():
         names = host.files.names(f"{STORE}/models/policy/versions/{number:08}")
         assert {*names} == {*SMALL, manifest.MANIFEST_FILE, LAYOUTS[0].path}
