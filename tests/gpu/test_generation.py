@@ -1,4 +1,4 @@
-"""What needs a GPU of lending one's GPUs: memory that is really free while it is offloaded, and random numbers on the GPU."""
+"""Generation on GPUs that a trainer lends: offloaded memory is free, and random numbers of the GPU continue."""
 
 import gc
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What `--json` prints: protobuf's JSON of a message, and messages with a value in every field."""
+"""Messages with a value in every field, and the JSON that `--json` should print of them."""
 
 from collections.abc import Iterator
 from typing import Any

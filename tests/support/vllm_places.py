@@ -11,7 +11,7 @@ def cli_args() -> Any:
 
 
 def startup() -> Any:
-    """What a command of vLLM sets up in its process; 0.33, 0.28, 0.26."""
+    """Return the module with `cli_env_setup`, which vLLM 0.33, 0.28 and 0.26 have in three places."""
     return first_of("vllm.entrypoints.common.startup", "vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils")
 
 

@@ -94,7 +94,7 @@ class DividedStream:
 
 
 class SourcePart(NamedTuple):
-    """What a rank publishes of vLLM's `WeightSource`.
+    """The tensors, or shards of them, that a rank publishes from vLLM's `WeightSource`.
 
     Attributes:
         declared: The rank's tensors and shards.
