@@ -1,5 +1,7 @@
 """The listener of the data port: one thread for each connection, bounded."""
 
+import errno
+import os
 import socket
 import ssl
 import threading
@@ -7,6 +9,7 @@ from contextlib import suppress
 
 import structlog
 from resharder.server.data.connection import DataConnection, DataReads
+from resharder.server.infra.addresses import parse_listen
 from resharder.server.infra.descriptors import is_exhausted
 
 MAX_CONNECTIONS = 256
@@ -100,3 +103,19 @@ class DataPort:
             connection.close()
         for thread in open_.values():
             thread.join(timeout=5)
+
+
+def open_port(listen: str, reads: DataReads, tls: ssl.SSLContext | None, *, given: bool) -> DataPort:
+    """Return a data port at host:port. Unless an operator has `given` the port, a free one takes the place of one that is taken.
+
+    Raises OSError if the address cannot be bound.
+    """
+    host, port = parse_listen(listen)
+    try:
+        return DataPort(host, port, reads, tls)
+    except OSError as error:
+        if given or error.errno != errno.EADDRINUSE:
+            raise
+    opened = DataPort(host, 0, reads, tls)
+    _log.warning("data_port_taken", wanted=listen, listen=f"{host}:{opened.port}", why=os.strerror(errno.EADDRINUSE))
+    return opened
