@@ -6,10 +6,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,18 +21,20 @@ from resharder.client.inference.worker.source import DESCRIPTORS, Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
 from resharder.client.versions import port_reader
-from resharder.client.versions.port_reader import PortReader, PortUnavailable
-from resharder.client.versions.read_plan import plan_reads
+from resharder.client.versions.port_reader import PortConnection, PortReader, PortUnavailable
+from resharder.client.versions.read_plan import FileRange, plan_reads
 from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Box, Range
-from resharder.converters.storage.files import MappedFiles
+from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.chunk_body import BOXES
 from resharder.converters.wire.range_client import DataAddress, PartRequest, PortBusy, RangeConnection
-from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
+from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES, FilePart
 from resharder.converters.wire.windows import BoxPart, boxes_request, cut_windows
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
+from resharder.server.data.versions import ServedVersion
+from resharder.server.state.errors import ResourceExhausted, ResourceNotFound, Unavailable
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.port_reading import COLUMN, SMALL, all_boxes, manifest_of, mirror, publish
@@ -301,3 +304,48 @@ def test_a_reader_needs_a_certificate_and_a_role_for_the_model(tmp_path: Path, m
                 with without, pytest.raises(PortUnavailable, match=r"127\.0\.0\.1:\d+: ") as error:
                     read(without, manifest, descriptors)
                 assert isinstance(error.value.__cause__, OSError)
+
+
+def test_a_reader_waits_for_pieces_as_long_as_the_port_says_that_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_reader, "PATIENCE", 0.1)  # less than the port asks for
+    (tmp_path / "file").write_bytes(b"weights")
+    answers = [Unavailable("PIECES_ELSEWHERE", "the daemon fetches the others"), ResourceExhausted("TOO_FAST", "slower")]
+
+    def lacks(part: FilePart) -> str:
+        if answers:
+            raise answers.pop()
+        return ""
+
+    with served(tmp_path, lacks) as (address, manifest):
+        connection, target = PortConnection(address, manifest), np.zeros(7, np.uint8)
+        connection.read_range(FileRange(0, 0, 7), target)
+        connection.close()
+    assert (target.tobytes(), answers) == (b"weights", [])
+
+
+def test_a_reader_of_pieces_that_will_not_come_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"weights")
+
+    def lacks(part: FilePart) -> str:
+        raise ResourceNotFound("VERSION_GONE", "it is no longer READY")
+
+    with served(tmp_path, lacks) as (address, manifest):
+        connection = PortConnection(address, manifest)
+        with pytest.raises(PortUnavailable, match="404: VERSION_GONE: it is no longer READY"):
+            connection.read_range(FileRange(0, 0, 7), np.zeros(7, np.uint8))
+        connection.close()
+
+
+@contextmanager
+def served(folder: Path, lacks: Callable[[FilePart], str]) -> Iterator[tuple[DataAddress, VersionManifest]]:
+    """A data port with a version of one file of seven bytes, and its manifest."""
+    version = ServedVersion("models/m/versions/1", "f", {"file": 7}, folder, lacks)
+    versions = SimpleNamespace(pinned=lambda *_, **__: nullcontext(version))
+    port = DataPort("127.0.0.1", 0, DataReads(versions, lambda *caller: nullcontext(), local_only=True))  # type: ignore[arg-type]
+    try:
+        manifest = VersionManifest(version.name, 1, "f", "", {}, {}, (FileLayout("file", b"", 7, ()),))
+        yield DataAddress("127.0.0.1", port.port), manifest
+    finally:
+        port.close()

@@ -31,9 +31,10 @@ from resharder.client.operator.answers import (
 )
 from resharder.client.operator.convert import answer, keywords
 from resharder.client.operator.export import appearing, plain_name, same_files, write_parts, write_synced
-from resharder.client.rpc.channel import Backoff, Channel, endpoint_or_default
+from resharder.client.rpc.channel import Channel, endpoint_or_default
 from resharder.client.rpc.tls import Tls
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.backoff import Backoff
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 Found = TypeVar("Found")

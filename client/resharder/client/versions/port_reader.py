@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import CorruptData, ResharderError
-from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.transport.shared_memory import copy_threads
 from resharder.client.versions.read_plan import FileRange
@@ -104,27 +104,15 @@ class PortConnection:
         self._finish(rest)
 
     def _finish(self, rest: Callable[[], Iterator[None]]) -> None:
-        """Read what is left, again after an error that a new connection may end. Each item of `rest` is progress."""
-        backoff, wrong, complete = Backoff(PATIENCE), 0, False
-        while not complete:
-            progress = False
-            try:
-                for _ in rest():
-                    progress = True
-                complete = True
-            except BROKEN as error:
-                self.close()
-                backoff = Backoff(PATIENCE) if progress else backoff
-                if not backoff.wait():
-                    raise PortUnavailable(f"{self._at}: {error or type(error).__name__}") from error
-            except PartRefused as error:
-                self.close()
-                raise PortUnavailable(str(error)) from error
-            except WrongBytes as error:
-                self.close()
-                wrong += 1
-                if wrong > 1:
-                    raise CorruptData(str(error)) from error
+        """Read what is left, and continue after errors that end."""
+        try:
+            self._connection.read_all(rest, PATIENCE)
+        except BROKEN as error:
+            raise PortUnavailable(f"{self._at}: {error or type(error).__name__}") from error
+        except PartRefused as error:
+            raise PortUnavailable(str(error)) from error
+        except WrongBytes as error:
+            raise CorruptData(str(error)) from error
 
 
 class PortReader:

@@ -9,11 +9,12 @@ import grpc
 import numpy as np
 import xxhash
 from resharder.client.errors import CorruptData
-from resharder.client.rpc.channel import Backoff, Channel, unreachable
+from resharder.client.rpc.channel import Channel, unreachable
 from resharder.converters.geometry.chunking import Part, cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_shape, box_size, full_box
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import BITS, FileLayout, parse_header
+from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.converters.wire.windows import CHUNK_BYTES, boxes_request

@@ -7,6 +7,7 @@ core's cache. The pages of a part are mapped by one call before, because a fault
 import http.client
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -15,6 +16,7 @@ import xxhash
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import map_pages
+from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.chunk_body import BOXES, Chunk, body_size, boxes_header, chunks_path, read_chunks
 from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
 from resharder.v1 import server_pb2
@@ -22,10 +24,17 @@ from resharder.v1 import server_pb2
 CONNECT_SECONDS = 3.0
 _BLOCK_BYTES = 1 << 20
 _SILENT_SECONDS = 20.0  # without a byte, until a connection is replaced
+_REASON_BYTES = 4096
+_LONGEST_PAUSE = 5.0  # seconds until a port that asked for a pause is asked again
+_BUSY_SECONDS = 0.05  # until a busy one is
 
 
 class PartRefused(Exception):
-    """A data port that answers, and does not send the part."""
+    """A data port that answers, and does not send the part. `status` is that of the answer, 0 for one of another kind."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class PortBusy(PartRefused):
@@ -38,6 +47,14 @@ class WrongBytes(Exception):
 
 class Cut(Exception):
     """A connection that ended before its response was complete."""
+
+
+class AskLater(Cut):
+    """A data port that has no connection left, or does not have the part yet, and says that it will: ask after `seconds`."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 BROKEN = (OSError, http.client.HTTPException, Cut)
@@ -156,12 +173,48 @@ class RangeConnection:
             raise WrongBytes(f"{boxes.version}: {error}") from error
         response.read()
 
+    def read_all(self, rest: Callable[[], Iterable[object]], patience: float) -> None:
+        """Read what is left, again after an error that another attempt may end.
+
+        A port that is busy, or says that it has the rest later, makes progress elsewhere, which counts.
+
+        Args:
+            rest: Function that reads what is left now, and yields after each progress.
+            patience: Seconds without progress.
+
+        Raises as `blocks` does: `BROKEN` once the patience is used up, WrongBytes for the second time.
+        """
+        backoff, wrong = Backoff(patience), 0
+        while True:
+            progress = False
+            try:
+                for _ in rest():
+                    progress = True
+            except (AskLater, PortBusy) as error:
+                backoff = Backoff(patience)
+                time.sleep(error.seconds if isinstance(error, AskLater) else _BUSY_SECONDS)
+            except BROKEN:
+                self.close()
+                backoff = Backoff(patience) if progress else backoff
+                if not backoff.wait():
+                    raise
+            except PartRefused:
+                self.close()
+                raise
+            except WrongBytes:
+                self.close()
+                wrong += 1
+                if wrong > 1:
+                    raise
+            else:
+                return
+
     def put(self, path: str, size: int, body: Iterable[bytes | memoryview]) -> None:
         """Send a body of `size` bytes, and return when the port has received all of it.
 
         Raises as `blocks` does.
         """
-        connection = self._http = self._http or _connect(self._address)
+        connection = self._open()
         connection.request("PUT", path, body=body, headers={"Content-Length": str(size), **self._address.headers()})
         response = connection.getresponse()
         if response.status != HTTPStatus.NO_CONTENT:
@@ -181,12 +234,17 @@ class RangeConnection:
 
     def _get(self, path: str, headers: Mapping[str, str], status: HTTPStatus) -> http.client.HTTPResponse:
         """Send a request and return its response, which has this status. Raises as `blocks` does."""
-        connection = self._http = self._http or _connect(self._address)
+        connection = self._open()
         connection.request("GET", path, headers={**headers, **self._address.headers()})
         response = connection.getresponse()
         if response.status != status:
             raise self._refusal(response)
         return response
+
+    def _open(self) -> http.client.HTTPConnection:
+        if self._http is None or self._http.sock is None:  # none yet, or the port has closed it after an answer
+            self._http = _connect(self._address)
+        return self._http
 
     @property
     def _at(self) -> str:
@@ -194,11 +252,14 @@ class RangeConnection:
 
     def _refusal(self, response: http.client.HTTPResponse) -> Exception:
         """Return the error of a response that is not the expected one."""
+        reason = response.read(_REASON_BYTES).decode(errors="replace").strip()
+        if not response.isclosed():
+            self.close()
+        text = f"{self._at} answered {response.status}: {reason}"
         if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return Cut("the data port has no connection left (503)")
-        reason = response.read(500).decode(errors="replace").strip()
-        refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
-        return refused(f"{self._at} answered {response.status}: {reason}")
+            later = response.getheader("Retry-After", "")
+            return AskLater(text, min(int(later), _LONGEST_PAUSE)) if later.isdecimal() else Cut(text)
+        return (PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused)(text, response.status)
 
 
 def _read(response: http.client.HTTPResponse, target: memoryview) -> int:

@@ -59,6 +59,8 @@ Its value is whether the reader may read a version that nodes replicate before R
 The certificate is `SSLSocket.getpeercert()`, and its bytes under the key `DER`.
 """
 DER = "der"
+RETRY = (("Retry-After", "1"),)
+"""Headers of a refusal that ends by itself: the same request succeeds later."""
 
 
 class _Refused(Exception):
@@ -217,7 +219,7 @@ class DataConnection:
     def _place(self) -> Iterator[None]:
         places = self._reads.places
         if places is not None and not places.acquire(blocking=False):
-            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, "busy with other requests", ("Retry-After", "1"))
+            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, "busy with other requests", *RETRY)
         try:
             yield
         finally:
@@ -332,8 +334,10 @@ def _check_host(reads: DataReads, headers: Mapping[str, Sequence[str]]) -> None:
         raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
 
 
-def _refusal_of(error: DaemonError) -> tuple[HTTPStatus, str]:
-    return _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}"
+def _refusal_of(error: DaemonError) -> tuple[HTTPStatus, str, Sequence[tuple[str, str]]]:
+    later = isinstance(error, ResourceExhausted) or error.reason == "PIECES_ELSEWHERE"
+    status = _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    return status, f"{error.reason}: {error}", RETRY if later else ()
 
 
 def _new_http() -> h11.Connection:
