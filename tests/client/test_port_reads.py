@@ -245,7 +245,8 @@ def test_a_version_stays_while_a_connection_reads_it() -> None:
         wait_until(lambda: not (daemon.store / "models/policy/versions/00000001").exists())
 
 
-def test_the_longest_idle_connection_gives_way_to_a_new_one() -> None:
+def test_the_longest_idle_connection_gives_way_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resharder.server.data.port._SETTLED_SECONDS", 0.0)
     port = DataPort("127.0.0.1", 0, DataReads(None, None, local_only=True), most=2)  # type: ignore[arg-type]
     opened = []
     for _ in range(3):

@@ -90,10 +90,13 @@ class DataReads:
 
 
 class DataConnection:
-    """One accepted connection. `serve` runs on its thread; `close` may be called from any."""
+    """One accepted connection. `serve` runs on its thread; `close` may be called from any.
 
-    def __init__(self, connected: socket.socket, peer: str, reads: DataReads) -> None:
-        self._socket, self._peer, self._reads = connected, peer, reads
+    `full`: the port has as many connections as it may. The connection is refused with its first request, and ended.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str, reads: DataReads, *, full: bool = False) -> None:
+        self._socket, self._peer, self._reads, self.full = connected, peer, reads, full
         self._http = _new_http()
         self._pinned: PinnedVersion | None = None
         self.idle_since: float | None = reads.clock()
@@ -112,6 +115,10 @@ class DataConnection:
                 self._socket.do_handshake()
             while (request := self._request()) is not None:
                 self.idle_since = None
+                if self.full:
+                    text = "the data port has as many connections as it may"
+                    self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text, [*RETRY, ("Connection", "close")])
+                    break
                 if not (self._receive(request) if request.method == b"PUT" else self._answer(request)):
                     break
                 self.idle_since = self._reads.clock()
