@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from resharder.client.versions import port_reader
 from resharder.client.versions.port_reader import PortConnection
 from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import VersionManifest
@@ -24,13 +23,13 @@ from resharder.server.security.settings import Security
 from tests.support.secure import Authority
 
 READERS, PLACES, SIZE = 12, 4, 3 << 20
+PATIENCE = 0.5  # seconds; much less than a reader waits for its turn
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
 def test_more_readers_than_connections_all_read_their_bytes(
     secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_reader, "PATIENCE", 0.5)  # much less than a reader waits for its turn
     content = np.random.default_rng(1).bytes(SIZE)
     (tmp_path / "file").write_bytes(content)
     authority = Authority(tmp_path / "pki")
@@ -60,7 +59,8 @@ def test_more_readers_than_connections_all_read_their_bytes(
     manifest = VersionManifest(version.name, 1, "f", "", {}, {}, (FileLayout("file", b"", SIZE, ()),))
 
     def read(reader: int) -> bytes:
-        opened, target = PortConnection(address, manifest), np.zeros(SIZE, np.uint8)
+        opened = PortConnection(SimpleNamespace(address=address, manifest=manifest), PATIENCE)  # type: ignore[arg-type]
+        target = np.zeros(SIZE, np.uint8)
         for start in range(0, SIZE, 1 << 20):
             opened.read_range(FileRange(0, start, start + (1 << 20)), target[start : start + (1 << 20)])
         opened.close()

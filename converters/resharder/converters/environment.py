@@ -66,7 +66,7 @@ PROXY = text(
     "RESHARDER_PROXY",
     "`http://host:port` of an HTTP proxy (CONNECT) for calls to the daemon; nodes read it too. `http_proxy`, `https_proxy` and "
     "`grpc_proxy` are not used, hosts in `no_proxy` are reached directly. The [data port](operator.md#beyond-one-host) is always "
-    "reached directly; `RESHARDER_TRANSPORT=grpc` reads versions by calls instead",
+    "reached directly",
 )
 FAILPOINT = text("RESHARDER_FAILPOINT")
 FAILPOINT_MARK = text("RESHARDER_FAILPOINT_MARK")

@@ -5,6 +5,7 @@ core's cache. The pages of a part are mapped by one call before, because a fault
 """
 
 import http.client
+import re
 import socket
 import ssl
 import time
@@ -25,20 +26,28 @@ CONNECT_SECONDS = 3.0
 _BLOCK_BYTES = 1 << 20
 _SILENT_SECONDS = 20.0  # without a byte, until a connection is replaced
 _REASON_BYTES = 4096
+_REASON = re.compile(r"([A-Z][A-Z_]+): ")
 _LONGEST_PAUSE = 5.0  # seconds until a port that asked for a pause is asked again
 _BUSY_SECONDS = 0.05  # until a busy one is
 
 
 class PartRefused(Exception):
-    """A data port that answers, and does not send the part. `status` is that of the answer, 0 for one of another kind."""
+    """A data port that answers, and does not send the part.
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    `status` is that of the answer, 0 for one of another kind; `reason` is the daemon's, or empty.
+    """
+
+    def __init__(self, message: str, status: int = 0, reason: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class PortBusy(PartRefused):
     """A data port that answers as many requests as it may. The connection can be used again."""
+
+
+class NotConnected(OSError):
+    """A data port to which no connection can be opened."""
 
 
 class WrongBytes(Exception):
@@ -104,7 +113,7 @@ class RangeConnection:
     """One connection to a data port, opened when needed and again after `close`."""
 
     def __init__(self, address: DataAddress) -> None:
-        self._address = address
+        self.address = address
         self._http: http.client.HTTPConnection | None = None
 
     def close(self) -> None:
@@ -215,7 +224,7 @@ class RangeConnection:
         Raises as `blocks` does.
         """
         connection = self._open()
-        connection.request("PUT", path, body=body, headers={"Content-Length": str(size), **self._address.headers()})
+        connection.request("PUT", path, body=body, headers={"Content-Length": str(size), **self.address.headers()})
         response = connection.getresponse()
         if response.status != HTTPStatus.NO_CONTENT:
             raise self._refusal(response)
@@ -235,7 +244,7 @@ class RangeConnection:
     def _get(self, path: str, headers: Mapping[str, str], status: HTTPStatus) -> http.client.HTTPResponse:
         """Send a request and return its response, which has this status. Raises as `blocks` does."""
         connection = self._open()
-        connection.request("GET", path, headers={**headers, **self._address.headers()})
+        connection.request("GET", path, headers={**headers, **self.address.headers()})
         response = connection.getresponse()
         if response.status != status:
             raise self._refusal(response)
@@ -243,12 +252,12 @@ class RangeConnection:
 
     def _open(self) -> http.client.HTTPConnection:
         if self._http is None or self._http.sock is None:  # none yet, or the port has closed it after an answer
-            self._http = _connect(self._address)
+            self._http = _connect(self.address)
         return self._http
 
     @property
     def _at(self) -> str:
-        return f"{self._address.host}:{self._address.port}"
+        return f"{self.address.host}:{self.address.port}"
 
     def _refusal(self, response: http.client.HTTPResponse) -> Exception:
         """Return the error of a response that is not the expected one."""
@@ -259,7 +268,9 @@ class RangeConnection:
         if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
             later = response.getheader("Retry-After", "")
             return AskLater(text, min(int(later), _LONGEST_PAUSE)) if later.isdecimal() else Cut(text)
-        return (PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused)(text, response.status)
+        refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
+        named = _REASON.match(reason)
+        return refused(text, response.status, named[1] if named else "")
 
 
 def _read(response: http.client.HTTPResponse, target: memoryview) -> int:
@@ -270,13 +281,16 @@ def _read(response: http.client.HTTPResponse, target: memoryview) -> int:
 
 
 def _connect(address: DataAddress) -> http.client.HTTPConnection:
-    """Open a connection. Raises OSError (ssl.SSLError)."""
+    """Open a connection. Raises NotConnected from an OSError (ssl.SSLError)."""
     connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
     connection.auto_open = 0  # never again without TLS
-    opened = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if address.tls_context is not None:
-        opened = address.tls_context().wrap_socket(opened, server_hostname=address.server_name or address.host)
+    try:
+        opened = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.tls_context is not None:
+            opened = address.tls_context().wrap_socket(opened, server_hostname=address.server_name or address.host)
+    except OSError as error:
+        raise NotConnected(str(error) or type(error).__name__) from error
     opened.settimeout(address.silent_seconds)
     connection.sock = opened
     return connection

@@ -22,7 +22,7 @@ class DataPort:
     """Data port, which listens once constructed. Raises OSError if the address cannot be bound.
 
     At `most` connections, the one that has been idle longest is closed in favour of a new one. If all are in use, the first
-    request of a new one is answered 503, over TLS too, and its reader comes again. Beyond four times as many it is closed at once.
+    request of a new one is answered 503, over TLS too, and its reader comes again. Beyond four times as many, it is closed.
     """
 
     def __init__(
