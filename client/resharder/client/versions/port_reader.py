@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -19,6 +20,7 @@ from resharder.client.rpc.data_port import data_port
 from resharder.client.transport.shared_memory import copy_threads
 from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import Arrived, VersionManifest, get_manifest
+from resharder.converters.environment import PROXY
 from resharder.converters.geometry.chunking import Part
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index, box_shape, box_size
 from resharder.converters.storage.files import BITS, Array
@@ -54,12 +56,20 @@ class DaemonPort:
     def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
         self._channel, self.manifest = channel, manifest
         self.address = self._of(manifest)
+        self._lock, self._proxy = threading.Lock(), PROXY.text()
 
     def renew(self) -> bool:
         """Ask the daemon for the address after a failed connection; a restart may change it. Waits for an absent daemon.
 
-        Returns whether the daemon was absent or has another address, so that patience begins anew. Raises ResharderError.
+        The first time, the way is through the proxy of calls instead, if there is one.
+
+        Returns whether there is another way now, or the daemon was absent, so that patience begins anew. Raises ResharderError.
         """
+        with self._lock:
+            proxy, self._proxy = self._proxy, ""
+        if proxy:
+            self.address = replace(self.address, proxy=proxy)
+            return True
         before, absent = self.address, False
         try:
             found = get_manifest(self._channel, self.manifest.name, patience=0)
@@ -67,7 +77,7 @@ class DaemonPort:
             found, absent = get_manifest(self._channel, self.manifest.name), True
         if found.data_address == self.manifest.data_address and not absent:
             return False
-        self.address = self._of(found)
+        self.address = replace(self._of(found), proxy=before.proxy)
         return absent or (self.address.host, self.address.port) != (before.host, before.port)
 
     def _of(self, manifest: VersionManifest) -> DataAddress:

@@ -4,6 +4,7 @@ The sender uses `sendfile`, and the kernel copies the bytes to their place. They
 core's cache. The pages of a part are mapped by one call before, because a fault for each costs more than the copy.
 """
 
+import base64
 import http.client
 import re
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 from numpy.lib.array_utils import byte_bounds
@@ -19,13 +21,14 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.chunk_body import BOXES, Chunk, body_size, boxes_header, chunks_path, read_chunks
+from resharder.converters.wire.endpoint import PROXY
 from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
 from resharder.v1 import server_pb2
 
 CONNECT_SECONDS = 3.0
 _BLOCK_BYTES = 1 << 20
 _SILENT_SECONDS = 20.0  # without a byte, until a connection is replaced
-_REASON_BYTES = 4096
+_REASON_BYTES, _HEAD_BYTES = 4096, 16 << 10
 _REASON = re.compile(r"([A-Z][A-Z_]+): ")
 _LONGEST_PAUSE = 5.0  # seconds until a port that asked for a pause is asked again
 _BUSY_SECONDS = 0.05  # until a busy one is
@@ -107,6 +110,8 @@ class DataAddress:
     """Name in the port's certificate, if it differs from the host."""
     headers: Callable[[], Mapping[str, str]] = field(default=dict)
     silent_seconds: float = _SILENT_SECONDS
+    proxy: str = ""
+    """`http://host:port` of an HTTP proxy through which the port is reached; empty: directly."""
 
 
 class RangeConnection:
@@ -285,7 +290,7 @@ def _connect(address: DataAddress) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
     connection.auto_open = 0  # never again without TLS
     try:
-        opened = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+        opened = _tunnel(address) if address.proxy else socket.create_connection((address.host, address.port), CONNECT_SECONDS)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if address.tls_context is not None:
             opened = address.tls_context().wrap_socket(opened, server_hostname=address.server_name or address.host)
@@ -294,3 +299,29 @@ def _connect(address: DataAddress) -> http.client.HTTPConnection:
     opened.settimeout(address.silent_seconds)
     connection.sock = opened
     return connection
+
+
+def _tunnel(address: DataAddress) -> socket.socket:
+    """Open a connection through a proxy, by CONNECT. Raises OSError."""
+    proxy = urlsplit(address.proxy)
+    opened = socket.create_connection((proxy.hostname or "", proxy.port or 0), CONNECT_SECONDS)
+    try:
+        target = f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
+        head = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
+        if proxy.username is not None:
+            credentials = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+            head.append(f"Proxy-Authorization: Basic {base64.b64encode(credentials.encode()).decode()}")
+        opened.sendall("\r\n".join([*head, "", ""]).encode())
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n"):  # byte by byte: what follows is the port's
+            found = opened.recv(1)
+            if not found or len(answer) > _HEAD_BYTES:
+                raise OSError(f"the proxy {proxy.hostname}:{proxy.port} ({PROXY}) sent no answer to CONNECT")
+            answer += found
+        status = answer.split(b" ", 2)[1:2]
+        if status != [b"200"]:
+            raise OSError(f"the proxy {proxy.hostname}:{proxy.port} ({PROXY}) answered {b''.join(status).decode('latin-1')}")
+    except BaseException:
+        opened.close()
+        raise
+    return opened
