@@ -104,7 +104,9 @@ def _daemon_port(operator: Operator, channel: Channel, manifests: _Manifests, li
         return replace(link, found=f"not measured: {error}")
     address = data_port(channel, manifest.data_address)
     if address is None:
-        return replace(link, verdict="warn", found=NO_DATA_PORT, hint="start it without an empty data_listen: nodes, and readers on other hosts, need the port")
+        return replace(
+            link, verdict="warn", found=NO_DATA_PORT, hint="start it without an empty data_listen: other hosts need it"
+        )
     link = replace(link, address=f"{address.host}:{address.port}")
     return _measured(link, measure_port(address, _parts(manifest), limit_seconds=limit_seconds))
 
