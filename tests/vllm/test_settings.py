@@ -91,7 +91,7 @@ def test_a_server_with_a_wrong_environment_does_not_start(starting: pytest.Monke
 
 def test_releases_are_named_by_the_first_and_the_last_of_those_that_follow_each_other() -> None:
     assert in_words([(0, 30)]) == "0.30"
-    assert in_words([(0, 28), (0, 29)]) == "0.28 to 0.29"
+    assert in_words([(0, 28), (0, 29)]) == "0.28 and 0.29"
     assert in_words([(0, 26), (0, 28), (0, 30), (0, 31), (0, 32)]) == "0.26, 0.28 and 0.30 to 0.32"
 
 

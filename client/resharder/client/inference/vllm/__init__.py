@@ -126,7 +126,8 @@ def in_words(minors: Sequence[tuple[int, int]]) -> str:
             runs[-1].append(minor)
         else:
             runs.append([minor])
-    texts = [_text(run[0]) if len(run) == 1 else f"{_text(run[0])} to {_text(run[-1])}" for run in runs]
+    named = [[f"{_text(run[0])} to {_text(run[-1])}"] if len(run) > 2 else map(_text, run) for run in runs]
+    texts = [text for run in named for text in run]
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
