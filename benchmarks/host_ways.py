@@ -2,8 +2,8 @@
 
     serve FILE FOLDER                  answers requests of (offset, size) by sendfile; with FOLDER, over TLS by its certificates
     plain PORT SIZE FOLDER             reads all of it into a warm mapped file
-    version ENDPOINT NAME TRANSPORT HELD  reads a version as a worker's helper does, into a warm mirror
-    source ENDPOINT NAME TRANSPORT     reads all tensors of a version in order as `whole_tensors` does, and digests them
+    version ENDPOINT NAME HELD         reads a version as a worker's helper does, into a warm mirror
+    source ENDPOINT NAME               reads all tensors of a version in order as `whole_tensors` does, and digests them
     rank ENDPOINT TRANSPORT HELD       publishes a version as a rank does
 
 HELD is `rows` (whole tensors) or `columns` (halves; a reader takes one half).
@@ -89,7 +89,7 @@ def plain(port: str, size: str, folder: str) -> None:
     _rounds(read)
 
 
-def version(endpoint: str, name: str, transport: str, held: str) -> None:
+def version(endpoint: str, name: str, held: str) -> None:
     from resharder.client.inference.worker.fetch import fetch
     from resharder.client.inference.worker.source import Mirror
     from resharder.client.rpc.channel import Channel
@@ -104,9 +104,8 @@ def version(endpoint: str, name: str, transport: str, held: str) -> None:
 
         def read() -> None:
             files = mirror.prepare(manifest.files)
-            found = fetch(channel, [file.path for file in files], request, transport)
-            if found.digests != expected or found.transport != transport:
-                raise SystemExit(f"expected every digest over {transport}, got {found.transport}: {found.reason}")
+            if fetch(channel, [file.path for file in files], request) != expected:
+                raise SystemExit("expected every digest of the store, got others")
 
         _rounds(read)
 
@@ -119,13 +118,10 @@ def held_box(shape: tuple[int, ...], held: str) -> "Box":
     return (*box[:-1], Range(0, shape[-1] // 2)) if held == "columns" and len(shape) == 2 else box
 
 
-def source(endpoint: str, name: str, transport: str) -> None:
+def source(endpoint: str, name: str) -> None:
     from resharder.client.versions import source
-    from resharder.client.versions.remote import download
     from resharder.client.versions.source import whole_tensors
 
-    if transport == "grpc":
-        source.read_boxes = download
     with source.open_source(f"{source.SCHEME}{endpoint}/{name}", shared=False) as opened:
         _rounds(lambda: deque(whole_tensors(opened), maxlen=0))
 

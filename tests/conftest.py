@@ -2,8 +2,9 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid.partition("::")[0])
+            file = nodeid.partition("::")[0]
+            return _group(file) if self._spread[_group(file)] <= sum(self._spread.values()) / 2 else file
+
+        @cached_property
+        def _spread(self) -> Counter[str]:
+            """Files of each group. One that is most of a run, such as that of engines alone, goes to all processes."""
+            return Counter(map(_group, {nodeid.partition("::")[0] for nodeid in self.collection or ()}))
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -50,7 +50,7 @@ class KeptServer:
     def start(self) -> dict[str, Any]:
         self.starts += 1
         if self._node:
-            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads else "grpc"
+            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads else "http"
         self.server.log = self.folder / f"{self.name}-{self.starts}.log"
         self.server.start()
         self.server.wait_answer(booted, "say that the server has booted", BOOT)

@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions import port_reader
-from resharder.client.versions.remote import Arrived, VersionManifest, download
+from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests
 from resharder.client.versions.source import read_boxes
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed
@@ -58,6 +58,9 @@ COLUMNS: list[tuple[str, Box]] = [
 """Boxes that are packed, but for the scalar."""
 
 
+NEEDS = {name: tuple(box for other, box in COLUMNS if other == name) for name, _ in COLUMNS}
+
+
 @pytest.fixture(params=alone(["plain", "mutual TLS"], ["mutual TLS"]))
 def either(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Iterator[Channel]:
     """A channel to a daemon with a version of `SPECS`."""
@@ -73,35 +76,27 @@ def either(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> It
             yield opened
 
 
-def without_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> Iterator[Arrived]:
-        raise AssertionError("expected no download by gRPC")
-
-    monkeypatch.setattr("resharder.client.versions.source.download", refused)
-
-
-def test_strided_boxes_come_by_the_data_port_with_the_bytes_of_the_stream(either: Channel) -> None:
+def test_strided_boxes_come_by_the_data_port_with_the_stores_bytes(either: Channel) -> None:
     manifest = manifest_of(either)
-    found, bytes_ = {}, {}
-    for transport in ("http", "grpc"):
-        with mirror(manifest) as descriptors:
-            request = boxes_request(manifest.name, COLUMNS)
-            found[transport] = fetch(either, [str(d) for d in descriptors], request, transport)
-            files = [replace(file, path=str(fd)) for file, fd in zip(manifest.files, descriptors, strict=True)]
-            with MappedFiles(DESCRIPTORS, files) as mapped:
-                bytes_[transport] = [mapped.arrays[name][box_index(box)].tobytes() for name, box in COLUMNS]
-    assert (found["http"].transport, found["http"].reason) == ("http", "")
-    assert (found["http"].digests, bytes_["http"]) == (found["grpc"].digests, bytes_["grpc"])
+    with mirror(manifest) as descriptors:
+        found = fetch(either, [str(d) for d in descriptors], boxes_request(manifest.name, COLUMNS))
+        files = [replace(file, path=str(fd)) for file, fd in zip(manifest.files, descriptors, strict=True)]
+        with MappedFiles(DESCRIPTORS, files) as mapped:
+            assert [mapped.arrays[name][box_index(box)].tobytes() for name, box in COLUMNS] == stored(manifest, COLUMNS)
+    expected = expected_digests(either, manifest, NEEDS)
+    assert found == [expected[key] for key in COLUMNS]
 
 
-def test_boxes_in_order_come_by_the_data_port_with_the_bytes_of_the_stream(
-    either: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_boxes_in_order_come_by_the_data_port_with_the_stores_bytes(either: Channel) -> None:
     manifest = manifest_of(either)
     wanted = [*COLUMNS, *all_boxes(manifest)]
-    by_stream = assembled(manifest, wanted, download(either, manifest, wanted))
-    without_grpc(monkeypatch)
-    assert assembled(manifest, wanted, read_boxes(either, manifest, wanted)) == by_stream
+    assert assembled(manifest, wanted, read_boxes(either, manifest, wanted)) == stored(manifest, wanted)
+
+
+def stored(manifest: VersionManifest, wanted: Sequence[tuple[str, Box]]) -> list[bytes]:
+    """The bytes of boxes in the store's files."""
+    with MappedFiles(Path(manifest.folder), manifest.files) as mapped:
+        return [mapped.arrays[name][box_index(box)].tobytes() for name, box in wanted]
 
 
 def assembled(manifest: VersionManifest, wanted: list[tuple[str, Box]], parts: Iterable[Arrived]) -> list[bytes]:
@@ -117,13 +112,12 @@ def assembled(manifest: VersionManifest, wanted: list[tuple[str, Box]], parts: I
     return [tensor[box_index(box)].tobytes() for tensor, (_, box) in zip(tensors, wanted, strict=True)]
 
 
-def test_after_cut_connections_the_chunks_that_are_left_are_read(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_cut_connections_the_chunks_that_are_left_are_read(channel: Channel) -> None:
     manifest = manifest_of(channel)
     wanted = [*COLUMNS, *all_boxes(manifest)]
-    expected = assembled(manifest, wanted, download(channel, manifest, wanted))
+    expected = stored(manifest, wanted)
     proxy = Proxy(f"127.0.0.1:{manifest.data_address.rpartition(':')[2]}")
     through, parts = replace(manifest, data_address=proxy.endpoint), list[Arrived]()
-    without_grpc(monkeypatch)
     for number, part in enumerate(read_boxes(channel, through, wanted)):
         parts.append(part)
         if number in (1, 20):
@@ -133,31 +127,6 @@ def test_after_cut_connections_the_chunks_that_are_left_are_read(channel: Channe
     proxy.close()
 
 
-def test_where_the_data_port_ends_in_the_middle_the_stream_takes_over(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(port_reader, "PATIENCE", 0.1)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 2 << 20)
-    manifest = manifest_of(channel)
-    wanted = [*COLUMNS, *all_boxes(manifest)]
-    expected = assembled(manifest, wanted, download(channel, manifest, wanted))
-    proxy = Proxy(f"127.0.0.1:{manifest.data_address.rpartition(':')[2]}")
-    parts = list[Arrived]()
-    for number, part in enumerate(read_boxes(channel, replace(manifest, data_address=proxy.endpoint), wanted)):
-        parts.append(part)
-        if number == 3:
-            proxy.close()
-    assert assembled(manifest, wanted, parts) == expected
-    assert f"is read by gRPC: {proxy.endpoint}: " in caplog.text
-
-
-def test_without_a_data_port_boxes_come_by_the_stream(channel: Channel, caplog: pytest.LogCaptureFixture) -> None:
-    manifest = replace(manifest_of(channel), data_address="")
-    expected = assembled(manifest, COLUMNS, download(channel, manifest, COLUMNS))
-    assert assembled(manifest, COLUMNS, read_boxes(channel, manifest, COLUMNS)) == expected
-    assert not caplog.text
-
-
 def test_a_daemon_killed_in_the_middle_serves_the_rest_after_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "WINDOW_BYTES", 2 << 20)
     monkeypatch.setattr(port_reader, "PATIENCE", 0.5)
@@ -165,7 +134,7 @@ def test_a_daemon_killed_in_the_middle_serves_the_rest_after_its_restart(monkeyp
         publish(daemon, 1)
         manifest = manifest_of(channel)
         wanted = all_boxes(manifest)
-        expected = assembled(manifest, wanted, download(channel, manifest, wanted))
+        expected = stored(manifest, wanted)
         parts = list[Arrived]()
         for number, part in enumerate(read_boxes(channel, manifest, wanted)):
             parts.append(part)
@@ -181,7 +150,6 @@ def test_a_version_stays_while_its_boxes_are_read_however_slowly(monkeypatch: py
         manifest = manifest_of(channel)
         monkeypatch.setattr(port_reader, "_PIN_SECONDS", 0.1)
         monkeypatch.setattr(windows, "WINDOW_BYTES", 1 << 8)
-        without_grpc(monkeypatch)
         folder = daemon.store / "models/policy/versions/00000001"
         reads = read_boxes(channel, manifest, [("a", (Range(0, 64), Range(0, 31)))])
         next(reads)

@@ -5,7 +5,8 @@ import random
 import pytest
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.rpc.channel import Channel
+from resharder.converters.wire.backoff import Backoff
 from resharder.v1 import operator_pb2, operator_pb2_grpc
 
 

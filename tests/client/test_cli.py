@@ -49,6 +49,8 @@ def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, t
     done = resharder("export", "1", folder, "--endpoint", daemon.endpoint)
     assert done.code == 0, done.err
     assert equal({n: t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()}, weights(1))
+    version = daemon.store / "models/policy/versions/00000001"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {p.name: p.read_bytes() for p in version.iterdir()}
     assert done.err == "", "there is no bar without a terminal"
     said = answer("export", "latest", tmp_path / "json", "--endpoint", daemon.endpoint)
     assert said == {

@@ -18,8 +18,10 @@ from resharder.client.operator.answers import Fleet, Power
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport.chunks import ChunkStreams, PackedChunk
-from resharder.client.versions.remote import VersionManifest, download
+from resharder.client.versions.remote import VersionManifest
+from resharder.client.versions.source import read_boxes
 from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.files import FileLayout
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.v1 import node_pb2, operator_pb2, operator_pb2_grpc, resources_pb2
 
@@ -178,10 +180,10 @@ def test_a_following_iterator_ends_when_its_operator_is_closed_while_the_daemon_
 
 def test_chunks_and_boxes_over_a_channel_that_was_closed_are_refused() -> None:
     spec = TensorSpec("a", "F32", (2,))
-    manifest = VersionManifest("models/m/versions/1", 1, "", "", {"a": spec}, {}, ())
+    manifest = VersionManifest("models/m/versions/1", 1, "", "", {"a": spec}, {}, (FileLayout("f", b"", 8, ()),), "127.0.0.1:1")
     version, chunk = resources_pb2.Version(name=manifest.name, epoch=1, model="m"), PackedChunk(0, memoryview(bytes(8)), 8, 0)
     with Channel("127.0.0.1:1", patience=0) as channel:
-        chunks, boxes = ChunkStreams(channel, version, 0), download(channel, manifest, [("a", full_box((2,)))])
+        chunks, boxes = ChunkStreams(channel, version, 0), read_boxes(channel, manifest, [("a", full_box((2,)))])
         waited = until_over(channel, "g", 1.0, lambda reason: None)
     with pytest.raises(UsageError, match=CLOSED):
         chunks.send([chunk])

@@ -11,7 +11,7 @@ from tests.support.namespaces import Hosts, unavailable
 from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.reading import Reader
-from tests.support.remote import Remote
+from tests.support.remote import Refusal, Remote
 
 SPECS = [TensorSpec("a", "BF16", (4 << 10, 1024))]
 RATE = 100e6  # bits a second
@@ -43,13 +43,12 @@ def read(hosts: Hosts, host: int, daemon: Daemon) -> dict[str, Any]:
 
 def test_a_worker_on_another_host_reads_over_its_link_by_http(hosts: Hosts, daemon: Daemon) -> None:
     found = read(hosts, 0, daemon)
-    assert (found["verified"], found["transport"], found["reason"]) == (True, "http", "")
+    assert found["verified"]
     assert found["seconds"] > 0.8 * 8 * sum(spec.size for spec in SPECS) / RATE
 
 
 @pytest.mark.full
-def test_a_worker_that_cannot_reach_the_data_port_reads_by_grpc_and_says_why(hosts: Hosts, daemon: Daemon) -> None:
+def test_a_worker_that_cannot_reach_the_data_port_says_which_port_to_open(hosts: Hosts, daemon: Daemon) -> None:
     hosts.block(1, hosts.second_address)
-    found = read(hosts, 1, daemon)
-    assert (found["verified"], found["transport"]) == (True, "grpc")
-    assert found["reason"].startswith(f"{hosts.second_address}:")
+    with pytest.raises(Refusal, match=rf"cannot reach the daemon's data port at {hosts.second_address}:(\d+): .*; open port \1"):
+        read(hosts, 1, daemon)

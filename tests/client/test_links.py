@@ -110,7 +110,7 @@ def test_a_fast_a_slow_and_a_dead_link_are_told_apart(daemon: Daemon, version: s
 
 
 def test_the_links_of_a_daemon_without_versions_and_data_port_are_answers_too() -> None:
-    with Daemon() as daemon:
+    with Daemon(data_listen="") as daemon:
         found = answer("doctor", "--links", "--endpoint", daemon.endpoint)["links"]
         assert [(link["port"], link["verdict"]) for link in found] == [("calls", "ok"), ("data", "ok")]
         assert found[1]["found"] == "not measured: no version is READY"

@@ -6,32 +6,36 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from resharder.client.errors import CorruptData
+from resharder.client.errors import AccessDenied, CorruptData, DaemonUnreachable, NotFound, Refused
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS, Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
 from resharder.client.versions import port_reader
-from resharder.client.versions.port_reader import PortReader, PortUnavailable
-from resharder.client.versions.read_plan import plan_reads
+from resharder.client.versions.port_reader import PortConnection, PortReader
+from resharder.client.versions.read_plan import FileRange, plan_reads
 from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Box, Range
-from resharder.converters.storage.files import MappedFiles
+from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.chunk_body import BOXES
 from resharder.converters.wire.range_client import DataAddress, PartRequest, PortBusy, RangeConnection
-from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
+from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES, FilePart
 from resharder.converters.wire.windows import BoxPart, boxes_request, cut_windows
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
+from resharder.server.data.versions import ServedVersion
+from resharder.server.state.errors import ResourceExhausted, ResourceNotFound, Unavailable
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.port_reading import COLUMN, SMALL, all_boxes, manifest_of, mirror, publish
@@ -74,9 +78,8 @@ def read(channel: Channel, manifest: VersionManifest, descriptors: list[int]) ->
 def test_the_helper_reads_a_version_by_ranges_and_its_files_are_the_stores(daemon: Daemon, channel: Channel) -> None:
     manifest = manifest_of(channel)
     with mirror(manifest) as descriptors:
-        found = fetch(channel, [str(d) for d in descriptors], boxes_request(manifest.name, all_boxes(manifest)), "http")
-        assert (found.transport, found.reason) == ("http", "")
-        assert found.digests == list(manifest.digests.values())
+        found = fetch(channel, [str(d) for d in descriptors], boxes_request(manifest.name, all_boxes(manifest)))
+        assert found == list(manifest.digests.values())
         assert content(descriptors[0]) == stored(daemon).read_bytes()
 
 
@@ -113,25 +116,41 @@ def test_bytes_that_differ_from_their_pieces_checksum_are_an_error(daemon: Daemo
             read(channel, manifest, descriptors)
 
 
-@pytest.mark.parametrize(("address", "reason"), [("", "no data port"), ("127.0.0.1:1", "127.0.0.1:1: .*refused")])
-def test_without_a_data_port_the_reader_names_the_reason(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, address: str, reason: str
-) -> None:
+def test_without_a_data_port_the_reader_says_what_to_start(channel: Channel) -> None:
+    with pytest.raises(DaemonUnreachable, match="has no data port; start it with --data-listen") as error:
+        PortReader(channel, replace(manifest_of(channel), data_address=""))
+    assert error.value.reason == "DATA_PORT"
+
+
+def test_a_port_that_cannot_be_reached_is_named_with_what_to_open(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_reader, "PATIENCE", 0.1)
-    manifest = replace(manifest_of(channel), data_address=address)
-    with mirror(manifest) as descriptors, pytest.raises(PortUnavailable, match=reason):
-        read(channel, manifest, descriptors)
+    closed = replace(manifest_of(channel), data_address="127.0.0.1:1")
+    monkeypatch.setattr(port_reader, "get_manifest", lambda *_, **__: closed)
+    text = r"^cannot reach the daemon's data port at 127\.0\.0\.1:1: .*refused; open port 1 to this host$"
+    with mirror(closed) as descriptors, pytest.raises(DaemonUnreachable, match=text) as error:
+        read(channel, closed, descriptors)
+    assert error.value.reason == "DATA_PORT"
 
 
-def test_the_helper_takes_the_stream_where_the_data_port_refuses(
-    daemon: Daemon, channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_daemon_is_read_at_its_new_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_reader, "PATIENCE", 0.1)  # the daemon's absence is longer
+    with Daemon() as daemon, Channel(daemon.endpoint) as channel:
+        publish(daemon, 1, SMALL)
+        manifest = manifest_of(channel)
+        daemon.kill()
+        with ThreadPoolExecutor(1) as pool, mirror(manifest) as descriptors:
+            reading = pool.submit(read, channel, manifest, descriptors)
+            wait_until(lambda: reading.running())
+            daemon.start()
+            reading.result()
+            assert content(descriptors[0]) == stored(daemon).read_bytes()
+        assert manifest_of(channel).data_address != manifest.data_address
+
+
+def test_a_version_of_another_store_is_refused(channel: Channel) -> None:
     other = replace(manifest_of(channel), fingerprint="another store's")
-    monkeypatch.setattr("resharder.client.inference.worker.fetch.get_manifest", lambda channel, version: other)
-    with mirror(other) as descriptors:
-        found = fetch(channel, [str(d) for d in descriptors], boxes_request(other.name, all_boxes(other)), "http")
-        assert (found.transport, found.digests) == ("grpc", list(other.digests.values()))
-        assert "answered 412: the version's fingerprint is" in found.reason
+    with mirror(other) as descriptors, pytest.raises(Refused, match="answered 412: the version's fingerprint is"):
+        read(channel, other, descriptors)
 
 
 def test_doctor_measures_the_data_port_of_a_daemon_on_another_host(daemon: Daemon) -> None:
@@ -139,6 +158,17 @@ def test_doctor_measures_the_data_port_of_a_daemon_on_another_host(daemon: Daemo
     check = doctor.data_port(daemon.endpoint)
     assert check.verdict == "ok"
     assert check.found.endswith("GB/s from the daemon's host, 36.0 MiB")
+
+
+def test_doctor_names_the_port_to_open(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PORT_SECONDS", 0.1)
+    with Channel(daemon.endpoint) as opened:
+        closed = replace(manifest_of(opened, 3), data_address="127.0.0.1:1")
+    for module in (doctor, port_reader):
+        monkeypatch.setattr(module, "get_manifest", lambda *_, **__: closed)
+    check = doctor.data_port(daemon.endpoint)
+    assert (check.verdict, check.hint) == ("fail", "open port 1 to this host")
+    assert check.found.startswith("cannot reach the daemon's data port at 127.0.0.1:1: ")
 
 
 def ask(address: str, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPResponse]:
@@ -242,7 +272,8 @@ def test_a_version_stays_while_a_connection_reads_it() -> None:
         wait_until(lambda: not (daemon.store / "models/policy/versions/00000001").exists())
 
 
-def test_the_longest_idle_connection_gives_way_to_a_new_one() -> None:
+def test_the_longest_idle_connection_gives_way_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resharder.server.data.port._SETTLED_SECONDS", 0.0)
     port = DataPort("127.0.0.1", 0, DataReads(None, None, local_only=True), most=2)  # type: ignore[arg-type]
     opened = []
     for _ in range(3):
@@ -288,16 +319,65 @@ def test_a_reader_needs_a_certificate_and_a_role_for_the_model(tmp_path: Path, m
                 refused = Channel(daemon.endpoint, tls=authority.tls("other.test"))
                 with (
                     refused,
-                    pytest.raises(PortUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
+                    pytest.raises(AccessDenied, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
                 ):
                     read(refused, manifest, descriptors)
                 with (
                     Channel(daemon.endpoint, tls=authority.tls("other.test")) as refused,
-                    pytest.raises(PortUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
+                    pytest.raises(AccessDenied, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
                 ):
                     list(PortReader(refused, manifest).windows(cut_windows([BoxPart(0, "a", COLUMN)], manifest.specs)))
                 monkeypatch.setattr(port_reader, "PATIENCE", 0.1)
                 without = Channel(daemon.endpoint, tls=authority.tls())
-                with without, pytest.raises(PortUnavailable, match=r"127\.0\.0\.1:\d+: ") as error:
+                with (
+                    without,
+                    pytest.raises(
+                        DaemonUnreachable, match=r"cannot use .* at 127\.0\.0\.1:\d+: .*; set RESHARDER_TLS_CA"
+                    ) as error,
+                ):
                     read(without, manifest, descriptors)
                 assert isinstance(error.value.__cause__, OSError)
+
+
+def test_a_reader_waits_for_pieces_as_long_as_the_port_says_that_they_come(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"weights")
+    answers = [Unavailable("PIECES_ELSEWHERE", "the daemon fetches the others"), ResourceExhausted("TOO_FAST", "slower")]
+
+    def lacks(part: FilePart) -> str:
+        if answers:
+            raise answers.pop()
+        return ""
+
+    with served(tmp_path, lacks) as (address, manifest):
+        patience = 0.1  # less than the port asks for
+        connection = PortConnection(SimpleNamespace(address=address, manifest=manifest), patience)  # type: ignore[arg-type]
+        target = np.zeros(7, np.uint8)
+        connection.read_range(FileRange(0, 0, 7), target)
+        connection.close()
+    assert (target.tobytes(), answers) == (b"weights", [])
+
+
+def test_a_reader_of_pieces_that_will_not_come_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"weights")
+
+    def lacks(part: FilePart) -> str:
+        raise ResourceNotFound("VERSION_GONE", "it is no longer READY")
+
+    with served(tmp_path, lacks) as (address, manifest):
+        connection = PortConnection(SimpleNamespace(address=address, manifest=manifest), 0.1)  # type: ignore[arg-type]
+        with pytest.raises(NotFound, match="404: VERSION_GONE: it is no longer READY"):
+            connection.read_range(FileRange(0, 0, 7), np.zeros(7, np.uint8))
+        connection.close()
+
+
+@contextmanager
+def served(folder: Path, lacks: Callable[[FilePart], str]) -> Iterator[tuple[DataAddress, VersionManifest]]:
+    """A data port with a version of one file of seven bytes, and its manifest."""
+    version = ServedVersion("models/m/versions/1", "f", {"file": 7}, folder, lacks)
+    versions = SimpleNamespace(pinned=lambda *_, **__: nullcontext(version))
+    port = DataPort("127.0.0.1", 0, DataReads(versions, lambda *caller: nullcontext(), local_only=True))  # type: ignore[arg-type]
+    try:
+        manifest = VersionManifest(version.name, 1, "f", "", {}, {}, (FileLayout("file", b"", 7, ()),))
+        yield DataAddress("127.0.0.1", port.port), manifest
+    finally:
+        port.close()

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -13,16 +14,24 @@ from resharder.client.errors import DaemonUnreachable, UsageError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
+from resharder.client.versions import port_reader
+from resharder.client.versions.source import read_boxes
 from resharder.server.config import ConfigError
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.main import load
 from resharder.v1 import node_pb2, resources_pb2
 
+from tests.client.port_reading import SMALL, all_boxes, manifest_of, publish
 from tests.support.command import resharder
+from tests.support.daemon import Daemon
 from tests.support.fake_operator import FakeOperator
 from tests.support.secure import Authority
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+
+
+BEHIND = "127.0.0.2"
+"""Address of which nothing listens, for a host that only the proxy reaches."""
 
 
 class Proxy:
@@ -49,7 +58,7 @@ class Proxy:
             connection.sendall(f"HTTP/1.1 {self.status} said\r\n\r\n".encode())
             if self.status == 200:
                 host, port = self.asked[-1].split()[1].rsplit(":", 1)
-                with socket.create_connection((host, int(port))) as target:
+                with socket.create_connection((host.replace(BEHIND, "127.0.0.1"), int(port))) as target:
                     back = threading.Thread(target=_copy, args=(target, connection), daemon=True)
                     back.start()
                     _copy(connection, target)
@@ -133,6 +142,23 @@ def test_a_proxy_that_is_away_is_named_with_its_variable(fake: FakeOperator, env
         operator.daemon()
     assert "through the proxy 127.0.0.1:1 (RESHARDER_PROXY)" in str(refused.value)
     assert "start resharderd" not in str(refused.value)
+
+
+def test_versions_are_read_through_the_proxy_where_the_data_port_cannot_be_reached(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(port_reader, "PATIENCE", 0.1)
+    with closing(Proxy(200)) as proxy, Daemon() as daemon:
+        publish(daemon, 1, SMALL)
+        environment.setenv("RESHARDER_PROXY", proxy.url)
+        with Channel(daemon.endpoint) as channel:
+            manifest = manifest_of(channel)
+            port = int(manifest.data_address.rpartition(":")[2])
+            away, wanted = replace(manifest, data_address=f"{BEHIND}:{port}"), all_boxes(manifest)
+            assert list(map(str, read_boxes(channel, away, wanted))) == list(map(str, read_boxes(channel, manifest, wanted)))
+            assert f"CONNECT {BEHIND}:{port} HTTP/1.1" in proxy.asked
+            assert f"CONNECT 127.0.0.1:{port} HTTP/1.1" not in proxy.asked
+            proxy.status = 503
+            with pytest.raises(DaemonUnreachable, match=r"the proxy 127\.0\.0\.1:\d+ \(RESHARDER_PROXY\) answered 503"):
+                list(read_boxes(channel, replace(manifest, data_address=f"{BEHIND}:1"), wanted))
 
 
 @pytest.mark.parametrize("proxy", ["proxy:3128", "https://proxy:3128", "http://proxy", "http://", "on"])

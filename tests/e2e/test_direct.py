@@ -13,14 +13,16 @@ from tests.support.direct_server import PROMPT, System, running
 from tests.support.metrics import read
 from tests.support.observing import servers, versions, wait_serving, wait_until
 from tests.support.tiny_hf import tiny_config
+from tests.support.variants import runs_in_full
 
 CONFIG = tiny_config("qwen3_moe")
 TRAINER = {"config": CONFIG, "ep": 2, "connect": {"direct_wait": 60.0}}
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with running(tmp_path_factory.mktemp("config"), CONFIG, TRAINER) as built:
+def system(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[System]:
+    forked = not runs_in_full(request)  # torchrun's own ranks, which have orders of sets of their own, in full
+    with running(tmp_path_factory.mktemp("config"), CONFIG, TRAINER, forked=forked) as built:
         yield built
 
 

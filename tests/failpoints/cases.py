@@ -32,8 +32,8 @@ PASSES = {
 """The pass on which a point acts; 1 for all others."""
 RESTARTED = {"start.read", "serve.listen"}
 """Points of a daemon that finds versions in its store: armed in the second one of a cycle."""
-REMOTE = {"worker.stage.mirror": "grpc", "worker.fetch.write": "grpc", "data.send": "http"}
-"""Points that are reached for a server that may not map the store, and its transport."""
+REMOTE = {"worker.stage.mirror", "worker.fetch.write", "data.send"}
+"""Points that are reached for a server that may not map the store."""
 AT_HOME = {"gather.write"}
 """Points of the daemon that are reached for ranks that write into a node's files."""
 

@@ -271,8 +271,8 @@ class Cycle:
                 "RESHARDER_VERIFY_SECONDS": "0.3",
                 "RESHARDER_BOOT_WAIT_SECONDS": "20",
             }
-            if self.report.case is not None and (transport := REMOTE.get(self.report.case.point)):
-                environment["RESHARDER_TRANSPORT"] = transport
+            if self.report.case is not None and self.report.case.point in REMOTE:
+                environment["RESHARDER_TRANSPORT"] = "http"
             role, argument, first = LightServer, str(self.served), ("boot",)
         deadline = time.monotonic() + BOUND
         while True:

@@ -8,7 +8,7 @@ from resharder.converters.failpoints import FILE_POINTS, POINTS
 from tests.support.variants import alone
 from tests.support.whole_system import Run
 
-JOBS = {3: 1, 18: 2}  # at the same time; each imports what its processes are forked from
+JOBS = {3: 3, 18: 2}  # at the same time
 
 
 def test_every_declared_failpoint_has_cases_of_every_kind() -> None:

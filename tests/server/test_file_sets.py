@@ -270,8 +270,8 @@ def test_of_sets_that_end_together_as_many_are_kept_as_memory_is_reserved_for(si
     site.follow(*((id, State.UPLOADING) for id in taken))
     wait_until(lambda: len(site.reported()) == 5)
     site.follow(*((id, State.ENDED) for id in taken))
-    wait_until(lambda: len(list((site.root / "sets").iterdir())) == AHEAD)
-    wait_until(lambda: len(site.reported()) == AHEAD)
+    wait_until(lambda: len(list((site.root / "sets").iterdir())) == AHEAD, timeout=60)
+    wait_until(lambda: len(site.reported()) == AHEAD, timeout=60)
     assert site.copies.reserved_bytes == AHEAD * OWN[0].size
 
 

@@ -115,7 +115,7 @@ def test_a_worker_installs_although_its_own_node_dies_meanwhile(site: LinkedSite
     arrived = site.install(version)
     assert isinstance(arrived, dict)
     assert arrived["verified"]
-    assert arrived["transport"] in ("http", "grpc")
+    assert arrived["transport"] == "http"
     assert arrived["reason"]
     site.nodes["c"].wait()
     site.restart("c")

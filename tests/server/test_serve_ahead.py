@@ -163,13 +163,16 @@ def test_another_setting_is_refused(unset: Site, setting: int) -> None:
     assert refused.value.reason == "SERVE_AHEAD"
 
 
+@pytest.mark.parametrize("transport", ["http", "grpc"])  # the latter is what older releases report
 @pytest.mark.parametrize(("setting", "joins"), [(None, False), (True, True)])
-def test_a_server_that_cannot_map_the_store_serves_ahead_by_choice_alone(site: Site, setting: bool | None, joins: bool) -> None:
+def test_a_server_that_cannot_map_the_store_serves_ahead_by_choice_alone(
+    site: Site, setting: bool | None, joins: bool, transport: str
+) -> None:
     site.serve_ahead(setting)
     worker = site.fleets.server("a").workers[0]
     plain = site.report
     site.report = lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
-    site.fleets.report_worker("a", replace(worker, transport="grpc"))
+    site.fleets.report_worker("a", replace(worker, transport=transport))
     site.versions.begin()
     site.fleets.tick()
     started = site.fleets.server("a").install is not None

@@ -65,7 +65,7 @@ def test_a_daemon_that_cannot_start_names_the_option_in_one_line(case: str, tmp_
     assert ended.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--listen", "--web-listen"])
+@pytest.mark.parametrize("option", ["--listen", "--web-listen", "--data-listen"])
 def test_a_port_in_use_is_said_with_its_option(option: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"

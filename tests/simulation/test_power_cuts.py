@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = lay_out([TensorSpec("a", "F32", (16,))])
 SMALL = {"config.json": b"{}", "tokenizer.json": b"[]"}
+LATER = {name: content + b" " for name, content in SMALL.items()}
 
 
 class Refusals:
@@ -225,21 +226,16 @@ def test_a_folder_that_cannot_be_looked_up_is_not_taken_for_removed(host: Host) 
 
 def test_small_files_that_could_not_be_removed_are_never_the_models(host: Host) -> None:
     host.start()
-    host.publish(host.claim("job"), 1)
-    epoch = host.act(lambda: host.store.epochs.begin("policy", "later", 1)).epoch
+    epoch = host.claim("job")
     host.medium.plan = Refusals(("sync folder", "/files", 1), ("unlink", "tokenizer.json", 1))
     with pytest.raises(DaemonError, match="EIO"):
-        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, SMALL))
+        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
     assert host.act(lambda: host.store.reader.model_files("policy")) == SMALL
-
-
-LATER = {name: content + b" " for name, content in SMALL.items()}
 
 
 def test_small_files_whose_write_failed_are_whole_after_a_power_cut(host: Host) -> None:
     host.start()
-    host.publish(host.claim("job"), 1)
-    epoch = host.act(lambda: host.store.epochs.begin("policy", "later", 1)).epoch
+    epoch = host.claim("job")
     host.medium.plan = Refusals(("sync folder", "/files", 1))
     with pytest.raises(DaemonError, match="EIO"):
         host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
@@ -253,8 +249,7 @@ def test_small_files_whose_write_failed_are_whole_after_a_power_cut(host: Host) 
 
 def test_earlier_small_files_stay_until_later_ones_are_durable(host: Host) -> None:
     host.start()
-    host.publish(host.claim("job"), 1)
-    epoch = host.act(lambda: host.store.epochs.begin("policy", "later", 1)).epoch
+    epoch = host.claim("job")
     host.medium.crash = Crash(0, False, "sync folder", "/files")
     host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
     host.restart(power=False)

@@ -31,7 +31,7 @@ _RECONNECTS = [
 
 
 class Daemon:
-    """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2.
+    """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2; None: not set.
 
     `command` wraps its command line, as for a network namespace, of which `host` is the address.
     """
@@ -91,8 +91,9 @@ class Daemon:
 
     def launch(self, *, failpoint: str = "") -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the process without waiting: forked, unless it has a command line of its own."""
-        options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
-        environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
+        host = self.endpoint.rpartition(":")[0]
+        options = {"listen": self.endpoint, "web_listen": "", "data_listen": f"{host}:0", "store": self.store, **self.options}
+        environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items() if value is not None}
         if failpoint:
             environment["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:

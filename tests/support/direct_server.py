@@ -117,20 +117,26 @@ class System:
         return any(line["event"] == "direct_transfer" and line["version"] == version for line in self.transfers())
 
 
-def start_trainer(daemon: Daemon, folder: Path, settings: dict[str, Any], number: int) -> TrainerJob:
+def start_trainer(daemon: Daemon, folder: Path, settings: dict[str, Any], number: int, *, forked: bool = False) -> TrainerJob:
     own = folder / f"trainer-{number}"
     own.mkdir()
-    return TrainerJob(daemon.endpoint, "policy", own, settings, ranks=2, module="tests.e2e.direct_trainer")
+    return TrainerJob(daemon.endpoint, "policy", own, settings, ranks=2, module="tests.e2e.direct_trainer", forked=forked)
 
 
 @contextmanager
 def running(
-    folder: Path, config: dict[str, Any], settings: dict[str, Any], *arguments: str, plugins: str = "", dtype: str = "float32"
+    folder: Path,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    *arguments: str,
+    plugins: str = "",
+    dtype: str = "float32",
+    forked: bool = False,
 ) -> Iterator[System]:
     """Start the system, which serves version 1.
 
     `config`: content of the served model's config.json. `settings`: those of the trainer. `arguments`: further ones of the
-    server, and `plugins` of its process.
+    server, and `plugins` of its process. `forked`: whether the ranks of the first trainer are.
     """
     save_tokenizer(folder, config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config))
@@ -145,7 +151,7 @@ def running(
         }
         arguments = ("--load-format", "resharder", "--tensor-parallel-size", "2", *arguments)
         server = VllmServer(folder, arguments, environment, dtype=dtype)
-        built = System(daemon, folder, server, settings, start_trainer(daemon, folder, settings, 0))
+        built = System(daemon, folder, server, settings, start_trainer(daemon, folder, settings, 0, forked=forked))
         try:
             server.start()
             version = int(built.trainer.ask(do="publish", step=1)["version"])

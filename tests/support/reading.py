@@ -17,13 +17,12 @@ class Reader:
         self._endpoint = endpoint
 
     def read(self, version: str) -> dict[str, object]:
-        """Return how a version came, in how many seconds, and whether its tensors have their digests."""
+        """Return in how many seconds a version came, and whether its tensors have their digests."""
         with Channel(self._endpoint) as channel:
             manifest = get_manifest(channel, version)
             boxes = [(name, full_box(spec.shape)) for name, spec in manifest.specs.items()]
             files = [file.path for file in Mirror("/dev/shm").prepare(manifest.files)]
             began = time.perf_counter()
-            found = fetch(channel, files, boxes_request(manifest.name, boxes), "http")
+            found = fetch(channel, files, boxes_request(manifest.name, boxes))
             seconds = time.perf_counter() - began
-        verified = found.digests == list(manifest.digests.values())
-        return {"verified": verified, "transport": found.transport, "reason": found.reason, "seconds": seconds}
+        return {"verified": found == list(manifest.digests.values()), "seconds": seconds}

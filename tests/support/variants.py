@@ -40,5 +40,10 @@ def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     return [call.params[argument] for call in calls if call is not None and argument in call.params]
 
 
+def runs_in_full(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of this module that are marked `full` are to run."""
+    return any(item.get_closest_marker("full") for item in request.session.items if item.path == request.path)
+
+
 def _pairs(settings: Iterable[object]) -> set[object]:
     return set(combinations(settings, 2))

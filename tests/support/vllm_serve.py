@@ -9,9 +9,11 @@ then leaves others waiting for seconds on two cores. They take the kernels of pr
 that the answers of servers and engines are the same. And they are forked where vLLM spawns them, which imports it again in each:
 two thirds of what a boot takes of a processor."""
 
+import atexit
 import multiprocessing
 import sys
 import time
+from multiprocessing import util
 from pathlib import Path
 
 import torch
@@ -33,6 +35,13 @@ if current_platform.is_cpu():
         values.ValueClass = values.get_value_class()
 
     serve.setup_multiprocess_prometheus = setup_multiprocess_prometheus
+
+    def end_as_spawned(module: object) -> None:
+        """Call what is registered with atexit, as no process that multiprocessing forks does: by it, servers leave the daemon."""
+        atexit._clear()
+        util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
+
+    util.register_after_fork(serve, end_as_spawned)
 
 
 def main() -> None:

@@ -247,17 +247,17 @@ def test_workers_with_half_of_the_experts_each_record_what_is_recorded_without_a
 
 
 @pytest.mark.full
-def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: Path) -> None:
+def test_two_workers_fetch_only_their_boxes_over_http(daemon: Daemon, tmp_path: Path) -> None:
     case = Case(daemon, tmp_path / "tp2", "qwen3", torch.float32, raw=True, tensor_parallel_size=2)
     bare = without_weights(case.a, case.folder / "bare")
-    with case.engine(bare, load_format="resharder", environment={"RESHARDER_TRANSPORT": "grpc"}) as engine:
+    with case.engine(bare, load_format="resharder", environment={"RESHARDER_TRANSPORT": "http"}) as engine:
         assert all(answer["ok"] for answer in engine.rpc("resharder_describe"))
         assert engine.install(case.publish_b(), "b")["ok"]
         abouts = engine.rpc("resharder_describe")
         assert [about["rank"] for about in abouts] == [0, 1]
         assert OLDER or engine.rpc(recorded) == recorded_without_a_server(case.a, ServerSizes(tp=2), "float32")
         for about in abouts:
-            assert about["transport"] == "grpc"
+            assert about["transport"] == "http"
             assert about["needed_bytes"] < 0.55 * case.bytes
             assert about["boxed_bytes"] == about["needed_bytes"]
         assert weights(engine) == case.tensors

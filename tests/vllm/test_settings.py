@@ -23,14 +23,21 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         "RESHARDER_UNREACHABLE": "prefer",
         "RESHARDER_HOLD_SECONDS": "2.5",
         "RESHARDER_BOOT_WAIT_SECONDS": "0",
-        "RESHARDER_TRANSPORT": "grpc",
+        "RESHARDER_TRANSPORT": "http",
         "RESHARDER_STAGING_DIR": str(tmp_path),
         "RESHARDER_DIRECT": "off",
         "RESHARDER_ADDRESS": "gpu-7:8000",
     }
-    expected = PluginSettings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path), direct=False, address="gpu-7:8000")
+    expected = PluginSettings("d:1", "s", "m", "f", True, 2.5, 0, "http", str(tmp_path), direct=False, address="gpu-7:8000")
     assert PluginSettings.from_environment(ENVIRONMENT | given) == expected
     assert PluginSettings.from_environment(ENVIRONMENT | dict.fromkeys(given, "")) == PluginSettings("d:1", "s")
+
+
+def test_grpc_of_earlier_releases_is_read_as_http_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert PluginSettings.from_environment(ENVIRONMENT | {"RESHARDER_TRANSPORT": "grpc"}).transport == "http"
+    assert caplog.messages == [
+        "RESHARDER_TRANSPORT=grpc is read as http: versions come from the daemon's data port alone. Set it to http"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         ({"RESHARDER_HOLD_SECONDS": "inf"}, "expected seconds in RESHARDER_HOLD_SECONDS, got 'inf'"),
         ({"RESHARDER_BOOT_WAIT_SECONDS": "10min"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '10min'"),
         ({"RESHARDER_BOOT_WAIT_SECONDS": "3601"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '3601'"),
-        ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or http or grpc in RESHARDER_TRANSPORT, got 'rdma'"),
+        ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or http in RESHARDER_TRANSPORT, got 'rdma'"),
         ({"RESHARDER_STAGING_DIR": "/no/such"}, "expected a folder in RESHARDER_STAGING_DIR, got '/no/such'"),
         ({"RESHARDER_DIRECT": "yes"}, "expected on or off in RESHARDER_DIRECT, got 'yes'"),
         ({"RESHARDER_ADDRESS": "http://gpu-7"}, "expected a host or host:port in RESHARDER_ADDRESS, got 'http://gpu-7'"),

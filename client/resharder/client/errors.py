@@ -27,6 +27,7 @@ ResharderError
 """
 
 import re
+from http import HTTPStatus
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -187,6 +188,8 @@ TOO_MANY_CALLS = "TOO_MANY_CALLS"
 TOO_MANY_UPLOADING = "TOO_MANY_UPLOADING"
 NO_VERSION = "NO_VERSION"
 MAXIMA_MISSING = "MAXIMA_MISSING"
+DATA_PORT = "DATA_PORT"
+"""Reason of errors of a read: the daemon answers, and its data port cannot be reached, or answers something else."""
 UNKNOWN_PUBLISHER = "PUBLISHER_UNKNOWN"
 UNREGISTERED = (UNKNOWN_PUBLISHER, "NOT_REGISTERED")
 
@@ -218,6 +221,14 @@ _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
 }
 
 
+_BY_STATUS: dict[int, type[ResharderError]] = {
+    HTTPStatus.UNAUTHORIZED: AccessDenied,
+    HTTPStatus.FORBIDDEN: AccessDenied,
+    HTTPStatus.NOT_FOUND: NotFound,
+    HTTPStatus.UNPROCESSABLE_ENTITY: CorruptData,
+}
+
+
 # Message of gRPC itself, which refuses the call before it reaches the daemon's code.
 _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
@@ -245,6 +256,12 @@ def refusal(name: str, text: str) -> ResharderError:
     """Return the typed form of a resource's `REASON: message`; `name` is the resource's."""
     reason, _, message = printable(text).partition(": ")
     return _BY_REASON.get(reason, Refused)(f"{name}: {message} [{reason}]", reason)
+
+
+def refusal_of_port(text: str, status: int, reason: str) -> ResharderError:
+    """Return the typed form of a refusal of the daemon's data port: of its HTTP status, and the reason that it names, or none."""
+    kind = _BY_REASON.get(reason) or _BY_STATUS.get(status, Refused)
+    return kind(printable(text), reason or DATA_PORT)
 
 
 def reason_of(error: grpc.RpcError) -> str:

@@ -3,6 +3,7 @@
 docs/configuration.md and docs/vllm.md have tables of them, made from here.
 """
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from math import isfinite
 from resharder.client.errors import UsageError
 from resharder.converters.environment import ALLOW, PROXY, Variable, names, text
 
+logger = logging.getLogger(__name__)
 FAULTS = ("skip", "misplace", "swap", "half-way")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
@@ -129,11 +131,24 @@ BOOT_WAIT_SECONDS = _duration(
 HOLD_SECONDS = _duration(
     "RESHARDER_HOLD_SECONDS", 30.0, "time for which requests wait for an install before they are answered 503"
 )
-GRPC, HTTP = "grpc", "http"
-TRANSPORT = _choice(
+HTTP = "http"
+
+
+def _transport(variable: str, given: str) -> str:
+    if given == "grpc":
+        logger.warning("%s=grpc is read as http: versions come from the daemon's data port alone. Set it to http", variable)
+        return HTTP
+    if given not in ("", HTTP):
+        raise UsageError(f"expected nothing or {HTTP} in {variable}, got {given!r}")
+    return given
+
+
+TRANSPORT = Variable(
     "RESHARDER_TRANSPORT",
-    ("", HTTP, GRPC),
-    "`http`: do not map the daemon's files, even on its host. `grpc`: nor use its [data port](operator.md#beyond-one-host)",
+    "",
+    _transport,
+    "`http`: read versions from the daemon's [data port](operator.md#beyond-one-host), even on its host, in place of its files "
+    "or a node's",
 )
 STAGING_DIR = Variable(
     "RESHARDER_STAGING_DIR", "/dev/shm", _folder, "folder for slices that arrive over the network", "`/dev/shm`"

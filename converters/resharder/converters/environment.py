@@ -65,8 +65,8 @@ ALLOW = names("RESHARDER_ALLOW", "names of [refusals](configuration.md#refusals)
 PROXY = text(
     "RESHARDER_PROXY",
     "`http://host:port` of an HTTP proxy (CONNECT) for calls to the daemon; nodes read it too. `http_proxy`, `https_proxy` and "
-    "`grpc_proxy` are not used, hosts in `no_proxy` are reached directly. The [data port](operator.md#beyond-one-host) is always "
-    "reached directly; `RESHARDER_TRANSPORT=grpc` reads versions by calls instead",
+    "`grpc_proxy` are not used, hosts in `no_proxy` are reached directly. The [data port](operator.md#beyond-one-host) is "
+    "reached directly, and versions are read through the proxy if it cannot be",
 )
 FAILPOINT = text("RESHARDER_FAILPOINT")
 FAILPOINT_MARK = text("RESHARDER_FAILPOINT_MARK")

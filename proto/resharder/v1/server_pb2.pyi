@@ -229,9 +229,11 @@ class BoxDigests(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
-    __slots__ = ("model", "fleet")
+    __slots__ = ("model", "fleet", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     fleet: str
-    def __init__(self, model: _Optional[str] = ..., fleet: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, model: _Optional[str] = ..., fleet: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...

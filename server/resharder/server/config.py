@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
-from resharder.server.infra.addresses import TcpAddress, is_loopback, parse_listen
+from resharder.server.infra.addresses import DerivedTcpAddress, TcpAddress, above, is_loopback, parse_listen
 from resharder.server.options import options
 from resharder.server.security.settings import Security
 from yaml import YAMLError
@@ -48,10 +48,12 @@ class Config(BaseSettings):
         description="open calls of one caller that wait or transfer data. Others are refused with `TOO_MANY_CALLS`",
     )
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, `/metrics` and the probes; empty: none")
-    data_listen: TcpAddress = Field(
-        "",
+    data_listen: DerivedTcpAddress = Field(
+        None,
         description="host:port of the [data port](operator.md#beyond-one-host), by which other hosts read and write versions "
-        "over HTTP; empty: none",
+        "over HTTP; empty: none, for tests of failures, as no other host can read versions then. By default it is on the host of "
+        "`listen`, and if its port is taken, on a free one",
+        json_schema_extra={"default": "port of `listen` + 2"},
     )
     data_address: TcpAddress = Field(
         "",
@@ -160,6 +162,11 @@ class Config(BaseSettings):
         if listen and not listen.startswith(("unix:", "unix-abstract:")):
             parse_listen(listen)
         return listen
+
+    @property
+    def data_port(self) -> str:
+        """host:port of the data port; empty for none."""
+        return above(self.listen, 2) if self.data_listen is None else self.data_listen
 
     @field_validator("checks", mode="before")
     @classmethod

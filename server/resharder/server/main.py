@@ -23,7 +23,7 @@ from resharder.server.config import Config, ConfigError, check_store, load, why_
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import ChunkWrites
 from resharder.server.data.connection import DataReads
-from resharder.server.data.port import DataPort
+from resharder.server.data.port import DataPort, open_port
 from resharder.server.data.versions import StoredVersions
 from resharder.server.direct.direct import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
@@ -32,7 +32,7 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.worker_requests import Profiles, Verifications
-from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
+from resharder.server.infra.addresses import is_loopback, reachable_at
 from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
@@ -218,7 +218,7 @@ class Daemon:
     def _data_address(self) -> str:
         if self.data is None:
             return ""
-        return self.config.data_address or reachable_at(self.config.data_listen, self.data.port)
+        return self.config.data_address or reachable_at(self.config.data_port, self.data.port)
 
     def _shown(self) -> Shown:
         security = self.config.security
@@ -230,10 +230,11 @@ class Daemon:
             raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
 
     def _data(self) -> DataPort | None:
-        """Return the data port, or None without `data_listen`."""
-        listen, security = self.config.data_listen, self.config.security
+        """Return the data port, or None if it is turned off."""
+        listen, security = self.config.data_port, self.config.security
         if not listen:
             return None
+        given = self.config.data_listen is not None
         reads = DataReads(
             self._versions,
             self.access.reading,
@@ -243,9 +244,10 @@ class Daemon:
         )
         tls = web.tls_context(security, required=True) if security is not None else None
         try:
-            return DataPort(*parse_listen(listen), reads, tls)
+            return open_port(listen, reads, tls, given=given)
         except OSError as error:
-            raise ConfigError(f"--data-listen: cannot listen on {listen}: {why_not_bound(listen) or error.strerror}") from error
+            option, at = ("--data-listen", listen) if given else ("--listen", self.config.listen)
+            raise ConfigError(f"{option}: cannot listen on {at}: {why_not_bound(at) or error.strerror}") from error
 
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)

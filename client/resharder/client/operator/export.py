@@ -5,15 +5,20 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import xxhash
 from resharder.client.errors import CorruptData, UsageError
 from resharder.converters.failpoints import failpoint
-from resharder.v1 import operator_pb2
+from resharder.converters.wire.ranges import PIECE_BYTES
+
+if TYPE_CHECKING:
+    from resharder.client.versions.port_reader import PortReader
+    from resharder.client.versions.remote import VersionManifest
 
 _NEW = 10.0  # seconds in which a process has the lock of a folder that it made
 
@@ -81,42 +86,53 @@ def same_files(folder: Path, files: Mapping[str, bytes]) -> bool:
         return False
 
 
-def write_parts(folder: Path, parts: Iterator[operator_pb2.FilePart], progress: Callable[[int], None]) -> tuple[int, int]:
-    """Write the parts of an export and fsync all files.
+def write_version(
+    folder: Path, files: Mapping[str, bytes], manifest: "VersionManifest", reader: "PortReader", progress: Callable[[int], None]
+) -> int:
+    """Write a version's files and fsync all of them.
 
     Args:
         folder: Folder of the files.
-        parts: Parts of files; those of one file come in order.
-        progress: Called with the bytes so far, after every part.
+        files: Contents of all files but the weights, by name.
+        manifest: The version's manifest.
+        reader: Reader of its weights, whose pieces each have a checksum.
+        progress: Called with the bytes so far, after every piece.
 
     Returns:
-        Number of files and their bytes.
+        The bytes of all files.
 
     Raises:
-        CorruptData: A checksum, a size or a file name is wrong.
+        CorruptData: A checksum or a file name is wrong.
+        DaemonUnreachable: The daemon, or its data port, cannot be reached.
     """
+    import numpy as np
+    from resharder.client.versions.read_plan import FileRange
+
     failpoint("export.write")
-    sizes: dict[Path, int] = {}
-    written = 0
-    for part in parts:
-        path = folder / plain_name(part.path)
-        if xxhash.xxh3_64_intdigest(part.data) != part.checksum:
-            raise CorruptData(f"{part.path}: the checksum of {len(part.data)} bytes at {part.offset} is wrong; try again")
-        with path.open("r+b" if path in sizes else "xb") as file:
-            file.seek(part.offset)
-            file.write(part.data)
-        sizes[path] = part.size_bytes
-        written += len(part.data)
-        progress(written)
-    for path, size in sizes.items():
-        if path.stat().st_size != size:
-            raise CorruptData(f"{path.name}: expected {size} bytes, got {path.stat().st_size}")
-        with path.open("rb") as file:
+    for name, content in files.items():
+        write_synced(folder / plain_name(name), content)
+    jobs = [
+        FileRange(number, start, min(start + PIECE_BYTES, file.size))
+        for number, file in enumerate(manifest.files)
+        for start in range(0, file.size, PIECE_BYTES)
+    ]
+    written, lock = sum(map(len, files.values())), threading.Lock()
+
+    def arrived(position: int) -> None:
+        nonlocal written
+        with lock:
+            written += jobs[position].end - jobs[position].start
+            progress(written)
+
+    with ExitStack() as opened:
+        weights = [opened.enter_context((folder / plain_name(file.path)).open("x+b")) for file in manifest.files]
+        for file, layout in zip(weights, manifest.files, strict=True):
+            os.posix_fallocate(file.fileno(), 0, layout.size)  # a full disk is an error here, not a signal at a page
+        reader.read(jobs, [np.memmap(file, np.uint8, "r+") for file in weights], {}, arrived)
+        for file in weights:
             os.fsync(file.fileno())
     _sync_folder(folder)
-    if written != sum(sizes.values()):
-        raise CorruptData(f"expected {sum(sizes.values())} bytes in {len(sizes)} files, got {written}")
-    return len(sizes), written
+    return written
 
 
 def plain_name(path: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
+from resharder.client.errors import DaemonUnreachable, NotFound, Refused, UsageError, WaitTimeout
 from resharder.client.operator import waiting
 from resharder.client.operator.answers import (
     ArchivedVersion,
@@ -30,10 +30,11 @@ from resharder.client.operator.answers import (
     VersionTarget,
 )
 from resharder.client.operator.convert import answer, keywords
-from resharder.client.operator.export import appearing, plain_name, same_files, write_parts, write_synced
-from resharder.client.rpc.channel import Backoff, Channel, endpoint_or_default
+from resharder.client.operator.export import appearing, plain_name, same_files, write_synced, write_version
+from resharder.client.rpc.channel import Channel, endpoint_or_default
 from resharder.client.rpc.tls import Tls
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.backoff import Backoff
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 Found = TypeVar("Found")
@@ -42,6 +43,7 @@ _POLL = 0.2
 _RESTART = 60.0  # seconds for which a wait, or a stream of events, survives a restart of the daemon
 _LONGEST_WAIT = 3600.0  # seconds; the daemon's bound
 _DAY = 24 * 3600.0
+_MANIFEST_FILE = "resharder.json"
 _SLEEP = {1: Power.ASLEEP_1, 2: Power.ASLEEP_2}
 
 
@@ -244,14 +246,30 @@ class Operator:
         Raises:
             UsageError: The folder is not empty.
             CorruptData: A checksum is wrong.
+            DaemonUnreachable: The daemon, or its data port (DATA_PORT), cannot be reached.
             NotFound: No such READY version.
         """
+        from resharder.client.versions.port_reader import PortReader
+        from resharder.client.versions.remote import get_manifest
+
         found = self.version(version, model=model)
         with appearing(folder) as beside:
-            request = operator_pb2.ExportVersionRequest(version=found.name)
-            parts = self._channel.stream(self._channel.begin(self._stub.ExportVersion, request, timeout=_DAY))
-            files, size = write_parts(beside, parts, lambda done: progress(done, max(done, found.size_bytes)))
-        return ExportedVersion(found, folder, files, size)
+            manifest, files = get_manifest(self._channel, found.name), self._files_of(found)
+            reader = PortReader(self._channel, manifest)
+            size = write_version(beside, files, manifest, reader, lambda done: progress(done, max(done, found.size_bytes)))
+        return ExportedVersion(found, folder, len(files) + len(manifest.files), size)
+
+    def _files_of(self, version: Version) -> dict[str, bytes]:
+        """Return all files of a READY version but the weights. Raises Refused if the daemon is too old to name them."""
+        stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
+        model, _, number = version.name.removeprefix("models/").partition("/versions/")
+        found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model, version=int(number)))
+        files = {file.path: file.content for file in found.files}
+        if _MANIFEST_FILE not in files:
+            raise Refused(
+                f"the daemon at {self.endpoint} is of an older release: export with that release, or upgrade the daemon"
+            )
+        return files
 
     def fetch_config(self, folder: Path, *, model: str = "", fleet: str = "") -> list[str]:
         """Write config.json and the tokenizer's files of the version that a server boots now into a folder for `vllm serve`.

@@ -4,8 +4,6 @@ A channel is created at its first use, never at import: processes that fork late
 """
 
 import importlib.metadata
-import random
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +14,7 @@ from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, Reshar
 from resharder.client.rpc.secure_channel import SecureChannel
 from resharder.client.rpc.tls import Tls
 from resharder.client.settings import ENDPOINT
+from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, check_endpoint, route_options
 from resharder.v1.revision import user_agent
 
@@ -45,34 +44,6 @@ def endpoint_or_default(endpoint: str | None) -> str:
 def bound(timeout: float | None) -> float:
     """Return a timeout in seconds as a float; None becomes infinity."""
     return float("inf") if timeout is None else timeout
-
-
-class Backoff:
-    """Pauses between attempts, which double, with jitter, until the patience is used up.
-
-    Args:
-        patience: Bound on the sum of all pauses and attempts, in seconds.
-        first: Longest first pause, in seconds.
-        longest: Bound on a pause, in seconds.
-    """
-
-    def __init__(self, patience: float, first: float = 0.05, longest: float = 2.0) -> None:
-        self._end = time.monotonic() + patience
-        self._pause, self._longest = first, longest
-        self._random = random.Random()  # apart from the generator that a trainer has seeded
-
-    @property
-    def left(self) -> float:
-        """Seconds of patience that are left."""
-        return max(0.0, self._end - time.monotonic())
-
-    def wait(self) -> bool:
-        """Sleep for the next pause and return True, or return False at once if the patience is used up."""
-        if not self.left:
-            return False
-        time.sleep(min(self._pause * self._random.uniform(0.5, 1.0), self.left))
-        self._pause = min(self._pause * 2, self._longest)
-        return True
 
 
 class _Closed(grpc.Channel):  # type: ignore[misc]

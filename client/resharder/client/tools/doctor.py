@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from resharder.client.errors import AccessDenied, CorruptData, ResharderError
+from resharder.client.errors import DATA_PORT, AccessDenied, CorruptData, ResharderError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.settings import ENDPOINT
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.port_reader import PortReader, PortUnavailable
+from resharder.client.versions.port_reader import PortReader
 from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import get_manifest
 from resharder.converters.units import size_text
@@ -36,6 +36,7 @@ _CREDENTIALS = "set RESHARDER_TOKEN, or a certificate (RESHARDER_TLS_CERT, _KEY)
 _MOUNTS = Path("/proc/self/mounts")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _PROBE_BYTES = 64 << 20
+_PORT_SECONDS = 5.0
 _OPEN_FILES, _CLOCK_SECONDS, _WARM_RATE = 4096, 2.0, 2 << 30  # the last in bytes a second
 _OLDEST = {
     "grpcio": (1, 71),
@@ -240,7 +241,7 @@ def daemon(endpoint: str | None) -> Iterator[Check]:
 
 def data_port(endpoint: str) -> Check:
     """Read up to 64 MiB of the newest READY version from the daemon's data port, and report the rate."""
-    name, hint = "data port", "versions are read by gRPC: set data_listen of the daemon, and open its port to this host"
+    name = "data port"
     try:
         with Operator(endpoint) as operator, Channel(endpoint) as channel:
             ready = [version for version in operator.versions() if version.state is Version.State.READY]
@@ -251,13 +252,13 @@ def data_port(endpoint: str) -> Check:
             whole = range(0, content.size, PIECE_BYTES)
             ranges = [FileRange(0, start, min(start + PIECE_BYTES, content.size)) for start in whole]
             start = time.perf_counter()
-            PortReader(channel, manifest).read(ranges, [content], {}, lambda position: None)
+            PortReader(channel, manifest, patience=_PORT_SECONDS).read(ranges, [content], {}, lambda position: None)
             seconds = time.perf_counter() - start
-    except PortUnavailable as error:
-        return Check(name, "warn", str(error), hint)
     except CorruptData as error:
         return Check(name, "fail", str(error), "look for faulty memory on the daemon's host, this host, or between them")
     except ResharderError as error:
+        if error.reason == DATA_PORT:
+            return Check(name, "fail", *str(error).rsplit("; ", 1))
         return Check(name, "ok", f"not measured: {error}")
     return Check(name, "ok", f"{content.nbytes / seconds / 1e9:.2f} GB/s from the daemon's host, {size_text(content.nbytes)}")
 

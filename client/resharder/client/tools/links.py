@@ -104,7 +104,7 @@ def _daemon_port(operator: Operator, channel: Channel, manifests: _Manifests, li
         return replace(link, found=f"not measured: {error}")
     address = data_port(channel, manifest.data_address)
     if address is None:
-        return replace(link, verdict="warn", found=NO_DATA_PORT, hint="set data_listen: nodes need it")
+        return replace(link, verdict="warn", found=NO_DATA_PORT, hint="start it without an empty data_listen: nodes, and readers on other hosts, need the port")
     link = replace(link, address=f"{address.host}:{address.port}")
     return _measured(link, measure_port(address, _parts(manifest), limit_seconds=limit_seconds))
 

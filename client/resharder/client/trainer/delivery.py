@@ -23,13 +23,14 @@ from resharder.client.errors import (
     VersionAborted,
     WaitTimeout,
 )
-from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.base import AssignedSlot, Delivered
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.backoff import Backoff
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from resharder.client.errors import GenerationEnded, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Fleet, Power, Server, VersionTarget
-from resharder.client.rpc.channel import Backoff
 from resharder.client.trainer.delivery import Wake
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
+from resharder.converters.wire.backoff import Backoff
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import numpy as np
 import xxhash
-from resharder.client.rpc.channel import Backoff, Channel, unreachable
+from resharder.client.rpc.channel import Channel, unreachable
 from resharder.client.transport.base import AssignedSlot, Delivered, Releases
 from resharder.client.transport.host_buffers import add_digest, host_parts
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, box_shape, box_size
 from resharder.converters.storage.digest import copy_and_digest
 from resharder.converters.storage.files import BITS
+from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.chunk_body import body_of, chunks_path
 from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, PortBusy, RangeConnection

@@ -4,27 +4,32 @@ A connection is opened when needed, and again after a cut.
 """
 
 import mmap
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.errors import CorruptData, ResharderError
-from resharder.client.rpc.channel import Backoff, Channel
-from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
+from resharder.client.errors import DATA_PORT, CorruptData, DaemonUnreachable, ResharderError, WaitTimeout, refusal_of_port
+from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.data_port import data_port
 from resharder.client.transport.shared_memory import copy_threads
 from resharder.client.versions.read_plan import FileRange
-from resharder.client.versions.remote import Arrived, VersionManifest, split_chunk
-from resharder.converters.geometry.layout import ITEM_SIZES, box_index
-from resharder.converters.storage.files import Array
+from resharder.client.versions.remote import Arrived, VersionManifest, get_manifest
+from resharder.converters.environment import PROXY
+from resharder.converters.geometry.chunking import Part
+from resharder.converters.geometry.layout import ITEM_SIZES, box_index, box_shape, box_size
+from resharder.converters.storage.files import BITS, Array
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.chunk_body import ReusedMemory
 from resharder.converters.wire.range_client import (
     BROKEN,
     DataAddress,
+    NotConnected,
     PartRefused,
     PartRequest,
     RangeConnection,
@@ -32,27 +37,70 @@ from resharder.converters.wire.range_client import (
 )
 from resharder.converters.wire.windows import WINDOW_BYTES, BoxPart, Window, window_request
 
-PATIENCE = 5.0  # seconds without progress on a connection until the stream takes over
+PATIENCE = 30.0  # seconds without progress on a connection, while the daemon answers
 _ALIGNMENT, _HEADS_BYTES = 64, 64 << 10
 _PIN_SECONDS = 10.0  # between requests that keep a version pinned; the daemon closes a silent connection after 30
 
 
-class PortUnavailable(ResharderError):
-    """The data port cannot be used; the gRPC stream may."""
+class DaemonPort:
+    """The data port of a version's daemon, at the address of the daemon's last answer. Thread-safe.
 
-    reason = "DATA_PORT"
+    Args:
+        channel: Channel to the daemon, for the port's address and its TLS settings.
+        manifest: The version's manifest.
+
+    Raises:
+        DaemonUnreachable: The daemon has no data port (DATA_PORT).
+    """
+
+    def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
+        self._channel, self.manifest = channel, manifest
+        self.address = self._of(manifest)
+        self._lock, self._proxy = threading.Lock(), PROXY.text()
+
+    def renew(self) -> bool:
+        """Ask the daemon for the address after a failed connection; a restart may change it. Waits for an absent daemon.
+
+        The first time, the way is through the proxy of calls instead, if there is one.
+
+        Returns whether there is another way now, or the daemon was absent, so that patience begins anew. Raises ResharderError.
+        """
+        with self._lock:
+            proxy, self._proxy = self._proxy, ""
+        if proxy:
+            self.address = replace(self.address, proxy=proxy)
+            return True
+        before, absent = self.address, False
+        try:
+            found = get_manifest(self._channel, self.manifest.name, patience=0)
+        except (DaemonUnreachable, WaitTimeout):
+            found, absent = get_manifest(self._channel, self.manifest.name), True
+        if found.data_address == self.manifest.data_address and not absent:
+            return False
+        self.address = replace(self._of(found), proxy=before.proxy)
+        return absent or (self.address.host, self.address.port) != (before.host, before.port)
+
+    def _of(self, manifest: VersionManifest) -> DataAddress:
+        address = data_port(self._channel, manifest.data_address)
+        if address is None:
+            raise DaemonUnreachable(
+                f"the daemon at {self._channel.endpoint} has no data port; start it with --data-listen, and open that port to "
+                "this host",
+                DATA_PORT,
+            )
+        return address
 
 
 class PortConnection:
     """Connection for reads of one version; after a cut, a new one reads the rest.
 
-    Methods that read raise PortUnavailable if the port cannot be reached or refuses, and CorruptData if received bytes differ
-    from their checksum twice.
+    Methods that read raise DaemonUnreachable (DATA_PORT) if the port cannot be reached, CorruptData if received bytes differ from
+    their checksum twice, and otherwise as `refusal_of_port`.
     """
 
-    def __init__(self, address: DataAddress, manifest: VersionManifest) -> None:
-        self._at, self._manifest = f"{address.host}:{address.port}", manifest
-        self._connection = RangeConnection(address)
+    def __init__(self, port: DaemonPort, patience: float) -> None:
+        self._port, self._manifest, self._patience = port, port.manifest, patience
+        self._connection = RangeConnection(port.address)
 
     def close(self) -> None:
         """Close the connection, if it is open."""
@@ -94,7 +142,7 @@ class PortConnection:
             asked, done = left, 0
             try:
                 for parts, (_, data) in zip(chunks, self._connection.chunks(request, memory), strict=True):
-                    for position, box, array in split_chunk(parts, sizes, data):
+                    for position, box, array in _parts(parts, sizes, data):
                         arrived(Arrived(asked[position].position, box, array))
                     done += 1
                     yield
@@ -104,27 +152,44 @@ class PortConnection:
         self._finish(rest)
 
     def _finish(self, rest: Callable[[], Iterator[None]]) -> None:
-        """Read what is left, again after an error that a new connection may end. Each item of `rest` is progress."""
-        backoff, wrong, complete = Backoff(PATIENCE), 0, False
-        while not complete:
-            progress = False
+        """Read what is left, and continue after errors that end."""
+
+        def attempt() -> Iterator[None]:
             try:
-                for _ in rest():
-                    progress = True
-                complete = True
-            except BROKEN as error:
-                self.close()
-                backoff = Backoff(PATIENCE) if progress else backoff
-                if not backoff.wait():
-                    raise PortUnavailable(f"{self._at}: {error or type(error).__name__}") from error
-            except PartRefused as error:
-                self.close()
-                raise PortUnavailable(str(error)) from error
-            except WrongBytes as error:
-                self.close()
-                wrong += 1
-                if wrong > 1:
-                    raise CorruptData(str(error)) from error
+                self._connection.address = self._port.address
+                yield from rest()
+            except NotConnected:
+                if self._port.renew():
+                    yield  # an absence of the daemon is not the port's
+                raise
+
+        at = self._port.address
+        try:
+            self._connection.read_all(attempt, self._patience)
+        except BROKEN as error:
+            raise DaemonUnreachable(_why_unreachable(at, error, self._patience), DATA_PORT) from error
+        except PartRefused as error:
+            raise refusal_of_port(str(error), error.status, error.reason) from error
+        except WrongBytes as error:
+            raise CorruptData(str(error)) from error
+
+
+def _why_unreachable(at: DataAddress, error: Exception, patience: float) -> str:
+    port, found = f"the daemon's data port at {at.host}:{at.port}", str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLError) or isinstance(error.__cause__, ssl.SSLError):
+        return f"cannot use {port}: {found}; set RESHARDER_TLS_CA, _CERT and _KEY as for its calls"
+    if isinstance(error, NotConnected):
+        return f"cannot reach {port}: {found}; open port {at.port} to this host"
+    return f"{port} has sent nothing for {patience:g} s: {found}"
+
+
+def _parts(parts: Sequence[Part], sizes: Sequence[int], data: memoryview) -> Iterator[Arrived]:
+    """Yield the parts of a chunk, in its memory; `sizes` has the bytes of an element, by the position of a part."""
+    at = 0
+    for position, box in parts:
+        array = np.frombuffer(data, BITS[sizes[position]], box_size(box), at)
+        yield Arrived(position, box, array.reshape(box_shape(box)))
+        at += array.nbytes
 
 
 class PortReader:
@@ -134,17 +199,16 @@ class PortReader:
         channel: Channel to the daemon, for its address and TLS settings.
         manifest: The version's manifest.
         connections: Upper bound on connections; 0: one for each available core, at most four.
+        patience: Seconds without progress on a connection, while the daemon answers; by default `PATIENCE`.
 
     Raises:
-        PortUnavailable: The daemon has no data port.
+        DaemonUnreachable: The daemon has no data port (DATA_PORT).
     """
 
-    def __init__(self, channel: Channel, manifest: VersionManifest, connections: int = 0) -> None:
-        address = data_port(channel, manifest.data_address)
-        if address is None:
-            raise PortUnavailable(NO_DATA_PORT)
-        self._address, self._manifest = address, manifest
+    def __init__(self, channel: Channel, manifest: VersionManifest, connections: int = 0, patience: float | None = None) -> None:
+        self._port = DaemonPort(channel, manifest)
         self._connections = connections or copy_threads()
+        self._patience = PATIENCE if patience is None else patience
 
     def read(
         self,
@@ -162,8 +226,9 @@ class PortReader:
             arrived: Called on the connections' threads with the position of each job.
 
         Raises:
-            PortUnavailable: The port cannot be reached, or refuses. Jobs that have not arrived remain to be read.
+            DaemonUnreachable: The port cannot be reached (DATA_PORT), or the daemon.
             CorruptData: Received bytes differ from their checksum twice.
+            Refused: The daemon refuses; NotFound (VERSION_GONE) if the version is no longer READY.
         """
         left, failures = deque(range(len(jobs))), list[BaseException]()
         lock = threading.Lock()
@@ -186,13 +251,18 @@ class PortReader:
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, name="resharder-range") for _ in range(min(self._connections, len(jobs)))]
+        count = min(self._connections, len(jobs))
+        threads = [threading.Thread(target=work, name="resharder-range", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: they end after their job, or with the process
+            failures.append(error)
+            raise
         if failures:
-            raise next((error for error in failures if not isinstance(error, PortUnavailable)), failures[0])
+            raise next((error for error in failures if not isinstance(error, DaemonUnreachable)), failures[0])
 
     def windows(self, windows: Sequence[Window]) -> Iterator[list[Arrived]]:
         """Yield the parts of each window in order. Their arrays share the memory of the window, which no later one uses.
@@ -222,7 +292,7 @@ class PortReader:
 
     @contextmanager
     def _opened(self) -> Iterator[PortConnection]:
-        connection = PortConnection(self._address, self._manifest)
+        connection = PortConnection(self._port, self._patience)
         try:
             yield connection
         finally:
@@ -234,7 +304,7 @@ class PortReader:
         ended, byte = threading.Event(), np.empty(1, np.uint8)
 
         def keep() -> None:
-            with suppress(PortUnavailable, CorruptData), self._opened() as connection:  # readers have the same errors
+            with suppress(ResharderError), self._opened() as connection:  # readers have the same errors
                 connection.read_range(FileRange(0, 0, 1), byte)
                 while not ended.wait(_PIN_SECONDS):
                     connection.read_range(FileRange(0, 0, 1), byte)

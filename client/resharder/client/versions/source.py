@@ -15,8 +15,8 @@ from resharder.client.errors import CorruptData, NotFound, ResharderError, Usage
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.port_reader import PortReader, PortUnavailable
-from resharder.client.versions.remote import Arrived, VersionManifest, download, expected_digests, get_manifest
+from resharder.client.versions.port_reader import PortReader
+from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index, full_box
 from resharder.converters.storage.digest import Array, digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout
@@ -164,24 +164,11 @@ def _agreed(operator: Operator, model: str, number: str) -> int:
 def read_boxes(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
     """Yield boxes, given as (tensor's name, box), in parts and in order.
 
-    Every chunk has a checksum, and the version is pinned until the last one.
-
-    Raises:
-        CorruptData: A checksum is wrong.
-        ResharderError: The daemon does not deliver the boxes, by neither way.
+    Every chunk has a checksum, and the version is pinned until the last one. Raises as `PortReader.read` does.
     """
-    windows, done = cut_windows([BoxPart(i, *box) for i, box in enumerate(boxes)], manifest.specs), 0
-    try:
-        for parts in PortReader(channel, manifest).windows(windows):
-            yield from parts
-            done += 1
-        return
-    except PortUnavailable as error:
-        if manifest.data_address:
-            logger.warning("%s is read by gRPC: %s", manifest.name, error)
-    left = [part for window in windows[done:] for part in window]
-    for position, box, array in download(channel, manifest, [(part.name, part.box) for part in left]):
-        yield Arrived(left[position].position, box, array)
+    windows = cut_windows([BoxPart(i, *box) for i, box in enumerate(boxes)], manifest.specs)
+    for parts in PortReader(channel, manifest).windows(windows):
+        yield from parts
 
 
 def whole_tensors(source: WeightSource) -> "Iterator[tuple[str, torch.Tensor]]":

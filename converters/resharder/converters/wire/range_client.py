@@ -4,32 +4,53 @@ The sender uses `sendfile`, and the kernel copies the bytes to their place. They
 core's cache. The pages of a part are mapped by one call before, because a fault for each costs more than the copy.
 """
 
+import base64
 import http.client
+import re
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import map_pages
+from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.chunk_body import BOXES, Chunk, body_size, boxes_header, chunks_path, read_chunks
+from resharder.converters.wire.endpoint import PROXY
 from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
 from resharder.v1 import server_pb2
 
 CONNECT_SECONDS = 3.0
 _BLOCK_BYTES = 1 << 20
 _SILENT_SECONDS = 20.0  # without a byte, until a connection is replaced
+_REASON_BYTES, _HEAD_BYTES = 4096, 16 << 10
+_REASON = re.compile(r"([A-Z][A-Z_]+): ")
+_LONGEST_PAUSE = 5.0  # seconds until a port that asked for a pause is asked again
+_BUSY_SECONDS = 0.05  # until a busy one is
 
 
 class PartRefused(Exception):
-    """A data port that answers, and does not send the part."""
+    """A data port that answers, and does not send the part.
+
+    `status` is that of the answer, 0 for one of another kind; `reason` is the daemon's, or empty.
+    """
+
+    def __init__(self, message: str, status: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
 
 
 class PortBusy(PartRefused):
     """A data port that answers as many requests as it may. The connection can be used again."""
+
+
+class NotConnected(OSError):
+    """A data port to which no connection can be opened."""
 
 
 class WrongBytes(Exception):
@@ -38,6 +59,14 @@ class WrongBytes(Exception):
 
 class Cut(Exception):
     """A connection that ended before its response was complete."""
+
+
+class AskLater(Cut):
+    """A data port that has no connection left, or does not have the part yet, and says that it will: ask after `seconds`."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 BROKEN = (OSError, http.client.HTTPException, Cut)
@@ -81,13 +110,15 @@ class DataAddress:
     """Name in the port's certificate, if it differs from the host."""
     headers: Callable[[], Mapping[str, str]] = field(default=dict)
     silent_seconds: float = _SILENT_SECONDS
+    proxy: str = ""
+    """`http://host:port` of an HTTP proxy through which the port is reached; empty: directly."""
 
 
 class RangeConnection:
     """One connection to a data port, opened when needed and again after `close`."""
 
     def __init__(self, address: DataAddress) -> None:
-        self._address = address
+        self.address = address
         self._http: http.client.HTTPConnection | None = None
 
     def close(self) -> None:
@@ -156,13 +187,49 @@ class RangeConnection:
             raise WrongBytes(f"{boxes.version}: {error}") from error
         response.read()
 
+    def read_all(self, rest: Callable[[], Iterable[object]], patience: float) -> None:
+        """Read what is left, again after an error that another attempt may end.
+
+        A port that is busy, or says that it has the rest later, makes progress elsewhere, which counts.
+
+        Args:
+            rest: Function that reads what is left now, and yields after each progress.
+            patience: Seconds without progress.
+
+        Raises as `blocks` does: `BROKEN` once the patience is used up, WrongBytes for the second time.
+        """
+        backoff, wrong = Backoff(patience), 0
+        while True:
+            progress = False
+            try:
+                for _ in rest():
+                    progress = True
+            except (AskLater, PortBusy) as error:
+                backoff = Backoff(patience)
+                time.sleep(error.seconds if isinstance(error, AskLater) else _BUSY_SECONDS)
+            except BROKEN:
+                self.close()
+                backoff = Backoff(patience) if progress else backoff
+                if not backoff.wait():
+                    raise
+            except PartRefused:
+                self.close()
+                raise
+            except WrongBytes:
+                self.close()
+                wrong += 1
+                if wrong > 1:
+                    raise
+            else:
+                return
+
     def put(self, path: str, size: int, body: Iterable[bytes | memoryview]) -> None:
         """Send a body of `size` bytes, and return when the port has received all of it.
 
         Raises as `blocks` does.
         """
-        connection = self._http = self._http or _connect(self._address)
-        connection.request("PUT", path, body=body, headers={"Content-Length": str(size), **self._address.headers()})
+        connection = self._open()
+        connection.request("PUT", path, body=body, headers={"Content-Length": str(size), **self.address.headers()})
         response = connection.getresponse()
         if response.status != HTTPStatus.NO_CONTENT:
             raise self._refusal(response)
@@ -181,24 +248,34 @@ class RangeConnection:
 
     def _get(self, path: str, headers: Mapping[str, str], status: HTTPStatus) -> http.client.HTTPResponse:
         """Send a request and return its response, which has this status. Raises as `blocks` does."""
-        connection = self._http = self._http or _connect(self._address)
-        connection.request("GET", path, headers={**headers, **self._address.headers()})
+        connection = self._open()
+        connection.request("GET", path, headers={**headers, **self.address.headers()})
         response = connection.getresponse()
         if response.status != status:
             raise self._refusal(response)
         return response
 
+    def _open(self) -> http.client.HTTPConnection:
+        if self._http is None or self._http.sock is None:  # none yet, or the port has closed it after an answer
+            self._http = _connect(self.address)
+        return self._http
+
     @property
     def _at(self) -> str:
-        return f"{self._address.host}:{self._address.port}"
+        return f"{self.address.host}:{self.address.port}"
 
     def _refusal(self, response: http.client.HTTPResponse) -> Exception:
         """Return the error of a response that is not the expected one."""
+        reason = response.read(_REASON_BYTES).decode(errors="replace").strip()
+        if not response.isclosed():
+            self.close()
+        text = f"{self._at} answered {response.status}: {reason}"
         if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return Cut("the data port has no connection left (503)")
-        reason = response.read(500).decode(errors="replace").strip()
+            later = response.getheader("Retry-After", "")
+            return AskLater(text, min(int(later), _LONGEST_PAUSE)) if later.isdecimal() else Cut(text)
         refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
-        return refused(f"{self._at} answered {response.status}: {reason}")
+        named = _REASON.match(reason)
+        return refused(text, response.status, named[1] if named else "")
 
 
 def _read(response: http.client.HTTPResponse, target: memoryview) -> int:
@@ -209,13 +286,42 @@ def _read(response: http.client.HTTPResponse, target: memoryview) -> int:
 
 
 def _connect(address: DataAddress) -> http.client.HTTPConnection:
-    """Open a connection. Raises OSError (ssl.SSLError)."""
+    """Open a connection. Raises NotConnected from an OSError (ssl.SSLError)."""
     connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
     connection.auto_open = 0  # never again without TLS
-    opened = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if address.tls_context is not None:
-        opened = address.tls_context().wrap_socket(opened, server_hostname=address.server_name or address.host)
+    try:
+        opened = _tunnel(address) if address.proxy else socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.tls_context is not None:
+            opened = address.tls_context().wrap_socket(opened, server_hostname=address.server_name or address.host)
+    except OSError as error:
+        raise NotConnected(str(error) or type(error).__name__) from error
     opened.settimeout(address.silent_seconds)
     connection.sock = opened
     return connection
+
+
+def _tunnel(address: DataAddress) -> socket.socket:
+    """Open a connection through a proxy, by CONNECT. Raises OSError."""
+    proxy = urlsplit(address.proxy)
+    opened = socket.create_connection((proxy.hostname or "", proxy.port or 0), CONNECT_SECONDS)
+    try:
+        target = f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
+        head = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
+        if proxy.username is not None:
+            credentials = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+            head.append(f"Proxy-Authorization: Basic {base64.b64encode(credentials.encode()).decode()}")
+        opened.sendall("\r\n".join([*head, "", ""]).encode())
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n"):  # byte by byte: what follows is the port's
+            found = opened.recv(1)
+            if not found or len(answer) > _HEAD_BYTES:
+                raise OSError(f"the proxy {proxy.hostname}:{proxy.port} ({PROXY}) sent no answer to CONNECT")
+            answer += found
+        status = answer.split(b" ", 2)[1:2]
+        if status != [b"200"]:
+            raise OSError(f"the proxy {proxy.hostname}:{proxy.port} ({PROXY}) answered {b''.join(status).decode('latin-1')}")
+    except BaseException:
+        opened.close()
+        raise
+    return opened

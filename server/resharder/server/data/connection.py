@@ -59,6 +59,8 @@ Its value is whether the reader may read a version that nodes replicate before R
 The certificate is `SSLSocket.getpeercert()`, and its bytes under the key `DER`.
 """
 DER = "der"
+RETRY = (("Retry-After", "1"),)
+"""Headers of a refusal that ends by itself: the same request succeeds later."""
 
 
 class _Refused(Exception):
@@ -88,10 +90,13 @@ class DataReads:
 
 
 class DataConnection:
-    """One accepted connection. `serve` runs on its thread; `close` may be called from any."""
+    """One accepted connection. `serve` runs on its thread; `close` may be called from any.
 
-    def __init__(self, connected: socket.socket, peer: str, reads: DataReads) -> None:
-        self._socket, self._peer, self._reads = connected, peer, reads
+    `full`: the port has as many connections as it may. The connection is refused with its first request, and ended.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str, reads: DataReads, *, full: bool = False) -> None:
+        self._socket, self._peer, self._reads, self.full = connected, peer, reads, full
         self._http = _new_http()
         self._pinned: PinnedVersion | None = None
         self.idle_since: float | None = reads.clock()
@@ -110,6 +115,10 @@ class DataConnection:
                 self._socket.do_handshake()
             while (request := self._request()) is not None:
                 self.idle_since = None
+                if self.full:
+                    text = "the data port has as many connections as it may"
+                    self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text, [*RETRY, ("Connection", "close")])
+                    break
                 if not (self._receive(request) if request.method == b"PUT" else self._answer(request)):
                     break
                 self.idle_since = self._reads.clock()
@@ -217,7 +226,7 @@ class DataConnection:
     def _place(self) -> Iterator[None]:
         places = self._reads.places
         if places is not None and not places.acquire(blocking=False):
-            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, "busy with other requests", ("Retry-After", "1"))
+            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, "busy with other requests", *RETRY)
         try:
             yield
         finally:
@@ -332,8 +341,10 @@ def _check_host(reads: DataReads, headers: Mapping[str, Sequence[str]]) -> None:
         raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
 
 
-def _refusal_of(error: DaemonError) -> tuple[HTTPStatus, str]:
-    return _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}"
+def _refusal_of(error: DaemonError) -> tuple[HTTPStatus, str, Sequence[tuple[str, str]]]:
+    later = isinstance(error, ResourceExhausted) or error.reason == "PIECES_ELSEWHERE"
+    status = _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    return status, f"{error.reason}: {error}", RETRY if later else ()
 
 
 def _new_http() -> h11.Connection:

@@ -1,5 +1,7 @@
 """The listener of the data port: one thread for each connection, bounded."""
 
+import errno
+import os
 import socket
 import ssl
 import threading
@@ -7,18 +9,20 @@ from contextlib import suppress
 
 import structlog
 from resharder.server.data.connection import DataConnection, DataReads
+from resharder.server.infra.addresses import parse_listen
 from resharder.server.infra.descriptors import is_exhausted
 
 MAX_CONNECTIONS = 256
+_REFUSED = 4  # times as many connections in all, those that are refused with them
+_SETTLED_SECONDS = 1.0  # of idleness until a connection gives way; a reader has a pause between two requests
 _log = structlog.get_logger("resharder.data")
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class DataPort:
     """Data port, which listens once constructed. Raises OSError if the address cannot be bound.
 
-    At `most` connections, the one that has been idle longest is closed in favour of a new one; a new one is refused if all are
-    in use.
+    At `most` connections, the one that has been idle longest is closed in favour of a new one. If all are in use, the first
+    request of a new one is answered 503, over TLS too, and its reader comes again. Beyond four times as many, it is closed.
     """
 
     def __init__(
@@ -54,15 +58,14 @@ class DataPort:
                 self._admit(connected, address[0])
 
     def _admit(self, connected: socket.socket, peer: str) -> None:
-        if not self._has_place():
-            with connected, suppress(OSError):
-                connected.settimeout(0)
-                connected.send(_BUSY if self._tls is None else b"")
+        full = not self._has_place()
+        if full and len(self._open) >= _REFUSED * self._most:
+            connected.close()
             return
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
-        connection = DataConnection(connected, peer, self._reads)
+        connection = DataConnection(connected, peer, self._reads, full=full)
         thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
         with self._lock:
             self._open[connection] = thread
@@ -70,9 +73,14 @@ class DataPort:
 
     def _has_place(self) -> bool:
         with self._lock:
-            if len(self._open) < self._most:
+            if sum(not connection.full for connection in self._open) < self._most:
                 return True
-            idle = [(since, connection) for connection in self._open if (since := connection.idle_since) is not None]
+            settled = self._reads.clock() - _SETTLED_SECONDS
+            idle = [
+                (since, connection)
+                for connection in self._open
+                if not connection.full and (since := connection.idle_since) is not None and since <= settled
+            ]
             if not idle:
                 return False
             oldest = min(idle, key=lambda found: found[0])[1]
@@ -100,3 +108,19 @@ class DataPort:
             connection.close()
         for thread in open_.values():
             thread.join(timeout=5)
+
+
+def open_port(listen: str, reads: DataReads, tls: ssl.SSLContext | None, *, given: bool) -> DataPort:
+    """Return a data port at host:port. Unless an operator has `given` the port, a free one takes the place of one that is taken.
+
+    Raises OSError if the address cannot be bound.
+    """
+    host, port = parse_listen(listen)
+    try:
+        return DataPort(host, port, reads, tls)
+    except OSError as error:
+        if given or error.errno != errno.EADDRINUSE:
+            raise
+    opened = DataPort(host, 0, reads, tls)
+    _log.warning("data_port_taken", wanted=listen, listen=f"{host}:{opened.port}", why=os.strerror(errno.EADDRINUSE))
+    return opened

@@ -16,7 +16,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _checked(address: str) -> str:
+def _checked(address: str | None) -> str | None:
     if address:
         parse_listen(address)
     return address
@@ -24,6 +24,8 @@ def _checked(address: str) -> str:
 
 TcpAddress = Annotated[str, AfterValidator(_checked)]
 """Option with host:port, or empty."""
+DerivedTcpAddress = Annotated[str | None, AfterValidator(_checked)]
+"""Option with host:port, or empty; None: derived from another option."""
 
 
 def is_loopback(listen: str) -> bool:
@@ -33,6 +35,18 @@ def is_loopback(listen: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or listen.startswith(("unix:", "unix-abstract:"))
+
+
+def above(listen: str, ports: int) -> str:
+    """Return the address whose port is so many above that of `listen`; a free port where there is none such.
+
+    For a socket of the file system it is on the loopback interface.
+    """
+    if listen.startswith(("unix:", "unix-abstract:")):
+        return "127.0.0.1:0"
+    host, _, port = listen.rpartition(":")
+    wanted = int(port) + ports if int(port) else 0
+    return f"{host}:{wanted if wanted <= 65535 else 0}"
 
 
 def names_address(host: str) -> bool:

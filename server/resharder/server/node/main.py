@@ -29,7 +29,7 @@ from resharder.converters.printable import printable_output
 from resharder.converters.wire.endpoint import check_endpoint, route_options
 from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
-from resharder.server.data.port import DataPort
+from resharder.server.data.port import open_port
 from resharder.server.data.versions import ServedVersion
 from resharder.server.holding.memory import EngineFailed, MemoryEngine
 from resharder.server.holding.sources import LIMITS, UPLOADS
@@ -76,7 +76,7 @@ class NodeConfig(BaseSettings):
     listen: TcpAddress = Field(
         "127.0.0.1:7679",
         description="host:port at which other nodes and the daemon fetch pieces. If the daemon is on another host, a loopback "
-        "address is refused",
+        "address is refused. If the default port is taken, as by a daemon, it is a free one",
     )
     address: TcpAddress = Field(
         "",
@@ -184,7 +184,7 @@ class Node:
         )
         try:
             context = web.tls_context(_security(tls), required=True) if tls is not None else None
-            self.port = DataPort(*parse_listen(config.listen), reads, context)
+            self.port = open_port(config.listen, reads, context, given="listen" in config.model_fields_set)
         except OSError as error:
             raise ConfigError(
                 f"--listen: cannot listen on {config.listen}: {why_not_bound(config.listen) or error.strerror}"

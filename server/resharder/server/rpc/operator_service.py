@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import xxhash
 from google.protobuf.message import Message
-from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive, needed
 from resharder.server.archive.checkpoints import Archived
 from resharder.server.fleets.commands import Operations
@@ -202,7 +201,6 @@ def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
     names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
     for name in [*names, MANIFEST_FILE]:
         path = store.folder.path(record) / name
-        failpoint("export.read")
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             for offset in range(0, max(size, 1), _PART_BYTES):

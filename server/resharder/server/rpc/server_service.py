@@ -126,10 +126,14 @@ class ServerService:
     def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
         """Return `config.json` and the tokenizer's files of the version that a server of a fleet boots now.
 
-        Without a READY version, they are those of the newest publisher; without a model's name, those of the only one.
+        Without a READY version, they are those of the newest publisher; without a model's name, those of the only one. For a
+        version that the request names, they are all files but the weights.
         """
         name = request.model.removeprefix("models/") or self._fleets.only_model()
-        files = self._store.reader.model_files(name, self._fleets.boot_version(name, request.fleet))
+        if request.version:
+            files = self._store.reader.files_besides_weights(name, request.version)
+        else:
+            files = self._store.reader.model_files(name, self._fleets.boot_version(name, request.fleet))
         return resources_pb2.Model(
             name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
         )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from resharder.converters.failpoints import failpoint
 from resharder.converters.hf_config import described, differences
 from resharder.converters.json_input import parse_json
 from resharder.converters.storage.files import INDEX_FILE, MappedFiles
@@ -17,7 +18,7 @@ from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.lifecycle import VersionLifecycle
-from resharder.server.store.manifest import Manifest, ManifestCache, VerifiedVersion
+from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache, VerifiedVersion
 from resharder.server.store.partial import PartialVersion
 
 PATIENCE = 5.0
@@ -164,6 +165,18 @@ class VersionReader:
                 )
             with touching(folders[-1], "reading"):
                 return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
+
+    def files_besides_weights(self, name: str, number: int) -> dict[str, bytes]:
+        """Return the contents of all files of a READY version but the safetensors files, by name, once the version is whole.
+
+        Raises as `open` does, and ResourceExhausted (NO_DESCRIPTORS).
+        """
+        with self.folder(name, number) as (_, folder):
+            self.await_tensors(name, number)
+            names = (*self.manifest(name, number).other_files, MANIFEST_FILE)
+            failpoint("export.read")
+            with touching(folder, "reading"):
+                return {file: (folder / file).read_bytes() for file in names}
 
     @contextmanager
     def _pinned(self, name: str, number: int, purpose: str) -> Iterator[VersionRecord]:

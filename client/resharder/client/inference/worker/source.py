@@ -143,7 +143,7 @@ class VersionSource:
     Args:
         manifest: The version's manifest.
         files: Its files: the store's, a node's, or a mirror's.
-        transport: `SHARED`, `NODE`, `http` or `grpc`.
+        transport: `SHARED`, `NODE` or `http`.
         expected: The store's digest of each needed box, by HF tensor and box.
         whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty, and may be in a node's files.
     """
@@ -209,11 +209,10 @@ class Sources:
         self._next = NextFiles(channel, serves)
         self._mirror = Mirror(settings.staging_dir)
         self._lock, self._node_reason = threading.Lock(), ""
-        self._remote = settings.transport or HTTP
-        self.transport = SHARED if self.shared else self._remote
-        """`SHARED` if the store's files can be mapped; else `NODE`, `http` or `grpc`, as the last version, or the one to try."""
+        self.transport = SHARED if self.shared else HTTP
+        """`SHARED` if the store's files can be mapped; else `NODE` or `http`, as the last version, or the one to try."""
         self.transport_reason = ""
-        """Reason for `grpc` in place of `http`, or for either in place of `NODE`; empty if there is none."""
+        """Reason for `http` in place of `NODE`; empty if there is none."""
         self._node = HostNode(channel, settings.server) if not self.shared and not settings.transport else None
 
     def open(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
@@ -277,7 +276,6 @@ class Sources:
             "resharder.client.inference.worker.fetch",
             str(os.getpid()),
             self._channel.endpoint,
-            self._remote,
             *files,
         ]
         helper = subprocess.run(
@@ -299,10 +297,7 @@ class Sources:
             ) from None
         if "error" in answer:
             raise StagingFailed(f"{manifest.name}: {answer['error']}")
-        if answer["reason"] and answer["reason"] != self.transport_reason:
-            logger.warning("%s arrived by gRPC, not HTTP: %s", manifest.name, answer["reason"])
-        self.transport = answer["transport"]
-        self.transport_reason = "; ".join(reason for reason in (self._node_reason, answer["reason"]) if reason)
+        self.transport, self.transport_reason = HTTP, self._node_reason
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
             raise StagingFailed(f"{manifest.name}: {len(wrong)} fetched boxes differ from the store's digests, e.g. {wrong[0]}")

@@ -111,6 +111,10 @@ def _commit(server: Server, install: Install, now: float) -> Server:
     )
 
 
+_REMOTE = ("http", "grpc")
+"""Transports of workers that fetch versions from the daemon; the latter is that of older releases."""
+
+
 def target(server: Server, settings: Settings) -> int:
     """Return the version to install next, now or when its retry is due; 0: none."""
     held = 0 if server.differs else server.opened or server.agreed
@@ -129,7 +133,7 @@ def why_not_ahead(server: Server, version: int) -> str:
         return server.failures[version].error
     if server.opened not in server.ready:
         return "it serves no READY version that it could fall back on"
-    remote = [rank for rank, worker in sorted(server.workers.items()) if worker.transport == "grpc"]
+    remote = [rank for rank, worker in sorted(server.workers.items()) if worker.transport in _REMOTE]
     if remote and not server.ahead[version].remote:
         return f"worker {remote[0]} would fetch a version to fall back on, and the fleet does not ask for it"
     behind = [rank for rank, worker in sorted(server.workers.items()) if not worker.direct]
