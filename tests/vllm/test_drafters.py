@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
-@pytest.mark.compat
+@pytest.mark.compat("other")
 @pytest.mark.full
 def test_boxes_bring_model_and_drafter_to_what_a_fresh_server_holds(daemon: Daemon, tmp_path: Path) -> None:
     """Two servers, each the other's proof: one loads B itself and takes A, the other boots A from the daemon and takes B."""

@@ -15,7 +15,7 @@ from resharder.client.inference.vllm import engine_core
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.compat("fence")
 
 
 @pytest.fixture(scope="module")

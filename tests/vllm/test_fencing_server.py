@@ -15,7 +15,7 @@ from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
 from tests.support.weights import random_weights
 
-pytestmark = [pytest.mark.full, pytest.mark.compat]
+pytestmark = [pytest.mark.full, pytest.mark.compat("fence")]
 
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 PROMPT = [5, 17, 42]

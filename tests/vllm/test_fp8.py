@@ -24,7 +24,7 @@ from tests.support.weights import random_weights
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.compat,  # run against the oldest vLLM as well
+    pytest.mark.compat("other"),
     pytest.mark.skipif(Version(vllm.__version__) < Version("0.32"), reason="older CPU builds have no FP8 blocks"),
 ]
 

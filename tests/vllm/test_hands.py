@@ -93,7 +93,7 @@ def test_a_get_of_a_refused_path_is_left_to_vllm() -> None:
     assert ask("/pause", method="GET").status_code == 200
 
 
-@pytest.mark.compat
+@pytest.mark.compat("other")
 def test_every_route_of_the_installed_vllm_that_may_change_something_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = routes_of_vllm(monkeypatch)
     assert ("POST", "/collective_rpc") in routes, "dev routes are not among them"
@@ -101,7 +101,7 @@ def test_every_route_of_the_installed_vllm_that_may_change_something_is_in_the_t
     assert sorted(routes - RULES.keys()) == []
 
 
-@pytest.mark.compat
+@pytest.mark.compat("other")
 def test_a_server_that_does_not_follow_gets_no_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RESHARDER_ENDPOINT", raising=False)
     made = Starlette()

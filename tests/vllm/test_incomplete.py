@@ -29,7 +29,7 @@ from tests.support.tiny_hf import load_checkpoint
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import make_pair, publish, without_weights
 
-pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
+pytestmark = pytest.mark.compat("other")
 VERSION = VersionManifest("models/m/versions/1", 1, "", "", {}, {}, ())
 PROMPT = [5, 6, 7, 8, 9, 10]
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"

@@ -23,7 +23,7 @@ from tests.support.variants import alone
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import make_pair, publish, without_weights
 
-pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
+pytestmark = pytest.mark.compat("boxes")
 PROMPT = [5, 6, 7, 8, 9, 10]
 APPLIED_B = {"ok": True, "rank": 0, "nonce": "", "error": "", "version": 2}
 GATE, UP = (f"model.layers.0.mlp.{which}_proj.weight" for which in ("gate", "up"))
@@ -117,6 +117,7 @@ def test_an_install_that_is_not_staged_is_refused_and_nothing_is_written(raw: Ca
     assert engine.one("resharder_describe")["version"] == 2
 
 
+@pytest.mark.compat("sleep")
 def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_then_may_the_engine_go_on(
     raw: Case, running: Any
 ) -> None:
@@ -141,6 +142,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert engine.logprobs(PROMPT) == raw.logprobs
 
 
+@pytest.mark.compat("sleep")
 def test_a_sleep_at_level_1_costs_no_version_and_no_install(raw: Case, running: Any) -> None:
     engine, version_b = running
     assert engine.install(version_b, "before level 1")["ok"]
@@ -197,12 +199,13 @@ PACKS_BF16 = torch.cpu._is_avx512_supported()
 """oneDNN multiplies no bfloat16 on AVX2: vLLM keeps dense weights as they are there (`dispatch_cpu_unquantized_gemm`)."""
 
 
+@pytest.mark.compat("load_weights")
 @pytest.mark.parametrize("kind", alone(PACKED, ["moe", "latent attention", "fp8"]))
 def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_loads_it(
     daemon: Daemon, tmp_path_factory: pytest.TempPathFactory, kind: str
 ) -> None:
     if OLDER and kind in NOT_IN_OLDER:
-        pytest.skip("the CPU build of vLLM 0.28 cannot run it")
+        pytest.skip("run with vLLM 0.32 and later alone")
     family, dtype, options = PACKED[kind]
     case = Case(daemon, tmp_path_factory.mktemp(kind.replace(" ", "-").replace(",", "")), family, dtype, **options)
     bare = without_weights(case.a, case.folder / "bare")

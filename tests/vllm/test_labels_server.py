@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,18 @@ import pytest
 import torch
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import PauseMode
+from vllm.v1.engine.core import EngineCore
 
 from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.vllm_deployment import PROMPT, Deployment, deployment
+from tests.support.vllm_places import cli_args
 from tests.support.vllm_server import Response, VllmServer, completion
 from tests.support.weights import Reference, random_weights
 
-pytestmark = [pytest.mark.full, pytest.mark.compat]
+pytestmark = [pytest.mark.full, pytest.mark.compat("labels")]
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
-NATIVE = find_spec("vllm.entrypoints.rl") is not None  # vLLM stamps tokens with its own weight version
+STAMPS = hasattr(EngineCore, "_attach_weight_version")  # vLLM stamps tokens with its own weight version
 _NEAR = 3e-2 if torch.cuda.is_available() else 1e-3  # of log-probabilities; TensorFloat-32 rounds to 2^-11
 
 
@@ -71,7 +72,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     path = os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")])
     environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
     options = ["--api-server-count", "2", *SHOW_SIDES, "--trust-request-chat-template"]
-    if find_spec("vllm.entrypoints.launchers"):  # later than 0.28: token-in-token-out is off by default
+    if hasattr(cli_args().BaseFrontendArgs, "enable_scale_out"):  # since 0.30, token-in-token-out is off by default
         options.append("--enable-scale-out")
     with deployment(folder, *options, environment=environment) as deployed:
         found = Scene(deployed, deaf)
@@ -102,9 +103,11 @@ def test_an_api_server_that_was_told_of_no_version_names_the_one_that_made_its_t
         for path, body in [("/v1/chat/completions", chat), ("/inference/v1/generate", token_in_token_out())]:
             for answer in at_each_side(lambda path=path, body=body: scene.server.request("POST", path, body)):
                 assert (answer.status, answer.version) == (200, str(reached)), (path, answer.headers, answer.body)
-                if NATIVE and "generate" in path:
+                if STAMPS and "generate" in path:
                     assert answer.json()["choices"][0]["weight_versions"] == [{"version": str(reached), "start": 0, "end": 8}]
-        for answer in at_each_side(lambda: scene.server.request("GET", "/weight_info")) if NATIVE else ():
+        for answer in (
+            at_each_side(lambda: scene.server.request("GET", "/weight_info")) if hasattr(EngineCore, "get_weight_version") else ()
+        ):
             assert (answer.version, answer.json()) == (str(reached), {"weight_version": str(reached)}), answer.headers
         for answer in at_each_side(lambda: scene.server.request("GET", "/v1/models")):
             assert answer.version == str(reached), answer.headers
@@ -125,7 +128,7 @@ def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scen
         operator.set_fleet("policy", pause_mode=PauseMode.KEEP)
     before = scene.miss()
     asked = [("/v1/completions", completion(PROMPT, 1500, stream=stream)) for stream in (False, True)] * 2
-    asked += [("/inference/v1/generate", token_in_token_out(1500))] * 2 * NATIVE
+    asked += [("/inference/v1/generate", token_in_token_out(1500))] * 2 * STAMPS
     answers: list[Response] = []
     threads = [
         threading.Thread(target=lambda path=path, body=body: answers.append(scene.server.request("POST", path, body)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for trainers")
+pytest.importorskip("vllm.distributed.weight_transfer.clients", reason="this vLLM has no factory for trainers")
 
 from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, VersionTarget
 from resharder.client.integrations.vllm import ResharderTrainerEngine
@@ -25,7 +25,7 @@ from tests.support.observing import leaving, wait_serving
 from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import Response, VllmServer, completion
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.compat("weight transfer")]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_api" / "trainer.py"
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 PROMPTS = ([5, 17, 42, 7], [11, 2, 9], [77, 77, 77])  # the example's

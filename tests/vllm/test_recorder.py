@@ -12,7 +12,7 @@ from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.recording.view_boxes import boxes_of_view, covered_elements
 from resharder.converters.geometry.layout import StridedView, TensorSpec, box_index
 
-pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
+pytestmark = pytest.mark.compat("other")
 
 
 @st.composite

@@ -17,12 +17,27 @@ def config(**changes: Any) -> SimpleNamespace:
     """As vLLM's own: its parts, with what is looked at."""
     parallel = SimpleNamespace(enable_eplb=False, enable_elastic_ep=False)
     model = SimpleNamespace(model="org/model")
-    parts = {"parallel_config": parallel, "model_config": model, "lora_config": None, "speculative_config": None}
+    parts = {
+        "parallel_config": parallel,
+        "model_config": model,
+        "lora_config": None,
+        "speculative_config": None,
+        "quant_config": None,
+    }
     return SimpleNamespace(**(parts | changes))
 
 
 def parallel(**changes: bool) -> SimpleNamespace:
     return SimpleNamespace(**{"enable_eplb": False, "enable_elastic_ep": False, **changes})
+
+
+REQUANTISED = "online quantisation of a checkpoint that is quantised already (--quantization-config)"
+PRUNED = "constants in the place of experts (expert_substitution, approximate_experts)"
+SUBSTITUTION = {"transform_config": {"expert_substitution": {"version": 1}}}
+
+
+def pruned(**configs: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(model="org/model", **configs)
 
 
 def drafter(method: str, model: str) -> SimpleNamespace:
@@ -39,6 +54,10 @@ def drafter(method: str, model: str) -> SimpleNamespace:
             {"speculative_config": SimpleNamespace(method="ngram", draft_lm_head_quantization="fp8")},
             "a drafter with its own copy of the output layer (draft_lm_head_quantization=fp8)",
         ),
+        ({"quant_config": SimpleNamespace(online_quantization_config=object())}, REQUANTISED),
+        ({"model_config": pruned(hf_config=SimpleNamespace(approximate_experts={"1": [0]}))}, PRUNED),
+        ({"model_config": pruned(hf_text_config=SimpleNamespace(approximate_experts={"1": [0]}))}, PRUNED),
+        ({"model_config": pruned(hf_config=SimpleNamespace(compression_config=SUBSTITUTION))}, PRUNED),
         ({"speculative_config": drafter("eagle3", "org/eagle")}, "a drafter with its own weights (eagle3, org/eagle)"),
         (
             {"speculative_config": drafter("draft_model", "org/small")},
@@ -56,6 +75,12 @@ def test_a_server_with_weights_that_would_not_be_installed_is_refused_by_name(ch
     assert refusals.refuse_unsupported(config(**changes)) == refusal
     with pytest.raises(UsageError, match=named.split(" (")[0]):
         ResharderLoader(LoadConfig()).load_model(config(**changes), None)
+
+
+def test_quantised_models_with_all_their_experts_are_supported() -> None:
+    quantised = SimpleNamespace(online_quantization_config=None)
+    whole = pruned(hf_config=SimpleNamespace(approximate_experts=None, compression_config={"transform_config": {}}))
+    assert refusals.refuse_unsupported(config(quant_config=quantised, model_config=whole)) == ""
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

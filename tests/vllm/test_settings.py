@@ -10,7 +10,7 @@ import vllm
 from resharder.client import settings
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.vllm import register
+from resharder.client.inference.vllm import TESTED, in_words, register
 from resharder.client.settings import FAULT
 
 ENVIRONMENT = {"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s"}
@@ -96,15 +96,23 @@ def test_a_server_with_a_wrong_environment_does_not_start(starting: pytest.Monke
         register()
 
 
+def test_releases_are_named_by_the_first_and_the_last_of_those_that_follow_each_other() -> None:
+    assert in_words([(0, 30)]) == "0.30"
+    assert in_words([(0, 28), (0, 29)]) == "0.28 and 0.29"
+    assert in_words([(0, 26), (0, 28), (0, 30), (0, 31), (0, 32)]) == "0.26, 0.28 and 0.30 to 0.32"
+
+
 @pytest.mark.parametrize("version", ["0.25.1", "0.9.2+cpu"])
 def test_a_vllm_without_endpoint_plugins_is_refused(starting: pytest.MonkeyPatch, version: str) -> None:
     starting.setattr(vllm, "__version__", version)
     with pytest.raises(UsageError) as caught:
         register()
-    assert str(caught.value) == f"expected vLLM 0.26 or later, got {version}"
+    supported = "this release of Resharder supports vLLM 0.26 and later, and is tested with "
+    assert str(caught.value).startswith(f"vLLM {version} is not supported: {supported}")
+    assert str(caught.value).endswith(f"{in_words(TESTED)}. Install one of these")
 
 
-@pytest.mark.parametrize("version", ["0.27.0", "0.31.1rc1", "1.0.0", "0.1.dev1+g0123abc", "dev"])
+@pytest.mark.parametrize("version", ["0.27.0", "0.99.1rc1", "1.0.0", "0.1.dev1+g0123abc", "dev"])
 def test_an_untested_vllm_is_warned_of_once_by_all_processes_of_a_server(
     starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
@@ -115,7 +123,7 @@ def test_an_untested_vllm_is_warned_of_once_by_all_processes_of_a_server(
     register()  # as a process does that inherits the environment
     records = dict.fromkeys(caplog.records)  # one that two loggers hand to pytest is one
     assert [record.message for record in records if record.name == "vllm.resharder"] == [
-        f"Resharder is tested with vLLM 0.26, 0.28, 0.32; this is {version}"
+        f"vLLM {version} is not tested with this release of Resharder, which is tested with {in_words(TESTED)}"
     ]
     assert os.environ["RESHARDER_WARNED_OF_VLLM"] == version
 
@@ -129,7 +137,6 @@ def test_a_tested_vllm_is_not_warned_of(starting: pytest.MonkeyPatch, caplog: py
     assert not [record for record in caplog.records if record.name == "vllm.resharder"]
 
 
-@pytest.mark.compat
 def test_the_vllm_that_the_tests_run_in_is_a_tested_one(starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     starting.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.WARNING, "vllm.resharder")  # other tests have vLLM build an application, which raises the root's

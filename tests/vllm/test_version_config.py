@@ -22,7 +22,7 @@ from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import make_pair, publish, save_random, without_weights
 from tests.support.vllm_server import VllmServer
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.compat("other")
 PROMPT = [5, 6, 7, 8, 9, 10]
 
 

@@ -170,6 +170,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         parallel_config=parallel,
         device_config=SimpleNamespace(device="cpu"),
         lora_config=None,
+        quant_config=None,
         speculative_config=None,
         model_config=SimpleNamespace(model="no-folder", hf_config=SimpleNamespace(to_dict=dict)),
     )

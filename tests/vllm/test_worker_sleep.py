@@ -14,7 +14,7 @@ from resharder.v1.resources_pb2 import Power
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker import gpu_worker
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.compat("sleep")
 
 
 class Agent:

@@ -157,7 +157,9 @@ class EngineClient:
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
             lora_config=None,
+            quant_config=None,
             speculative_config=None,
+            model_config=SimpleNamespace(model="org/model"),
             kv_transfer_config=None,
             device_config=SimpleNamespace(device_type="cpu"),
         )

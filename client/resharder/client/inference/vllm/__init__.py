@@ -7,12 +7,14 @@ processes that imported it.
 import logging
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from resharder.client import settings
 
 OLDEST = (0, 26)  # the first release with endpoint plugins
-TESTED = (OLDEST, (0, 28), (0, 32))
+TESTED = ((0, 26), (0, 28), (0, 32))
+"""Made by `python -m tools.releases_table` of what the tests have shown."""
 
 
 def register() -> None:
@@ -103,14 +105,30 @@ def too_old(version: str) -> str:
     minor = minor_of(version)
     if minor is None or minor >= OLDEST:
         return ""
-    return f"expected vLLM {_text(OLDEST)} or later, got {version}"
+    return (
+        f"vLLM {version} is not supported: this release of Resharder supports vLLM {_text(OLDEST)} and later, and is tested with "
+        f"{in_words(TESTED)}. Install one of these"
+    )
 
 
 def untested(version: str) -> str:
     """Return the warning for a vLLM version without tests; empty for a tested one."""
     if minor_of(version) in TESTED:
         return ""
-    return f"Resharder is tested with vLLM {', '.join(map(_text, TESTED))}; this is {version}"
+    return f"vLLM {version} is not tested with this release of Resharder, which is tested with {in_words(TESTED)}"
+
+
+def in_words(minors: Sequence[tuple[int, int]]) -> str:
+    """Return `0.26 and 0.28 to 0.32`."""
+    runs = list[list[tuple[int, int]]]()
+    for minor in minors:
+        if runs and minor == (runs[-1][-1][0], runs[-1][-1][1] + 1):
+            runs[-1].append(minor)
+        else:
+            runs.append([minor])
+    named = [[f"{_text(run[0])} to {_text(run[-1])}"] if len(run) > 2 else map(_text, run) for run in runs]
+    texts = [text for run in named for text in run]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 def _text(minor: tuple[int, int]) -> str:

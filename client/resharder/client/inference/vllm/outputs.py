@@ -5,9 +5,9 @@ computed (`EngineCoreOutputs.timestamp`, `v1/engine/__init__.py`), and `AsyncLLM
 `process_outputs`. An engine core on this host shares this process's clock. For one on another host, a token
 is labelled with every version that was installed between the arrival of its request and its own arrival.
 
-vLLM's own weight version is one of the engine core, `default` at first (`_weight_version`, `v1/engine/core.py`; 0.32). It
-stamps the outputs of every step with it, from which token-in-token-out answers get their spans
-(`weight_versions`), and returns it for `/weight_info`. The workers write what they have installed to the
+vLLM's own weight version is one of the engine core, `default` at first (`_weight_version`, `v1/engine/core.py`). It
+returns it for `/weight_info`, and from 0.32 on stamps the outputs of every step with it, from which token-in-token-out
+answers get their spans (`weight_versions`). The workers write what they have installed to the
 page (`version_page.py`), only while the engine is paused, so the page's version at the end of a step is
 that of the step's tokens. Boots, installs, rollbacks and dropped weights need no call of their own, and
 engine cores and API servers cannot disagree.
@@ -63,7 +63,7 @@ class _Queue:
 
     answer: labels.Answer
     ready: tuple[int, ...] = ()
-    """Versions of tokens in outputs that were not taken yet."""
+    """Versions of tokens in no output yet: parallel answers of a request come in one."""
 
 
 def watch_outputs(processor: Any, page: Page, *, one_clock: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,6 +75,7 @@ def watch_outputs(processor: Any, page: Page, *, one_clock: bool, clock: Callabl
         one_clock: Whether all engine cores run on this host, so that their times are comparable.
         clock: Returns the monotonic time of this host, in seconds.
     """
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
     setattr(processor, _ATTRIBUTE, _Source(page, one_clock, clock))
@@ -83,6 +84,8 @@ def watch_outputs(processor: Any, page: Page, *, one_clock: bool, clock: Callabl
     _wrap(OutputProcessor, "add_request", _add_request)
     _wrap(OutputProcessor, "process_outputs", _process_outputs)
     _wrap(RequestState, "_new_completion_output", _new_completion_output)
+    _wrap(RequestState, "make_request_output", _make_request_output)
+    _wrap(RequestOutput, "add", _add_output)
     _wrap(RequestOutputCollector, "get_nowait", _get_nowait)
     _wrap(RequestOutputCollector, "get", _get)
 
@@ -121,31 +124,45 @@ def _process_outputs(processor: Any, plain: Any, outputs: Any, timestamp: float 
 
 
 def _new_completion_output(state: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """Move the waiting versions to the queue, into which vLLM puts the new output at once."""
+    """Move the waiting versions to the queue: whether its next output has these tokens, vLLM decides after this."""
     request, queue = getattr(state, _ATTRIBUTE, None), getattr(state.queue, _ATTRIBUTE, None)
     if request is not None and queue is not None:
         queue.ready, request.waiting = joined(queue.ready, request.waiting), ()
     return plain(state, *args, **kwargs)
 
 
+def _make_request_output(state: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Move the queue's versions to the new output: a queue may keep outputs apart until they are taken (0.33)."""
+    output, queue = plain(state, *args, **kwargs), getattr(state.queue, _ATTRIBUTE, None)
+    if output is not None and queue is not None:
+        output.resharder, queue.ready = queue.ready, ()
+    return output
+
+
+def _add_output(output: Any, plain: Any, later: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep the versions of both outputs where vLLM makes them one."""
+    if versions := joined(getattr(output, _ATTRIBUTE, ()), getattr(later, _ATTRIBUTE, ())):
+        output.resharder = versions
+    return plain(output, later, *args, **kwargs)
+
+
 def _get_nowait(collector: Any, plain: Any) -> Any:
     output = plain(collector)
     if output is not None:
-        _took(collector)
+        _took(collector, output)
     return output
 
 
 async def _get(collector: Any, plain: Any) -> Any:
     output = await plain(collector)
-    _took(collector)
+    _took(collector, output)
     return output
 
 
-def _took(collector: Any) -> None:
+def _took(collector: Any, output: Any) -> None:
     queue: _Queue | None = getattr(collector, _ATTRIBUTE, None)
     if queue is not None:
-        versions, queue.ready = queue.ready, ()
-        queue.answer.took(id(queue), versions)
+        queue.answer.took(id(queue), getattr(output, _ATTRIBUTE, ()))
 
 
 def watch_weight_version() -> None:
@@ -156,14 +173,10 @@ def watch_weight_version() -> None:
 
 
 def follow_page(core: Any) -> None:
-    """Make a class of engine cores take its weight version from the page.
-
-    A no-op for a vLLM that does not stamp outputs (before 0.32).
-    """
-    if not hasattr(core, _STAMP) or hasattr(core.get_weight_version, "resharder"):
-        return
-    _precede(core, _STAMP)
-    _precede(core, "get_weight_version")
+    """Make a class of engine cores take its weight version from the page; before 0.32 it stamps no outputs."""
+    for method in ("get_weight_version", _STAMP):
+        if (plain := getattr(core, method, None)) is not None and not hasattr(plain, "resharder"):
+            _precede(core, method)
 
 
 def _precede(core: Any, method: str) -> None:

@@ -1,6 +1,7 @@
-"""Configurations of vLLM that Resharder does not support; read against 0.26, 0.28 and 0.32."""
+"""Configurations of vLLM that Resharder does not support; read against 0.26, 0.28, 0.32 and 0.33."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,24 @@ def refuse_unsupported(vllm_config: Any) -> str:
 
 
 def _of_newer_releases(vllm_config: Any) -> list[tuple[str, bool]]:
-    """Return options that vLLM has since 0.33, each with whether it is on. Installs do not renew what they derive."""
+    """Return what vLLM has since 0.32 or 0.33, each with whether it is on. Installs do not renew what is derived for it."""
     copied = getattr(vllm_config.speculative_config, "draft_lm_head_quantization", None)
-    return [(f"a drafter with its own copy of the output layer (draft_lm_head_quantization={copied})", copied is not None)]
+    requantised = getattr(vllm_config.quant_config, "online_quantization_config", None)
+    return [
+        (f"a drafter with its own copy of the output layer (draft_lm_head_quantization={copied})", copied is not None),
+        ("online quantisation of a checkpoint that is quantised already (--quantization-config)", requantised is not None),
+        ("constants in the place of experts (expert_substitution, approximate_experts)", _is_pruned(vllm_config.model_config)),
+    ]
+
+
+def _is_pruned(model_config: Any) -> bool:
+    """Return whether a model's config replaces experts by constants, as MoNE does (`fused_moe/expert_substitution.py`; 0.33)."""
+    configs = [getattr(model_config, name, None) for name in ("hf_config", "hf_text_config")]
+    if any(getattr(config, "approximate_experts", None) for config in configs):
+        return True
+    compression = getattr(configs[0], "compression_config", None)
+    transform = compression.get("transform_config") if isinstance(compression, Mapping) else None
+    return isinstance(transform, Mapping) and bool(transform.get("expert_substitution"))
 
 
 def ungated_front_end() -> str:
