@@ -51,12 +51,18 @@ def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
         assert f"pip install 'resharder[{extra}]'" in ended.stderr
 
 
-@pytest.mark.parametrize("name", alone(["Operator", "connect", "fill", "import_checkpoint", "attach"], ["Operator", "attach"]))
+@pytest.mark.parametrize("name", alone(["connect", "fill", "import_checkpoint", "attach"], ["connect", "attach"]))
 def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: BareVenv, name: str) -> None:
     assert bare.run("-c", "from resharder.client import Tls, UsageError").stderr == ""
     last = bare.run("-c", f"from resharder.client import {name}").stderr.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: the package")
     assert "pip install" in last
+
+
+def test_an_operator_needs_no_extra_until_it_exports(bare: BareVenv) -> None:
+    assert bare.run("-c", "from resharder.client import Operator").stderr == ""
+    last = bare.run("-c", "from resharder.client import Operator; Operator.export(None, 1, None)").stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: the package xxhash is not installed: pip install 'resharder[client]'"
 
 
 EVERY_HELP = """

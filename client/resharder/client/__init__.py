@@ -233,14 +233,10 @@ def __getattr__(name: str) -> Any:
         return renamed(name)
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        found = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        from resharder.converters.extras import explain
+    from resharder.converters.extras import explained
 
-        if (line := explain(error, "client")) is None:
-            raise
-        raise ModuleNotFoundError(line, name=error.name) from None
+    with explained("client"):
+        found = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
     globals()[name] = found
     return found
 

@@ -1,5 +1,8 @@
 """The extras of the distribution, and one line for a package that is not installed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _PACKAGES = {
     "client": "numba rich typer xxhash",
     "server": (
@@ -32,3 +35,14 @@ def explain(error: ModuleNotFoundError, role: str) -> str | None:
         return None
     extra = role if role in extras else extras[0]
     return f"the package {package} is not installed: pip install 'resharder[{extra}]'"
+
+
+@contextmanager
+def explained(role: str) -> Iterator[None]:
+    """Let a failed import of the block name the extra that brings the package, as `explain`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (line := explain(error, role)) is None:
+            raise
+        raise ModuleNotFoundError(line, name=error.name) from None

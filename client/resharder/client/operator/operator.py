@@ -33,6 +33,7 @@ from resharder.client.operator.convert import answer, keywords
 from resharder.client.operator.export import appearing, plain_name, same_files, write_synced, write_version
 from resharder.client.rpc.channel import Channel, endpoint_or_default
 from resharder.client.rpc.tls import Tls
+from resharder.converters.extras import explained
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.backoff import Backoff
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
@@ -249,9 +250,9 @@ class Operator:
             DaemonUnreachable: The daemon, or its data port (DATA_PORT), cannot be reached.
             NotFound: No such READY version.
         """
-        from resharder.client.versions.port_reader import PortReader
-        from resharder.client.versions.remote import get_manifest
-
+        with explained("client"):  # nothing else that operators ask for needs more than gRPC
+            from resharder.client.versions.port_reader import PortReader
+            from resharder.client.versions.remote import get_manifest
         found = self.version(version, model=model)
         with appearing(folder) as beside:
             manifest, files = get_manifest(self._channel, found.name), self._files_of(found)
