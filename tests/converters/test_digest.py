@@ -1,8 +1,6 @@
 """Digests add up over any tiling, and see what goes wrong."""
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from itertools import pairwise
 from threading import Barrier
 
@@ -15,7 +13,7 @@ from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage import digest as digests
 from resharder.converters.storage.digest import MASK, copy_and_digest, digest, digest_run, digest_torch
 
-from tests.support.digest_reference import DTYPES, fold, random_bits, reference, splitmix64
+from tests.support.digest_reference import DTYPES, compilations, fold, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
 
 
@@ -131,22 +129,16 @@ def test_without_numba_the_digest_is_the_same(dtype: type, monkeypatch: pytest.M
 
 def test_threads_that_digest_for_the_first_time_together_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     together, x = Barrier(8), random_bits((3, 5), np.uint16)
-    compiled, plain = Counter[int](), digests._compiled.__wrapped__
-
-    @lru_cache
-    def counted(width: int) -> digests.Kernels:
-        compiled[width] += 1
-        return plain(width)
 
     def first(thread: int) -> int:
         together.wait(60)
         return digest(x, full_box(x.shape), x.shape)
 
     expected = digest(x, full_box(x.shape), x.shape)
-    monkeypatch.setattr(digests, "_compiled", counted)
+    compiled = compilations(monkeypatch)
     with ThreadPoolExecutor(8) as threads:
         assert set(threads.map(first, range(8))) == {expected}
-    assert compiled[x.itemsize] == 1  # threads that an earlier test has left may compile other widths
+    assert compiled[x.itemsize] == 1
 
 
 def test_a_scalar_has_a_digest() -> None:

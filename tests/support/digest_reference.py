@@ -1,7 +1,12 @@
 """The definition of the digest, one element at a time."""
 
+from collections import Counter
+from functools import cache
+
 import numpy as np
+import pytest
 from resharder.converters.geometry.layout import Box
+from resharder.converters.storage import digest as digests
 from resharder.converters.storage.digest import MASK
 
 DTYPES = [np.uint8, np.uint16, np.uint32, np.uint64]
@@ -38,3 +43,16 @@ def of_rows(x: np.ndarray, first: int, step: int, b: np.ndarray) -> int:
     """The definition, for the first columns of a matrix."""
     a = [splitmix64(first + i * step, 0x9E3779B97F4A7C15) | 1 for i in range(len(x))]
     return sum(fold(int(x[i, j])) * a[i] * int(weight) for i in range(len(x)) for j, weight in enumerate(b)) & MASK
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Let kernels be compiled anew, and count it by width. Threads that an earlier test has left may compile some, too."""
+    compiled, plain = Counter[int](), digests._compiled.__wrapped__
+
+    @cache
+    def counted(width: int) -> digests.Kernels:
+        compiled[width] += 1
+        return plain(width)
+
+    monkeypatch.setattr(digests, "_compiled", counted)
+    return compiled
