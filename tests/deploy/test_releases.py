@@ -1,4 +1,4 @@
-"""What is said of releases of vLLM is what the tests have shown of them."""
+"""The table of vLLM releases, and the pages that name them, agree with the results of the tests."""
 
 import json
 from pathlib import Path

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Outcome(NamedTuple):
-    """Of a test: `passed`, `failed` or `skipped`, which has a reason."""
+    """How a test ended: `passed`, `failed` or `skipped`, with the reason for a skip."""
 
     feature: str
     result: str
