@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.release_results import FEATURES, Outcome, write
+from tests.support.release_results import FEATURES, Outcome, is_whole, write
 from tools import releases_table
 from tools.releases_table import PLUGIN, files, named, on_cpus, results
 
@@ -23,6 +24,22 @@ def test_the_table_the_pages_and_the_plugins_list_are_those_of_the_runs() -> Non
     for path, text in files().items():
         assert path.read_text() == text, "run `make docs-releases`"
         assert named() in text or path == PLUGIN, path
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "whole"),
+    [
+        ({"lf": False}, ["tests/vllm"], True),
+        ({}, ["tests/vllm"], True),
+        ({"lf": True}, ["tests/vllm"], False),
+        ({"keyword": "sleep"}, ["tests/vllm"], False),
+        ({}, ["tests/vllm/test_fence.py"], False),
+    ],
+    ids=["all", "without pytest's cache", "those that failed before", "by name", "of a file"],
+)
+def test_a_run_is_of_all_tests_unless_some_are_chosen(options: dict[str, Any], args: list[str], whole: bool) -> None:
+    config: Any = SimpleNamespace(option=SimpleNamespace(**({"keyword": "", "maxfail": 0} | options)), args=args)
+    assert is_whole(config) == whole
 
 
 def test_a_run_of_all_tests_replaces_what_was_known(tmp_path: Path) -> None:

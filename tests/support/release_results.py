@@ -65,7 +65,7 @@ class Results:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the file of the installed release, unless the run was interrupted."""
         if self.outcomes and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            write(RELEASES, installed(), self.outcomes, whole=_is_whole(session.config))
+            write(RELEASES, installed(), self.outcomes, whole=is_whole(session.config))
 
 
 def reason_of(report: pytest.TestReport) -> str:
@@ -79,10 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results())
 
 
-def _is_whole(config: pytest.Config) -> bool:
-    """Whether a run is of all tests."""
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether a run is of all tests."""
     options = config.option
-    return not (options.keyword or options.lf or options.maxfail or any(".py" in argument for argument in config.args))
+    failed = getattr(options, "lf", False)  # there is none without the cache of pytest
+    return not (options.keyword or failed or options.maxfail or any(".py" in argument for argument in config.args))
 
 
 def installed() -> dict[str, str]:
