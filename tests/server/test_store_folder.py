@@ -63,12 +63,22 @@ def test_a_folder_without_its_nonce_alone_can_still_be_used(folder: StoreFolder)
     assert not folder.problem()
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder in whose subfolders its user may be writing at this moment."""
+
+    def gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    wait_until(gone, f"{folder} is removed")
+
+
 def test_nothing_is_written_where_a_store_was_removed(tmp_path: Path) -> None:
     store = Store(tmp_path / "store", shared=False, keep_count=2)
     epoch = claim(store)
     for step in range(2):
         publish(store, epoch, step)
-    shutil.rmtree(store.folder.root)
+    remove(store.folder.root)
     for call in (
         lambda: claim(store, "another"),
         lambda: claim(store, "job", "another"),
@@ -114,6 +124,6 @@ def test_a_daemon_whose_store_is_removed_is_not_ready_and_says_so_and_is_again_w
 def test_a_node_whose_folder_is_removed_ends_and_says_so() -> None:
     with Daemon(lease_seconds=2) as daemon, Node(daemon.endpoint, "one") as node:
         joined(daemon, "one")
-        shutil.rmtree(node.folder)
+        remove(node.folder)
         assert node.wait() == 1
         assert f"resharder-node: --folder: {node.folder} was removed under the running process" in node.log.read_text()
