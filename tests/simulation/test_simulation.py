@@ -9,7 +9,7 @@ import pytest
 from tests.simulation import SIMULATIONS
 
 SCHEDULES = {"control": 400, "pieces": 700, "store": 1000}  # half a minute of a processor each
-FEW = 200
+FEW = 100
 ONCE_FAILED = {
     "control": (4215, 10000219, 20007339, 21003970, 22000137, 30064821, 38016490),
     "store": (4473, 10000093, 30017572, 30023615, 30032322, 30048568, 300035299),
