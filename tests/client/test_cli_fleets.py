@@ -70,12 +70,15 @@ def test_update_waits_for_the_end_of_the_move_and_says_how_it_goes(fake: FakeOpe
 def test_a_move_that_fails_exits_5_and_going_back_as_asked_exits_0(fake: FakeOperator) -> None:
     def failed() -> None:
         moving(fake, Move.FAILED)
-        fake.fleet.reason = "canary a: no room"
+        fake.fleet.reason = "canary servers/a could not install version 2: no room"
 
     moving(fake, Move.TRYING)
     fake.later(lambda: None, failed)
     done = resharder("update", "--wait")
-    assert (done.code, done.out) == (5, "policy targets latest, one move in 9 s, is at 1: canary a: no room\n")
+    assert (done.code, done.out) == (
+        5,
+        "policy targets latest, one move in 9 s, is at 1: canary servers/a could not install version 2: no room\n",
+    )
     moving(fake, Move.HOLDING)
     fake.later(lambda: None, lambda: moving(fake, Move.BACK), failed)
     assert resharder("back", "--reason", "slow", "--wait").code == 0

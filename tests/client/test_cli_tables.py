@@ -122,8 +122,13 @@ def test_a_name_is_shortened_in_its_middle() -> None:
             "fleets/policy  update (target number version 3, strategy canary canaries 1 hold seconds 60.0 approval)",
         ),
         (
-            {"subject": "fleets/policy", "what": "failed", "reason": "canary a: no room", "details": {"back_to": "1", "to": "2"}},
-            "fleets/policy  failed (back to 1, to 2): canary a: no room",
+            {
+                "subject": "fleets/policy",
+                "what": "failed",
+                "reason": "canary servers/a could not install version 2: no room",
+                "details": {"back_to": "1", "to": "2"},
+            },
+            "fleets/policy  failed (back to 1, to 2): canary servers/a could not install version 2: no room",
         ),
         ({"subject": "fleets/policy", "what": "update", "details": {"request": '{"fleet": {"na'}}, "fleets/policy  update"),
     ],

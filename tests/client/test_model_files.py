@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.trainer.model_files import model_files
+from resharder.client.errors import UsageError
+from resharder.client.trainer.model_files import model_files, plain_config, tokenizer_files
 from resharder.converters.checkpoint_files import missing_files
 
 from tests.support.tiny_hf import tiny_config
@@ -32,6 +33,14 @@ class Tokenizer:
     def save_pretrained(self, save_directory: str) -> None:
         (Path(save_directory) / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
         (Path(save_directory) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("given", [None, "Qwen/Qwen3-8B"])
+def test_what_is_no_config_or_no_tokenizer_is_refused_with_what_was_given(given: Any) -> None:
+    with pytest.raises(UsageError, match=f"the model's config is needed: .* got .*{given}"):
+        plain_config(given)
+    with pytest.raises(UsageError, match=r"expected a tokenizer or a folder that has one, got 7"):
+        tokenizer_files(7)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def publish_llama(publisher: Publisher) -> None:
         (lambda t: t | {NORM: ("F32", (31,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], found [31]"),
         (lambda t: t | {NORM: ("F8_E5M2", (32,))}, "llama", UsageError, "USAGE", f"{NORM}: expected one of BF16, F16, F32"),
         (lambda t: t, "../llama", Refused, "MODEL_NAME", "that starts with a letter or digit, got '../llama'"),
-        (lambda t: t | {"b": ("U8", (16 << 20,))}, "other", OutOfRoom, "NO_ROOM", "do not fit in 16777216 bytes"),
+        (lambda t: t | {"b": ("U8", (16 << 20,))}, "other", OutOfRoom, "NO_ROOM", "no room: model other needs 3 versions of 16."),
     ],
     ids=["missing tensor", "extra tensor", "wrong shape", "wrong dtype", "path-like model name", "full store"],
 )

@@ -58,7 +58,7 @@ def test_a_rollback_of_latest_keeps_the_target_with_its_pace() -> None:
 @pytest.mark.parametrize("known", [fleet(), moving(resources_pb2.Move.DONE), moving(resources_pb2.Move.FAILED)])
 @pytest.mark.parametrize("go_on", [True, False])
 def test_without_a_move_there_is_nothing_to_decide(known: Fleet, go_on: bool) -> None:
-    with pytest.raises(ValueError, match="no move is under way"):
+    with pytest.raises(ValueError, match="nothing to approve"):
         decide(known, go_on, "", seen())
 
 

@@ -21,7 +21,9 @@ from tests.support.reconciler_versions import SETTINGS, fingerprint, serving, ve
 
 DIGESTS = "InstallError: a digest differs: model.norm.weight"
 ONCE = f"version 2 failed once: worker 1: {DIGESTS}"
-HALF_WAY = "closed, the last install went wrong half-way; staging version 1, 0 of 2 workers done after: "
+HALF_WAY = (
+    "out of service: version 2 could not be installed (attempt 1 of 3): {}; returning to version 1: staging, 0 of 2 workers done"
+)
 
 
 def staging() -> Server:
@@ -75,7 +77,7 @@ def test_a_worker_that_fails_to_apply_is_named_with_its_error(outcome_first: boo
     ]
     failed = after(applying(), *(both if outcome_first else both[::-1]))
     assert failed.failures[2].error == f"worker 1: {DIGESTS}"
-    assert read(failed) == HALF_WAY + ONCE
+    assert read(failed) == HALF_WAY.format(f"worker 1: {DIGESTS}")
 
 
 def test_of_a_worker_whose_report_does_not_arrive_the_control_side_tells_the_error() -> None:
@@ -91,11 +93,11 @@ def test_what_the_control_side_could_not_do_is_told_as_its_own(kind: server_pb2.
     failed = after(server, outcome(kind, "TimeoutError: the engine did not pause"))
     verb = server_pb2.Order.Kind.Name(kind).lower()
     assert failed.failures[2].error == f"the control side could not {verb} it: TimeoutError: the engine did not pause"
-    said = f"version 2 failed once: {failed.failures[2].error}"
+    error = failed.failures[2].error
     if kind == server_pb2.Order.STAGE:
-        assert read(failed) == f"serving version 1; {said}; tries again in 1 s"
+        assert read(failed) == f"serving version 1; version 2 failed once: {error}; tries again in 1 s"
     else:
-        assert read(failed) == HALF_WAY + said
+        assert read(failed) == HALF_WAY.format(error)
 
 
 def test_a_worker_that_applied_another_version_is_named() -> None:

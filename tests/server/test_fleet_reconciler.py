@@ -282,7 +282,7 @@ def test_a_follower_that_attaches_after_an_install_that_went_wrong_shuts_its_gat
     failed = Worker(0, resources_pb2.Worker.FAILED, 2, "life-1", "a digest differs", "p0")
     server, _ = step(applying(), WorkerReported(failed), 1, SETTINGS)
     _, orders = step(server, Attached("b", 2), 1, SETTINGS)
-    assert orders[1] == Order("b", server_pb2.Order.CLOSE, reason="the last install went wrong half-way")
+    assert orders[1] == Order("b", server_pb2.Order.CLOSE, reason="its last install was not completed")
 
 
 def test_a_control_side_that_attaches_during_a_sleep_at_level_2_gives_the_sleep_as_its_reason() -> None:

@@ -78,7 +78,10 @@ def test_doctor_tells_a_missing_token_a_wrong_authority_and_a_firewall_apart(aut
         text, hint = found(secured.endpoint)
         assert text.endswith("it closes the connection at once")
         assert "does it expect TLS" in hint
-    with Daemon() as plain:
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}") as plain:
         assert found(plain.endpoint, **ca)[0].endswith("it does not speak TLS, this client does")
+        text, hint = found(plain.options["web_listen"])
+        assert text.endswith("it answers by HTTP/1")
+        assert "status page's port" in hint
     text, hint = found(f"127.0.0.1:{free_port()}")
     assert (text.rpartition(": ")[2], hint) == ("connection refused", "start resharderd there")

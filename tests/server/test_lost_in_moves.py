@@ -161,6 +161,8 @@ def test_a_move_that_loses_a_server_names_it_and_is_not_done(
         state = resources_pb2.Move.STOPPED  # the canary's hold ends before its lease
     assert site.move.state == state, site.fleets.reasons()
     assert victim in site.move.reason
+    if kind == CANARY and state == resources_pb2.Move.FAILED:
+        assert site.move.reason.startswith(f"canary servers/{victim} was lost while it installed version {site.move.to}")
     assert victim in site.move.failed or state == resources_pb2.Move.FAILED
     others = {name: found for name, found in site.serving().items() if name != victim}
     assert others == dict.fromkeys(others, version)

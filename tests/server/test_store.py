@@ -134,7 +134,8 @@ def test_room_is_refused_at_registration_with_who_holds_what(root: Path) -> None
     publish(store, claim(store), 0)
     epoch = store.epochs.begin("draft", "other", 1).epoch
     with pytest.raises(
-        ResourceExhausted, match=r"models/policy/versions/1 READY .* bytes; models/policy reserves 3 times"
+        ResourceExhausted,
+        match=r"raise --store-limit-bytes .*policy/versions/1 READY .* MiB; models/policy reserves 3 times",
     ) as caught:
         store.epochs.reserve("draft", epoch, LAYOUTS, FILES)
     assert caught.value.reason == "NO_ROOM"

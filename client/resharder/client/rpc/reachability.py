@@ -38,6 +38,11 @@ _CAUSES = (
         "set RESHARDER_TLS_CERT and RESHARDER_TLS_KEY to a pair of its client authority",
     ),
     (
+        "HTTP/1|Expected SETTINGS",
+        "it answers by HTTP/1",
+        "is it the status page's port? Use the port of `listen`, 7677 by default",
+    ),
+    (
         "Socket closed|Connection reset|[Hh]andshake|recvmsg",
         "it closes the connection at once",
         "does it expect TLS, or a client's certificate (RESHARDER_TLS_CA, _CERT, _KEY)?",

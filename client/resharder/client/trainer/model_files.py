@@ -70,8 +70,13 @@ def known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """Return the content of config.json as a dict."""
-    return dict(config) if isinstance(config, Mapping) else dict(json.loads(_saved(config)["config.json"]))
+    """Return the content of config.json as a dict. Raises UsageError for anything but a config."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not hasattr(config, "save_pretrained"):
+        given = "None" if config is None else f"{type(config).__name__} {config!r}"
+        raise UsageError(f"the model's config is needed: pass a transformers config or the content of config.json, got {given}")
+    return dict(json.loads(_saved(config)["config.json"]))
 
 
 def model_files(
@@ -128,6 +133,8 @@ def tokenizer_files(tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile
     """Return the files of a tokenizer, or of a folder that has one. Raises UsageError if there are none."""
     if tokenizer is None:
         return []
+    if not isinstance(tokenizer, str | Path) and not hasattr(tokenizer, "save_pretrained"):
+        raise UsageError(f"expected a tokenizer or a folder that has one, got {tokenizer!r}")
     contents = _read(Path(tokenizer)) if isinstance(tokenizer, str | Path) else _saved(tokenizer)
     files = [
         resources_pb2.ModelFile(path=path, content=content)

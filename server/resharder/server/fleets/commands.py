@@ -187,7 +187,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
     """Apply an operator's decision about the current move. Raises ValueError if there is nothing to decide."""
     move = fleet.moving
     if move is None:
-        raise ValueError("no move is under way")
+        raise ValueError("nothing to approve or turn back: no move is in progress")
     if not go_on:
         if move.state == resources_pb2.Move.BACK:
             return fleet

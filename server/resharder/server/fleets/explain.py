@@ -7,7 +7,7 @@ from resharder.server.fleets.reconciler.gate import went_half_way
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import latest, wanted
 from resharder.server.state.fleet import Fleet, Move, View
-from resharder.server.state.server import ASLEEP, Server, Settings
+from resharder.server.state.server import ASLEEP, Failure, Server, Settings
 from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Power
 
@@ -82,15 +82,15 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         return f"{server.failure}, {now - server.seen:.0f} s ago" if server.failure else f"{who} for {now - server.seen:.0f} s"
     if server.ending:
         why = server.install.error if server.install is not None else ""
-        return f"{_serving(server)}it ends, to start again on the version's config: {why}"
+        return f"{_serving(server, settings)}it ends, to start again on the version's config: {why}"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)
         if server.left:
-            return f"{_serving(server)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
+            return f"{_serving(server, settings)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
         if server.failure:
             return f"{server.failure}; it is LOST in {left:.0f} s, when its lease ends"
-        return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
-    return _serving(server) + _doing(server, now, settings) + _slow_reads(server) + _warnings(server)
+        return f"{_serving(server, settings)}no control side is attached; its lease ends in {left:.0f} s"
+    return _serving(server, settings) + _doing(server, now, settings) + _slow_reads(server) + _warnings(server)
 
 
 def _slow_reads(server: Server) -> str:
@@ -111,7 +111,7 @@ def _warnings(server: Server) -> str:
     return "".join(f"; worker {rank}: {text}" for text, rank in found.items())
 
 
-def _serving(server: Server) -> str:
+def _serving(server: Server, settings: Settings) -> str:
     if server.controls and server.power not in (Power.AWAKE, Power.POWER_UNSPECIFIED):
         return {
             Power.ASLEEP_1: f"asleep at level 1{_released(server)}; ",
@@ -130,7 +130,14 @@ def _serving(server: Server) -> str:
     if server.altered:
         rank, found = min(server.altered.items())
         return f"closed, worker {rank}: {found}; "
-    return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
+    if not _half_way(server):
+        return "closed; " + _stranger(server)
+    if not server.failures:
+        return "out of service: an install was not completed; " + _stranger(server)
+    version, failure = _latest_failure(server)
+    within = failure.count <= settings.attempts
+    attempts = f"attempt {failure.count} of {settings.attempts}" if within else f"{failure.count} attempts"
+    return f"out of service: version {version} could not be installed ({attempts}): {failure.error}; {_stranger(server)}"
 
 
 def _released(server: Server) -> str:
@@ -186,8 +193,13 @@ def _doing(server: Server, now: float, settings: Settings) -> str:
             w for w in server.workers.values() if w.install == install.id and w.state in (done, resources_pb2.Worker.APPLIED)
         ]
         what = "staging" if install.state == resources_pb2.Install.STAGING else "applying"
-        last = f" after: {_last_failure(server)}" if server.failures else ""
-        return f"{what} version {install.version}, {len(ready)} of {server.world_size} workers done{last}"
+        ready_text = f"{len(ready)} of {server.world_size} workers done"
+        if not server.failures:
+            return f"{what} version {install.version}, {ready_text}"
+        if _half_way(server):  # the failure is in `_serving`
+            again = "trying again" if install.version in server.failures else f"returning to version {install.version}"
+            return f"{again}: {what}, {ready_text}"
+        return f"{what} version {install.version}, {ready_text} after: {_last_failure(server)}"
     return _idle(server, now, settings)
 
 
@@ -205,17 +217,22 @@ def _idle(server: Server, now: float, settings: Settings) -> str:
     version = target(server, settings)
     if server.opened and not version and not server.failures:
         return server.goal.why or "it is the fleet's target"
+    failed = f"{_last_failure(server)}; " if server.failures and not _half_way(server) else ""  # else `_serving` has it
     if version and version in server.failures:
-        return f"{_last_failure(server)}; tries again in {max(0.0, server.failures[version].retry_at - now):.0f} s"
+        return f"{failed}tries again in {max(0.0, server.failures[version].retry_at - now):.0f} s"
     if server.failures:
-        return f"{_last_failure(server)}; waits for a newer version"
+        return f"{failed}waits for a newer version"
     if version:
         return f"version {version} is next"
     return server.goal.why or (f"holds version {server.agreed}" if server.agreed else "the fleet has no target")
 
 
+def _latest_failure(server: Server) -> tuple[int, Failure]:
+    return max(server.failures.items(), key=lambda item: item[1].retry_at)
+
+
 def _last_failure(server: Server) -> str:
-    version, failure = max(server.failures.items(), key=lambda item: item[1].retry_at)
+    version, failure = _latest_failure(server)
     often = "once" if failure.count == 1 else f"{failure.count} times, last"
     return f"version {version} failed {often}: {failure.error}"
 

@@ -316,7 +316,7 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
         return replace(fleet, move=replace(move, servers=chosen))
     for id in chosen:
         if error := _canary_error(view.servers.get(id), move, view):
-            return turn_back(fleet, move, view, f"canary {id}: {error}")
+            return turn_back(fleet, move, view, f"canary servers/{id} {error}")
     if not chosen or not all(id in present and present[id].serving == move.to for id in chosen):
         return fleet
     if move.state == resources_pb2.Move.TRYING:
@@ -327,8 +327,10 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 def _canary_error(server: Server | None, move: Move, view: View) -> str:
     if server is None or server.lost_at is not None:
-        return (server.failure if server is not None else "") or "its lease ended"
-    return _hopeless(server, move.to, move, view.settings.attempts)
+        why = f": {server.failure}" if server is not None and server.failure else ""
+        return f"was lost while it installed version {move.to}{why}"
+    error = _hopeless(server, move.to, move, view.settings.attempts)
+    return error and f"could not install version {move.to}: {error}"
 
 
 def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:

@@ -296,7 +296,7 @@ class Intake:
         If a medium fails, every rank gets the error, and the next rank that registers tries again.
         """
         try:
-            self.store.capacity.check_size(sum(spec.size for spec in publisher.specs))
+            self.store.capacity.check_size(publisher.model, sum(spec.size for spec in publisher.specs))
             checked = publisher.check()
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self.lock:

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from resharder.converters.units import size_text
 from resharder.server.infra.filesystem import touching
 from resharder.server.state.errors import ResourceExhausted
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store.catalogue import Catalogue, StoredModel
 
 _SHARE = 0.8
+_MORE_ROOM = "raise --store-limit-bytes or lower --keep-count"
 
 
 class Retention(NamedTuple):
@@ -70,11 +72,15 @@ class Capacity:
             with touching(root, "measuring"):
                 self.limit_bytes = int(_SHARE * (self._free() + catalogue.used_bytes()))
 
-    def check_size(self, size: int) -> None:
+    def check_size(self, model: str, size: int) -> None:
         """Raise ResourceExhausted (NO_ROOM) if versions of `size` bytes do not fit in an empty store. Needs no lock."""
         sets = self._retention.sets(size)
         if size * sets > self.limit_bytes:
-            raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
+            raise ResourceExhausted(
+                "NO_ROOM",
+                f"no room: model {model} needs {sets} versions of {size_text(size)} ({size_text(size * sets)}), the store holds "
+                f"{size_text(self.limit_bytes)}; {_MORE_ROOM}",
+            )
 
     def check_epoch(self, model: StoredModel, size: int, coming: Mapping[str, int] = MappingProxyType({})) -> None:
         """Raise ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit.
@@ -87,8 +93,9 @@ class Capacity:
         if needed > limit or needed > there:
             raise ResourceExhausted(
                 "NO_ROOM",
-                f"{model.name}: {sets} versions of {size} bytes and what is kept need {needed} bytes, the store has "
-                f"{max(0, min(limit, there))} of {self.limit_bytes} for them; {self.holdings()}",
+                f"no room: {sets} versions of {size_text(size)} of model {model.name} and what is kept need {size_text(needed)}, "
+                f"the store has {size_text(max(0, min(limit, there)))} of {size_text(self.limit_bytes)} for them; {_MORE_ROOM}; "
+                f"{self.holdings()}",
             )
 
     def within_limit(self, model: StoredModel, size: int) -> bool:
@@ -105,11 +112,11 @@ class Capacity:
         for model in self._catalogue.stored():
             for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
                 by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
-                lines.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
+                lines.append(f"{record.name} {record.state} {size_text(record.size_bytes)}" + (f" used by {by}" if by else ""))
                 lines[-1] += f" ({record.reason})" if record.reason else ""
             if model.reservation:
-                lines.append(f"models/{model.name} reserves {model.reservation.sets} times {model.reservation.size} bytes")
-            lines += [f"{path}, which cannot be removed, {size} bytes" for path, size in model.stuck.items()]
+                lines.append(f"models/{model.name} reserves {model.reservation.sets} times {size_text(model.reservation.size)}")
+            lines += [f"{path}, which cannot be removed, {size_text(size)}" for path, size in model.stuck.items()]
         return "held: " + ("; ".join(lines[:16]) or "nothing")
 
     def _left_for(self, model: StoredModel, coming: Mapping[str, int] = MappingProxyType({})) -> int:

@@ -114,7 +114,7 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
         if not leads:  # a leader gets APPLY below, or executes it: its gate may be closed after a failure
             orders.append(hold_order(install, control))
     elif server.torn:
-        reason = "the last install went wrong half-way" if went_half_way(server) else closed_because(server)
+        reason = "its last install was not completed" if went_half_way(server) else closed_because(server)
         orders.append(Order(control.nonce, server_pb2.Order.CLOSE, reason=reason))
     elif (server.goal.strict or not server.goal.in_service) and not (server.lingers and server.goal.permits(server.lingers)):
         orders.append(Order(control.nonce, server_pb2.Order.CLOSE, reason=closed_because(server)))
