@@ -170,6 +170,13 @@ def test_it_runs_as_a_process_and_the_page_has_every_command_and_exit_code_of_it
     assert {"status", "update", "drain", "gc", "check"} <= names
 
 
+def test_examples_in_a_help_keep_their_lines() -> None:
+    shown = [line.strip() for line in resharder("fleet", "set", "--help").out.splitlines()]
+    assert "resharder fleet set --rolling 2 --max-failures 1" in shown
+    shown = [line.strip() for line in resharder("import", "--help").out.splitlines()]
+    assert "resharder import runs/7/checkpoints --config Qwen3-8B" in shown
+
+
 def test_the_command_starts_without_torch_or_vllm() -> None:
     code = "import sys, resharder.client.cli; print([m for m in ('torch', 'vllm', 'numba', 'transformers') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -103,7 +103,7 @@ def set_(
 ) -> None:
     """Set a fleet's target and update strategy; other settings stay. A new NAME with --model creates a fleet.
 
-
+    \b
     resharder fleet set --rolling 2 --max-failures 1
     resharder fleet set --canary 1 --hold 60 --approve --rolling 4
     resharder fleet set tests --model policy --want 12 --pause-mode wait

@@ -67,7 +67,7 @@ def import_(
 
     Fleets with the target `latest` skip the version, unless --serve is given or the model has no other: `update N` serves it.
 
-
+    \b
     resharder import checkpoints/step-100 --model policy --step 100
     resharder import runs/7/checkpoints --config Qwen3-8B
     """
