@@ -14,7 +14,7 @@ from resharder.converters.geometry.layout import TensorSpec
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
 from tests.support.vllm_engine import Engine
-from tests.support.vllm_models import make_pair, publish, without_weights
+from tests.support.vllm_models import DRAFTS, make_pair, publish, without_weights
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
@@ -22,6 +22,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 @pytest.mark.compat("other")
 @pytest.mark.full
+@pytest.mark.skipif(not DRAFTS, reason="this CPU build does not run drafters")
 def test_boxes_bring_model_and_drafter_to_what_a_fresh_server_holds(daemon: Daemon, tmp_path: Path) -> None:
     """Two servers, each the other's proof: one loads B itself and takes A, the other boots A from the daemon and takes B."""
     a, b = make_pair(tmp_path, "mimo", num_attention_heads=4, num_key_value_heads=2)
