@@ -16,7 +16,6 @@ from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint, save_tokenizer, tiny_config
 from tests.support.weights import random_weights
 
-
 DRAFTS = Version(vllm.__version__).release[:2] != (0, 30)
 """The CPU build of 0.30 raises "Cannot inspect kernel parameters" at its first draft, without a plugin too."""
 
