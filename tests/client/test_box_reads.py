@@ -15,7 +15,7 @@ from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions import port_reader
-from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests
+from resharder.client.versions.manifest import Arrived, VersionManifest, expected_digests
 from resharder.client.versions.source import read_boxes
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed

@@ -11,7 +11,7 @@ from resharder.client.rpc.data_port import data_port
 from resharder.client.rpc.tls import Tls
 from resharder.client.tools import links
 from resharder.client.tools.links import HostLink, judged, measure_links
-from resharder.client.versions.remote import get_manifest
+from resharder.client.versions.manifest import get_manifest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.port_probe import StreamRate, measure_port
 from resharder.converters.wire.range_client import DataAddress

@@ -22,9 +22,9 @@ from resharder.client.inference.worker.source import DESCRIPTORS, Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
 from resharder.client.versions import port_reader
+from resharder.client.versions.manifest import VersionManifest
 from resharder.client.versions.port_reader import PortConnection, PortReader
 from resharder.client.versions.read_plan import FileRange, plan_reads
-from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Box, Range
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.boxes import boxes_to_proto

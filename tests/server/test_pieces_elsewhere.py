@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import get_manifest
+from resharder.client.versions.manifest import get_manifest
 from resharder.client.versions.source import SCHEME, open_source
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.wire.pieces import Bitmap, number_pieces

@@ -18,8 +18,8 @@ from resharder.client.errors import DATA_PORT, CorruptData, DaemonUnreachable, R
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import data_port
 from resharder.client.transport.shared_memory import copy_threads
+from resharder.client.versions.manifest import Arrived, VersionManifest, get_manifest
 from resharder.client.versions.read_plan import FileRange
-from resharder.client.versions.remote import Arrived, VersionManifest, get_manifest
 from resharder.converters.environment import PROXY
 from resharder.converters.geometry.chunking import Part
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index, box_shape, box_size
