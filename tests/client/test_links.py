@@ -13,7 +13,7 @@ from resharder.client.tools import links
 from resharder.client.tools.links import HostLink, judged, measure_links
 from resharder.client.versions.manifest import get_manifest
 from resharder.converters.geometry.layout import TensorSpec
-from resharder.converters.wire.port_probe import StreamRate, measure_port
+from resharder.converters.wire.port_probe import StreamRate, measure_port, problem_of
 from resharder.converters.wire.range_client import DataAddress
 
 from tests.chaos.proxy import Proxies
@@ -193,3 +193,7 @@ def test_a_link_is_slow_beside_the_median_one(rates: list[float], verdicts: str)
         [HostLink("here", f"nodes/{at}", "data", "", rates=(StreamRate(1, int(rate), 1.0),)) for at, rate in enumerate(rates)]
     )
     assert [link.verdict for link in found] == verdicts.split()
+
+
+def test_an_error_without_a_text_is_named_by_its_type() -> None:
+    assert problem_of(OSError(), DataAddress("h", 1)).found == "OSError"
