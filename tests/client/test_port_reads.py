@@ -23,7 +23,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
 from resharder.client.versions import port_reader
 from resharder.client.versions.manifest import VersionManifest
-from resharder.client.versions.port_reader import PortConnection, PortReader
+from resharder.client.versions.port_reader import DaemonPort, PortConnection, PortReader
 from resharder.client.versions.read_plan import FileRange, plan_reads
 from resharder.converters.geometry.layout import Box, Range
 from resharder.converters.storage.files import FileLayout, MappedFiles
@@ -145,6 +145,15 @@ def test_a_restarted_daemon_is_read_at_its_new_address(monkeypatch: pytest.Monke
             reading.result()
             assert content(descriptors[0]) == stored(daemon).read_bytes()
         assert manifest_of(channel).data_address != manifest.data_address
+
+
+def test_a_port_that_moves_and_moves_back_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = VersionManifest("models/policy/versions/1", 1, "f", "", {}, {}, (), "d:1")
+    port = DaemonPort(SimpleNamespace(endpoint="d:7677", tls=None), first)  # type: ignore[arg-type]
+    for number, moved in ((2, True), (2, False), (1, True), (1, False)):
+        now = replace(first, data_address=f"d:{number}")
+        monkeypatch.setattr(port_reader, "get_manifest", lambda *_, now=now, **__: now)
+        assert (port.renew(), port.address.port) == (moved, number)
 
 
 def test_a_version_of_another_store_is_refused(channel: Channel) -> None:
