@@ -22,8 +22,7 @@ from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Pl
 from resharder.converters.wire import windows
 from resharder.converters.wire.chunk_body import BOXES, boxes_header
 from resharder.converters.wire.windows import boxes_request
-from resharder.server.data.pinned import PinnedVersion
-from resharder.server.data.versions import ServedVersion
+from resharder.server.data.versions import PinnedVersion, ServedVersion
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
