@@ -207,7 +207,7 @@ HUGE = (1 << 63) - 1
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "status", "said"),
+    ("path", "headers", "status", "reason"),
     [
         (FILE, {}, 400, b"expected a header Range"),
         ("/etc/passwd", {"Range": "bytes=0-1"}, 400, b"expected a path"),
@@ -249,11 +249,11 @@ HUGE = (1 << 63) - 1
     ],
 )
 def test_a_request_that_names_no_part_of_a_version_is_refused(
-    channel: Channel, path: str, headers: dict[str, str], status: int, said: bytes
+    channel: Channel, path: str, headers: dict[str, str], status: int, reason: bytes
 ) -> None:
     found, body, _ = ask(manifest_of(channel).data_address, path, **headers)
     assert found == status
-    assert said in body
+    assert reason in body
 
 
 def test_a_part_that_is_no_piece_has_no_checksum(daemon: Daemon, channel: Channel) -> None:

@@ -91,11 +91,11 @@ def test_what_the_control_side_could_not_do_is_told_as_its_own(kind: server_pb2.
     failed = after(server, outcome(kind, "TimeoutError: the engine did not pause"))
     verb = server_pb2.Order.Kind.Name(kind).lower()
     assert failed.failures[2].error == f"the control side could not {verb} it: TimeoutError: the engine did not pause"
-    said = f"version 2 failed once: {failed.failures[2].error}"
+    failure = f"version 2 failed once: {failed.failures[2].error}"
     if kind == server_pb2.Order.STAGE:
-        assert read(failed) == f"serving version 1; {said}; tries again in 1 s"
+        assert read(failed) == f"serving version 1; {failure}; tries again in 1 s"
     else:
-        assert read(failed) == HALF_WAY + said
+        assert read(failed) == HALF_WAY + failure
 
 
 def test_a_worker_that_applied_another_version_is_named() -> None:
@@ -104,15 +104,15 @@ def test_a_worker_that_applied_another_version_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "said"),
+    ("server", "error"),
     [
         (staging(), "staging took longer than 50 s; done: workers [0]"),
         (applying(), "applying took longer than 50 s; done: workers []"),
     ],
 )
-def test_a_step_that_takes_too_long_names_the_workers_that_are_done(server: Server, said: str) -> None:
+def test_a_step_that_takes_too_long_names_the_workers_that_are_done(server: Server, error: str) -> None:
     begun = after(server, worker(0, resources_pb2.Worker.STAGED))
-    assert after(begun, Reported("a"), Ticked(), now=61).failures[2].error == said
+    assert after(begun, Reported("a"), Ticked(), now=61).failures[2].error == error
 
 
 def test_a_worker_that_another_process_has_replaced_is_named() -> None:

@@ -12,7 +12,7 @@ from resharder.v1 import node_pb2, node_pb2_grpc, publisher_pb2
 from tests.support.browser import NARROW, WIDE, browser, needs_browser, resize, text
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
-from tests.support.populated_daemon import job, publish, scene, upload_half
+from tests.support.populated_daemon import job, populated, publish, upload_half
 from tests.support.ports import free_port
 from tests.support.publishing import Job
 from tests.support.simulated_server import SimulatedServer
@@ -89,7 +89,7 @@ def differences(page: "Chrome", operator: Operator) -> list[object]:
 def test_it_shows_what_the_daemon_says_of_fleets_servers_versions_and_what_moves(page: "Chrome") -> None:
     with (
         Daemon(web_listen=f"127.0.0.1:{free_port()}", lease_seconds=600) as busy,
-        scene(busy),
+        populated(busy),
         Operator(busy.endpoint) as operator,
     ):
         open_page(page, busy)

@@ -264,10 +264,10 @@ class Daemon:
         failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
-            say, whom = (
+            log, whom = (
                 (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "that reaches the port")
             )
-            say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
+            log("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         records = (record for model in self.store.catalogue.models() for record in self.store.catalogue.versions(model))
         self.nodes.replication.start(record.name for record in records if record.state == READY)
         self._ticker.start()
