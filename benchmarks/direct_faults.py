@@ -102,8 +102,8 @@ class Trial:
             asked = self.system.begin_publish()
             wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the rank has stopped", 120)
             self.stored(wanted, "a rank stopped in the middle of a transfer", began)
-        said = self.system.trainer.requests.reply(asked, 120)
-        self.note("the rank, let go on", f"returned from publish of version {said['version']}")
+        answer = self.system.trainer.requests.reply(asked, 120)
+        self.note("the rank, let go on", f"returned from publish of version {answer['version']}")
         self.direct_again("that")
 
     def rank_dies(self) -> None:
@@ -121,13 +121,13 @@ class Trial:
         asked = self.system.begin_publish()
         wait_until(lambda: any(e["version"] == wanted for e in self.system.events("direct_turn")), "the transfer has begun")
         self.system.kill_engine(0)
-        said = self.system.trainer.requests.reply(asked, 300)
+        answer = self.system.trainer.requests.reply(asked, 300)
         self.note("a worker killed in the middle of a transfer", f"publish returned after {time.monotonic() - began:.1f} s")
         server = self.system.servers[0]
         server.kill()
         server.start()
         server.wait_ready()
-        self.stored(int(said["version"]), "the same server, started again", began)
+        self.stored(int(answer["version"]), "the same server, started again", began)
         self.direct_again("that")
 
 

@@ -89,15 +89,15 @@ def seconds_of(took: list[Took]) -> float:
     return median(max(end for _, end, _ in each) - max(begin for begin, _, _ in each) for each in zip(*took, strict=True))
 
 
-def report(job: Job, said: dict[int, dict[str, Any]], peer: float | None) -> list[Row]:
-    ranks = sorted(said)
+def report(job: Job, results: dict[int, dict[str, Any]], peer: float | None) -> list[Row]:
+    ranks = sorted(results)
     first = len(ranks) // 2  # of the receivers
-    kept = max(said[rank]["bytes"] for rank in ranks[first:])
-    rates = {name: job.link_bytes / seconds_of([said[r]["links"][name] for r in ranks]) for name in ("straight", "crossed")}
+    kept = max(results[rank]["bytes"] for rank in ranks[first:])
+    rates = {name: job.link_bytes / seconds_of([results[r]["links"][name] for r in ranks]) for name in ("straight", "crossed")}
     limit = kept / rates["straight"]
     print(f"{job.name}: {kept / 1e9:.2f} GB a worker; plain sends {rates['straight'] / 1e9:.0f} GB/s one to one, "
           f"{rates['crossed'] / 1e9:.0f} each to both: limit {limit * 1000:.1f} ms")  # fmt: skip
-    plain = {size: seconds_of([said[r]["plain"][size] for r in ranks]) for size in job.sizes}
+    plain = {size: seconds_of([results[r]["plain"][size] for r in ranks]) for size in job.sizes}
     if plain:
         found = ", ".join(f"{size / MIB:g} MiB {job.link_bytes / seconds / 1e9:.0f}" for size, seconds in plain.items())
         print(f"{job.name}: many plain messages at once, GB/s: {found}", flush=True)
@@ -106,27 +106,28 @@ def report(job: Job, said: dict[int, dict[str, Any]], peer: float | None) -> lis
     )
     rows = []
     for way in job.ways:
-        each = [said[rank]["ways"][way] for rank in ranks]
+        each = [results[rank]["ways"][way] for rank in ranks]
         total = seconds_of([one["took"] for one in each])
         parts = [[median(getattr(s, part) for *_, s in one["took"]) * 1000 for part in Seconds._fields] for one in each]
         wrong = sum(one["wrong"] for one in each)
         counts = (str(max(one[what] for one in each)) for what in ("rounds", "messages"))
         times = (parts[0][1], parts[0][2], parts[first][2], parts[first][3])
-        memory = (f"{each[rank]['staging'] / MIB:.0f}+{said[rank]['group MiB']:.0f}" for rank in (0, first))
+        memory = (f"{each[rank]['staging'] / MIB:.0f}+{results[rank]['group MiB']:.0f}" for rank in (0, first))
         shown = (f"{total * 1000:.1f}", f"{limit / total:.0%}", *counts, *(f"{t:.1f}" for t in times), *memory, str(wrong))
         table.add_row(str(way), *shown)
         rows.append(Row(f"direct {job.name}" + (f", {way}" if rows else ""), total, peer, limit))
     Console(width=180).print(table)
-    if any(said[rank]["ways"][way]["wrong"] for rank in ranks for way in job.ways):
+    if any(results[rank]["ways"][way]["wrong"] for rank in ranks for way in job.ways):
         raise AssertionError(f"{job.name}: elements are wrong")
-    proven, alone = seconds_of([one["proven"] for one in said.values()]), [t for *_, t in said[first]["proven"]]
-    if sum(one["unproven"] for one in said.values()):
+    proven, alone = seconds_of([one["proven"] for one in results.values()]), [t for *_, t in results[first]["proven"]]
+    if sum(one["unproven"] for one in results.values()):
         raise AssertionError(f"{job.name}: digests are wrong")
     rows.append(Row(f"direct {job.name}, with the digest proof", proven, peer, limit))
     print(f"{job.name}: MiB above: buffers and what the group takes of a sender and of a receiver; "
           f"with the proof {proven * 1000:.1f} ms, {proven / rows[0].ours - 1:+.0%}; alone {median(alone) * 1000:.1f}, "
-          f"made in {said[first]['proof made'] * 1000:.0f}; schedules prepared in {said[0]['prepared'] * 1000:.0f} ms, again in "
-          f"{said[0]['prepared again'] * 1000:.1f} and {said[first]['prepared again'] * 1000:.1f}", flush=True)  # fmt: skip
+          f"made in {results[first]['proof made'] * 1000:.0f}; schedules prepared in {results[0]['prepared'] * 1000:.0f} ms, "
+          f"again in {results[0]['prepared again'] * 1000:.1f} and "
+          f"{results[first]['prepared again'] * 1000:.1f}", flush=True)  # fmt: skip
     return rows
 
 

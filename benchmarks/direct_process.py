@@ -22,7 +22,7 @@ from resharder.converters.storage.digest import digest_torch
 from torch.distributed import TCPStore
 
 from benchmarks.direct_layouts import memory_of
-from tests.support.late_group import Late
+from tests.support.late_group import DelayedGroup
 
 MIB = 1 << 20
 TIMEOUT = 60.0  # seconds
@@ -152,8 +152,8 @@ class Process:
         for i in range(warm_up + rounds):
             self.meet(f"{name} {i}")
             begin = time.monotonic()
-            said = work()
-            found.append((begin, time.monotonic(), said))
+            result = work()
+            found.append((begin, time.monotonic(), result))
         return found[warm_up:]
 
     def plain(self, group: DirectGroup, memory: torch.Tensor, size: int, crossed: bool) -> None:
@@ -246,24 +246,24 @@ def measuring(place: Place, job: Job, rounds: int, answers: Any) -> None:
 
 def failing(place: Place, job: Job, rounds: int, answers: Any) -> None:
     """Suspend the last sender beyond the others' timeout, check a new group, then kill the sender."""
-    process, said = Process(place), list[str]()
+    process, lines = Process(place), list[str]()
     actor, timeout = place.size // 2 - 1, 3.0
     for act, what in (("sleeps", lambda: time.sleep(2 * timeout)), ("nothing", None), ("is killed", _die)):
-        process.fill(len(said))
+        process.fill(len(lines))
         group = process.new_group(act)
-        transfer = process.transfer(job.ways[-1], Late(group, 2, what) if place.rank == actor and what else group)
+        transfer = process.transfer(job.ways[-1], DelayedGroup(group, 2, what) if place.rank == actor and what else group)
         process.meet(act)
         begin = time.monotonic()
         try:
             transfer.run(TIMEOUT if act == "nothing" else timeout)
-            outcome = f"{0 if place.sends else process.wrong(len(said))} wrong elements"
+            outcome = f"{0 if place.sends else process.wrong(len(lines))} wrong elements"
         except DirectFailed as error:
             outcome = f"torn {error.torn}: {error}"
         seconds = time.monotonic() - begin
         group.close()
         alive = float(torch.ones(8, device=process.device).sum()) == 8
-        said.append(f"sender {actor} {act}: rank {place.rank} after {seconds:.3f} s, alive {alive}, {outcome[:120]}")
-        answers.put((place.rank, said[-1]))
+        lines.append(f"sender {actor} {act}: rank {place.rank} after {seconds:.3f} s, alive {alive}, {outcome[:120]}")
+        answers.put((place.rank, lines[-1]))
 
 
 def _die() -> None:

@@ -37,7 +37,7 @@ PATIENCE = 400.0  # seconds
 SHARED = ("--gpu-memory-utilization", "0.5")  # requested at start, because other processes may use the GPU too
 # As in production, except for torch.compile, which takes minutes.
 GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 512]}')
-SAID = {  # events of a version in the daemon's log
+LOGGED = {  # events of a version in the daemon's log
     "created": r"^version_created .*/versions/{}\b",
     "READY": r"^version_ready .*/versions/{} ",
     "staging": r"^server_staging .* staging version {},",
@@ -232,10 +232,10 @@ class System:
 
     def publish(self, seed: int | None = None, direct: bool = True) -> int:
         """Publish weights made from `seed`, by default the step, and return the version's number."""
-        said = self.trainer.ask(timeout=PATIENCE, **self._request(seed, direct))
-        self.began, self.published_seconds = float(said["began"]), float(said["publish_s"])
-        self.say(f"version {said['version']} published in {self.published_seconds:.2f} s")
-        return int(said["version"])
+        answer = self.trainer.ask(timeout=PATIENCE, **self._request(seed, direct))
+        self.began, self.published_seconds = float(answer["began"]), float(answer["publish_s"])
+        self.say(f"version {answer['version']} published in {self.published_seconds:.2f} s")
+        return int(answer["version"])
 
     def happened(self, version: int) -> dict[str, float]:
         """Return the seconds from the begin of the last publish to each event in the daemon's log.
@@ -248,15 +248,15 @@ class System:
         wait_until(lambda: all(server.version == version and not server.ahead for server in servers(self.daemon)), "it is proven")
         times: dict[str, float] = {}
 
-        def said() -> bool:
+        def all_logged() -> bool:
             for line in self.events():
-                words = f"{line['event']} {line.get('subject')} {line.get('version')} {line.get('reason')}"
-                for what, pattern in SAID.items():
-                    if re.search(pattern.format(version), words):
+                entry = f"{line['event']} {line.get('subject')} {line.get('version')} {line.get('reason')}"
+                for what, pattern in LOGGED.items():
+                    if re.search(pattern.format(version), entry):
                         times[what] = datetime.fromisoformat(line["timestamp"]).timestamp() - self.began
-            return times.keys() == SAID.keys()
+            return times.keys() == LOGGED.keys()
 
-        wait_until(said, f"the daemon's log has {', '.join(SAID)} of version {version}", 20)
+        wait_until(all_logged, f"the daemon's log has {', '.join(LOGGED)} of version {version}", 20)
         return times
 
     def serve_ahead(self, ahead: bool) -> None:
@@ -280,10 +280,10 @@ class System:
         """Return the fingerprints of all tensors that each worker reads when it runs."""
         found = []
         for server in self.servers:
-            said = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
-            if not all(one["ok"] for one in said):
-                raise AssertionError(said)
-            found += [one["tensors"] for one in said]
+            results = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
+            if not all(one["ok"] for one in results):
+                raise AssertionError(results)
+            found += [one["tensors"] for one in results]
         return found
 
     def events(self, *names: str) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from resharder.converters.geometry.layout import Piece
 from resharder.converters.models.tensor_io import view_of
 from resharder.converters.models.megatron.layout import local_layout
 
-from tests.support.late_group import Late, LatePairs
+from tests.support.late_group import DelayedGroup, DelayedPairs
 
 _plain_run = Transfer.run
 _fault = ""
@@ -56,9 +56,9 @@ def run(self: Transfer, *arguments: Any) -> Seconds:
     group, pairs = self.group, self._pairs
     sending = [number for number, exchange in enumerate(self.schedule.rounds, 1) if exchange.sends]
     if pairs.owners:
-        self._pairs = LatePairs(pairs, act)  # type: ignore[assignment]
+        self._pairs = DelayedPairs(pairs, act)  # type: ignore[assignment]
     else:
-        self.group = Late(group, sending[:2][-1], act)
+        self.group = DelayedGroup(group, sending[:2][-1], act)
     try:
         return _plain_run(self, *arguments)
     finally:

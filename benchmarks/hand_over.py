@@ -30,7 +30,7 @@ from resharder.v1 import resources_pb2
 
 from benchmarks.stores import fast_store
 from benchmarks.vllm_reload import limit_seconds
-from tests.support.released import Released
+from tests.support.released import ImmediateReleases
 
 ROUNDS = 5
 
@@ -77,7 +77,7 @@ def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Te
     times = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()
-        transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, pieces), Released())
+        transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, pieces), ImmediateReleases())
         times.append(time.perf_counter() - began)
     return median(times[1:])
 

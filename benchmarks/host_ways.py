@@ -93,7 +93,7 @@ def version(endpoint: str, name: str, held: str) -> None:
     from resharder.client.inference.worker.fetch import fetch
     from resharder.client.inference.worker.source import Mirror
     from resharder.client.rpc.channel import Channel
-    from resharder.client.versions.remote import boxes_request, expected_digests, get_manifest
+    from resharder.client.versions.manifest import boxes_request, expected_digests, get_manifest
 
     with Channel(endpoint) as channel:
         manifest = get_manifest(channel, name)

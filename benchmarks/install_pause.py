@@ -90,21 +90,21 @@ def run(rounds: int, each: int, gpu: bool) -> None:
         with System((GPU_JOBS if gpu else CPU_JOBS)[0], each, each, cpu=not gpu, eager=not gpu, direct_seconds=20) as system:
             client = Client(system.servers[0])
             for round_ in range(rounds + 1):
-                for direct, those in found.items():
+                for direct, runs in found.items():
                     seen = measure(system, collector, client, direct)
                     system.say(", ".join(f"{name} {ms:.1f}" for name, ms in seen.items()))
                     if round_:  # the first one of each path connects and compiles
-                        those.append(seen)
+                        runs.append(seen)
             client.end()
     table = Table("phase", "direct, ms", "staged, ms", "what")
     for name, what in PHASES.items():
-        cells = [_middle(those, name) for those in found.values()]
+        cells = [_middle(runs, name) for runs in found.values()]
         table.add_row(name, *cells, what)
     Console(width=150).print(table)
 
 
-def _middle(those: list[dict[str, float]], name: str) -> str:
-    there = [each[name] for each in those if name in each]
+def _middle(runs: list[dict[str, float]], name: str) -> str:
+    there = [each[name] for each in runs if name in each]
     low, middle, _ = quantiles(there) if len(there) > 1 else (0.0, 0.0, 0.0)
     return f"{middle:.1f} ({low:.1f})" if there else "-"
 

@@ -30,8 +30,8 @@ from resharder.client.inference.worker.source import DESCRIPTORS, Mirror
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor
 from resharder.client.versions import read_plan
+from resharder.client.versions.manifest import get_manifest
 from resharder.client.versions.port_reader import PortReader
-from resharder.client.versions.remote import get_manifest
 from resharder.converters.geometry.layout import Box, Range, box_index
 from resharder.converters.storage.files import MappedFiles
 from rich.console import Console

@@ -227,8 +227,8 @@ class Swarm:
             return
         requests = [PieceRequest(flow.piece, flow.source.name, flow.started, network.piece_bytes) for flow in host.receiving]
         before = time.process_time()
-        told = host.offers, host.scarce, host.granted
-        chosen = choose(host.held, host.needs, *told, host.records, requests, self._now, host.chance, network.limits)
+        known = host.offers, host.scarce, host.granted
+        chosen = choose(host.held, host.needs, *known, host.records, requests, self._now, host.chance, network.limits)
         self._outcome.choosing += time.process_time() - before
         for piece, peer in chosen:
             flow = Flow(piece, self._by_name[peer], host, self._now, network.piece_bytes, self._now)

@@ -88,8 +88,8 @@ def example() -> str:
     ]
     for option, (name, field) in zip(options(Config), Config.model_fields.items(), strict=True):
         value = field.examples[0] if field.examples else field.get_default()
-        words = re.sub(r"\[([^\]]*)\]\(([^)#]*)[^)]*\)", r"\1 (docs/\2)", option.meaning)
-        lines = textwrap.wrap(words[0].upper() + words[1:] + ".", 126, break_long_words=False, break_on_hyphens=False)
+        text = re.sub(r"\[([^\]]*)\]\(([^)#]*)[^)]*\)", r"\1 (docs/\2)", option.meaning)
+        lines = textwrap.wrap(text[0].upper() + text[1:] + ".", 126, break_long_words=False, break_on_hyphens=False)
         if name in _EXAMPLES:
             lines += [f"    {line}" for line in _EXAMPLES[name].splitlines()]
         parts.append("\n".join(f"# {line}" for line in lines) + "\n" + yaml.safe_dump({name: value}, default_flow_style=False))

@@ -17,7 +17,7 @@ from random import Random
 
 from resharder.server.infra.filesystem import anonymous_bytes
 
-from tests.support.fuzz_daemon import World, fuzzed
+from tests.support.fuzz_daemon import World, fuzzed_daemon
 
 BATCH = 500
 WARM_UP = 40  # batches, after which memory may not grow by more than
@@ -28,8 +28,8 @@ _LONGEST = 300.0  # seconds of a batch, after which the stacks of calls that do 
 
 def fuzz(inputs: int, seed: str, seconds: float) -> None:
     """Run batches of requests, none of which begins after the time. Raises AssertionError, with the batch in its notes."""
-    with tempfile.TemporaryDirectory(prefix="resharder-fuzz-", dir="/dev/shm") as folder, fuzzed(Path(folder)) as world:
-        began = said = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="resharder-fuzz-", dir="/dev/shm") as folder, fuzzed_daemon(Path(folder)) as world:
+        began = printed = time.monotonic()
         warm = 0
         for batch in range(-(-inputs // BATCH)):
             if time.monotonic() - began > seconds:
@@ -46,9 +46,9 @@ def fuzz(inputs: int, seed: str, seconds: float) -> None:
                 raise
             if batch == WARM_UP:
                 warm = anonymous_bytes()
-            if time.monotonic() > said + _SAY:
-                said = time.monotonic()
-                print(line(world, said - began), flush=True)
+            if time.monotonic() > printed + _SAY:
+                printed = time.monotonic()
+                print(line(world, printed - began), flush=True)
         faulthandler.cancel_dump_traceback_later()
         print(line(world, time.monotonic() - began))
         grown = anonymous_bytes() - warm if warm else 0

@@ -19,14 +19,14 @@ from math import inf
 
 import structlog
 
-from tests.support.hostile_files import bench
+from tests.support.hostile_files import workspace
 from tests.support.hostile_targets import TARGETS, try_seed
 
 
 def fuzz(name: str, inputs: int, seed: str, seconds: float) -> int:
     """Run the inputs of a reader, none of which begins after the time, print counts, and return the number of kinds of faults."""
     outcomes, faults, began = Counter[str](), Counter[str](), time.monotonic()
-    with bench() as made:
+    with workspace() as made:
         for number in range(inputs):
             if time.monotonic() - began > seconds:
                 break
@@ -60,7 +60,7 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     names = options.only or sorted(TARGETS)
     if options.replay is not None:
-        with bench() as made:
+        with workspace() as made:
             print(*(f"{name}: {try_seed(name, options.replay, made)}" for name in names), sep="\n")
         return 0
     return int(sum(fuzz(name, options.inputs, options.seed, options.seconds / len(names)) for name in names) > 0)

@@ -18,7 +18,7 @@ _COMPILED = ["resharder.converters.storage.digest"]  # by numba, which needs the
 with atheris.instrument_imports(include=["resharder.server", "resharder.converters"], exclude=_COMPILED):
     import resharder.server.main  # noqa: F401
 
-from tests.support.fuzz_daemon import World, fuzzed  # noqa: E402
+from tests.support.fuzz_daemon import World, fuzzed_daemon  # noqa: E402
 from tests.support.fuzzing import Bytes  # noqa: E402
 
 CALLS = 4
@@ -45,7 +45,7 @@ class Fuzzer:
 
 def run(folder: Path) -> None:
     """Fuzz with a corpus in `folder`. Does not return: libFuzzer ends the process."""
-    with fuzzed(folder) as world:
+    with fuzzed_daemon(folder) as world:
         atheris.Setup([sys.argv[0], *_OPTIONS, f"-artifact_prefix={tempfile.gettempdir()}/", *sys.argv[1:]], Fuzzer(world))
         atheris.Fuzz()
 

@@ -12,7 +12,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.support.browser import NARROW, WIDE, browser, resize
 from tests.support.daemon import Daemon
-from tests.support.populated_daemon import scene
+from tests.support.populated_daemon import populated
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ def take(folder: Path) -> None:
     with (
         tempfile.TemporaryDirectory() as profile,
         Daemon(web_listen=listen, lease_seconds=600) as daemon,
-        scene(daemon),
+        populated(daemon),
         browser(Path(profile)) as page,
     ):
         page.get(f"http://{listen}/")

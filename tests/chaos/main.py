@@ -23,7 +23,7 @@ from tests.chaos.storm import Result, Storms
 from tests.chaos.violations import is_lost, short_of_holders
 from tests.chaos.violations import published as published_in
 from tests.support.hidden import unavailable
-from tests.support.supervised import lasting
+from tests.support.supervised import record_folder
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
         return 0
     if reason := unavailable():
         parser.error(f"hosts cannot be emulated here: {reason}")
-    folder = Path(tempfile.mkdtemp(prefix="resharder-chaos-", dir=lasting()))
+    folder = Path(tempfile.mkdtemp(prefix="resharder-chaos-", dir=record_folder()))
     print(f"seed {given.seed}, {setting}, in {folder}", flush=True)
     servers = (given.server,) if given.server else SERVERS
     result = Storms(folder, given.seed, setting, servers, given.boots).run(60 * given.minutes, given.storm)

@@ -26,7 +26,7 @@ from tests.chaos.kept_node import NodeUse, node_problems
 from tests.chaos.kept_server import BOOT
 from tests.chaos.operations import FLEET, Operations
 from tests.chaos.system import KEPT, RANKS, System, pages_of, processes_of, wait_for
-from tests.support.client_traffic import PROMPTS, Asked, ask
+from tests.support.client_traffic import PROMPTS, ClientAnswer, ask
 from tests.support.forked import end_sources
 from tests.support.node import stored
 
@@ -198,7 +198,7 @@ class Peace:
         for name, kept in self._system.servers.items():
             for _ in range(6):  # each API server takes some of the connections
                 found = ask(name, kept.server, PROMPTS[0])
-                if not isinstance(found, Asked) or found.versions != (str(version),):
+                if not isinstance(found, ClientAnswer) or found.versions != (str(version),):
                     problems.append(f"{name} serves version {version} and answers {found}")
         return problems
 

@@ -47,7 +47,7 @@ def connect(proxies: Proxies, name: str = "a", timeout: float = 10) -> socket.so
     return socket.create_connection((host, int(port)), timeout)
 
 
-def said(connection: socket.socket, text: bytes) -> bytes:
+def echoed(connection: socket.socket, text: bytes) -> bytes:
     connection.sendall(text)
     return connection.recv(len(text))
 
@@ -59,11 +59,11 @@ def test_connections_work_again_after_the_target_has_ended_and_returned(proxies:
         early.recv(1)
     target = Echo(port)
     with connect(proxies) as connection:
-        assert said(connection, b"one") == b"one"
+        assert echoed(connection, b"one") == b"one"
     target.close()
     target = Echo(port)
     with connect(proxies) as connection:
-        assert said(connection, b"two") == b"two"
+        assert echoed(connection, b"two") == b"two"
     target.close()
 
 
@@ -71,12 +71,12 @@ def test_a_cut_resets_open_connections_and_no_later_ones(proxies: Proxies) -> No
     target = Echo(port := free_port())
     proxies.link("a", f"127.0.0.1:{port}")
     with connect(proxies) as connection:
-        assert said(connection, b"one") == b"one"
+        assert echoed(connection, b"one") == b"one"
         proxies.cut("a")
         with pytest.raises(ConnectionResetError):
             connection.recv(1)
     with connect(proxies) as connection:
-        assert said(connection, b"two") == b"two"
+        assert echoed(connection, b"two") == b"two"
     target.close()
 
 
@@ -84,14 +84,14 @@ def test_a_silent_link_accepts_and_forwards_nothing_until_it_is_healed(proxies: 
     target = Echo(port := free_port())
     proxies.link("a", f"127.0.0.1:{port}")
     with connect(proxies) as before:
-        assert said(before, b"one") == b"one"
+        assert echoed(before, b"one") == b"one"
         proxies.silence("a")
         time.sleep(0.1)
         with connect(proxies) as connection:
             for one in (before, connection):
                 one.settimeout(0.3)
                 with pytest.raises(TimeoutError):
-                    said(one, b"two")
+                    echoed(one, b"two")
                 one.settimeout(60)
             proxies.heal()
             assert [one.recv(3) for one in (before, connection)] == [b"two", b"two"]
@@ -104,7 +104,7 @@ def test_a_slow_link_delays_each_chunk(proxies: Proxies) -> None:
     proxies.slow("a", 0.2)
     with connect(proxies) as connection:
         began = time.monotonic()
-        assert said(connection, b"one") == b"one"
+        assert echoed(connection, b"one") == b"one"
         assert time.monotonic() - began >= 0.4, "once in each direction"
     target.close()
 
@@ -113,7 +113,7 @@ def test_a_connection_that_ended_is_forgotten(proxies: Proxies) -> None:
     target = Echo(port := free_port())
     link = proxies.link("a", f"127.0.0.1:{port}")
     with connect(proxies) as connection:
-        assert said(connection, b"one") == b"one"
+        assert echoed(connection, b"one") == b"one"
         assert link.connections == 2
     end = time.monotonic() + 60
     while link.connections and time.monotonic() < end:
@@ -127,7 +127,7 @@ def test_connections_that_do_not_begin_with_a_handshake_are_counted(proxies: Pro
     link = proxies.link("a", f"127.0.0.1:{port}")
     for first, expected in ((b"\x16\x03\x01", 0), (b"PRI * HTTP/2.0", 1)):
         with connect(proxies) as connection:
-            assert said(connection, first) == first
-            assert said(connection, b"later") == b"later"
+            assert echoed(connection, first) == first
+            assert echoed(connection, b"later") == b"later"
         assert link.plain == expected
     target.close()

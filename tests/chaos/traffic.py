@@ -8,7 +8,7 @@ from itertools import cycle
 
 from tests.chaos.history import History
 from tests.chaos.system import CONFIG, System
-from tests.support.client_traffic import PROMPTS, Asked, Judge, Turned, ask
+from tests.support.client_traffic import PROMPTS, ClientAnswer, FailedRequest, Judge, ask
 from tests.support.weights import Reference, random_weights
 
 ASKED = (*PROMPTS, [(37 * at) % 900 + 20 for at in range(180)])
@@ -29,7 +29,7 @@ class Traffic:
     def __init__(self, system: System, history: History) -> None:
         self.compared, self.tokens = 0, 0
         self._system, self._history = system, history
-        self._queue: queue.Queue[tuple[str, float, float, Asked]] = queue.Queue()
+        self._queue: queue.Queue[tuple[str, float, float, ClientAnswer]] = queue.Queue()
         reference = lru_cache(12)(lambda step: Reference(CONFIG, random_weights(CONFIG, step)))
         self._judge = Judge(lambda version: reference(system.steps[version]))
         self._ended = threading.Event()
@@ -70,13 +70,13 @@ class Traffic:
                 continue
             began = self._history.now
             found = ask(name, self._system.servers[name].server, prompt, tokens)
-            if isinstance(found, Asked):
+            if isinstance(found, ClientAnswer):
                 self._queue.put((kind, began, self._history.now, found))
             elif not self._ended.is_set():
                 self._turned(kind, began, found)
-            self._ended.wait(pause if isinstance(found, Asked) else 2 * pause)
+            self._ended.wait(pause if isinstance(found, ClientAnswer) else 2 * pause)
 
-    def _turned(self, kind: str, began: float, found: Turned) -> None:
+    def _turned(self, kind: str, began: float, found: FailedRequest) -> None:
         fields = {"client": kind, "server": found.server, "began": round(began, 3)}
         self._history.record("turned", **fields, status=found.status, reason=found.reason[:500])
 
@@ -89,7 +89,7 @@ class Traffic:
             finally:
                 self._queue.task_done()
 
-    def _record(self, kind: str, began: float, ended: float, answer: Asked) -> None:
+    def _record(self, kind: str, began: float, ended: float, answer: ClientAnswer) -> None:
         made = {version: self._made(answer, version, ended) for version in answer.versions}
         self.compared, self.tokens = self.compared + 1, self.tokens + len(answer.token_ids)
         fields = {"client": kind, "server": answer.server, "began": round(began, 3), "ended": round(ended, 3)}
@@ -97,7 +97,7 @@ class Traffic:
         made_bits = {version: "".join("01"[one] for one in tokens) for version, tokens in made.items()}
         self._history.record("answer", **fields, versions=answer.versions, made=made_bits, prompt=answer.prompt[:3], **wrong)
 
-    def _made(self, answer: Asked, version: str, ended: float) -> list[bool]:
+    def _made(self, answer: ClientAnswer, version: str, ended: float) -> list[bool]:
         """Return which tokens a version made; none of them if the version is unknown."""
         if not version.isdigit():
             return [False] * len(answer.token_ids)

@@ -23,7 +23,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
-from tests.support.released import Released
+from tests.support.released import ImmediateReleases
 
 SHAPES = {
     "F64": [(6, 10), (3, 2, 8), ()],
@@ -154,7 +154,7 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
-            releases = Released()
+            releases = ImmediateReleases()
             found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces), releases).digests
             assert releases.files == [file.path for file in files if file.by_name.keys() & {spec.name for spec in specs}]
             with MappedFiles(Path(folder), files) as mapped:
@@ -169,7 +169,9 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
 class Sent:
     """A way to the daemon on which boxes are read and digested."""
 
-    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: LiveItems, releases: Released) -> Delivered:
+    def deliver(
+        self, version: resources_pb2.Version, slot: AssignedSlot, items: LiveItems, releases: ImmediateReleases
+    ) -> Delivered:
         return Delivered(digests_of(slot, items), "http")
 
 
@@ -188,7 +190,7 @@ def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
-            items, releases = LiveItems(tensors, pieces), Released()
+            items, releases = LiveItems(tensors, pieces), ImmediateReleases()
             transport = AtHome(folder, slot.divided(gathers=False), memory, Sent(), subsets)
             found = transport.deliver(resources_pb2.Version(folder="elsewhere"), slot, items, releases)
             assert found.digests == digests_of(slot, items)

@@ -26,7 +26,7 @@ from resharder.converters.models.tensor_io import view_of
 from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers
-from tests.support.late_group import Late
+from tests.support.late_group import DelayedGroup
 
 STAGING, DIRECT_BYTES = 1 << 20, 1 << 17  # the former for each peer
 TIMEOUT, LONG = 4.0, 120.0  # seconds: one that a test waits for, and one that nothing here takes
@@ -122,7 +122,7 @@ class Process:
                 equal.append(early.equal == len(wanted))
             pairs.release(time.monotonic() + LONG)
         transfer.close()
-        self.say(act, started, equal=equal, **kinds)
+        self.report(act, started, equal=equal, **kinds)
 
     def shared_failing(self, act: str, actor: int, what: Any, timeout: float) -> None:
         """A transfer over shared memory in which `actor` does `what` instead of its part."""
@@ -141,9 +141,9 @@ class Process:
             if self.rank == actor:
                 what(group)
             transfer.run(timeout)
-            self.say(act, started, error=None)
+            self.report(act, started, error=None)
         except DirectFailed as error:
-            self.say(act, started, error=str(error), torn=error.torn)
+            self.report(act, started, error=str(error), torn=error.torn)
         self.store.set(f"{act}/{self.rank}", "done")
         transfer.close()
 
@@ -153,7 +153,7 @@ class Process:
         assert found.staging <= STAGING * copies.most_peers
         return Transfer(found, group, CPU)
 
-    def say(self, act: str, started: float, **what: Any) -> None:
+    def report(self, act: str, started: float, **what: Any) -> None:
         print(json.dumps({"act": act, "seconds": time.monotonic() - started} | what), flush=True)
 
     def versions(self, act: str, kind: str, numbers: tuple[int, ...]) -> None:
@@ -179,7 +179,7 @@ class Process:
                 assert early.rounds == list(range(len(rounds)))
                 kinds |= {"tensors": len(wanted), "as complete": early.equal, "early": early.early}
         group.close()
-        self.say(act, started, equal=equal, **kinds)
+        self.report(act, started, equal=equal, **kinds)
 
     def refused(self, act: str) -> None:
         """A transfer that rank 2 does not want any more once its last round has begun."""
@@ -190,9 +190,9 @@ class Process:
         started = time.monotonic()
         try:
             transfer.run(LONG, None, self.refuse if refuses else None)
-            self.say(act, started, error=None)
+            self.report(act, started, error=None)
         except DirectFailed as error:
-            self.say(act, started, error=str(error), torn=error.torn)
+            self.report(act, started, error=str(error), torn=error.torn)
         group.close()
 
     def refuse(self) -> None:
@@ -201,7 +201,7 @@ class Process:
     def failing(self, act: str, actor: int, what: Any, timeout: float, then: Mapping[int, Any] | None = None) -> None:
         """A transfer in which `actor` does `what` on the way, and others `then`."""
         group = self.group(act)
-        transfer = self.transfer(Late(group, 3, what) if self.rank == actor else group, "experts")
+        transfer = self.transfer(DelayedGroup(group, 3, what) if self.rank == actor else group, "experts")
         tensors = filled(self.sides["experts"][1], 1 if self.rank < 2 else None)
         connect(group, CPU, *([2, 3], []) if self.rank < 2 else ([], [0, 1]), LONG)
         (then or {}).get(self.rank, lambda _: None)(group)
@@ -209,14 +209,14 @@ class Process:
         started = time.monotonic()
         try:
             transfer.run(timeout)
-            self.say(act, started, error=None)
+            self.report(act, started, error=None)
         except DirectFailed as error:
-            self.say(act, started, error=str(error), torn=error.torn)
+            self.report(act, started, error=str(error), torn=error.torn)
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         self.store.set(f"{act}/{self.rank}", "done")
         self.store.wait([f"{act}/{rank}" for rank in range(4) if rank != 1 or act != "killed"], timedelta(seconds=LONG))
         if not all(same(tensor, tensors[name]) for name, tensor in before.items()):
-            self.say(act, started, error="memory was written to after the error")
+            self.report(act, started, error="memory was written to after the error")
 
     def after(self, act: str, *ranks: int) -> None:
         """Sleeps until that act has failed for these."""
@@ -235,7 +235,7 @@ class Process:
         transfer.run(LONG)
         equal = [same(mine[name], wanted[name]) for name in wanted if rank]
         group.close()
-        self.say("survivors", started, equal=equal)
+        self.report("survivors", started, equal=equal)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from resharder.client.inference.worker.source import Mirror
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, full_box
 
 from tests.support.daemon import Daemon

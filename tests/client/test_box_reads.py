@@ -15,15 +15,14 @@ from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions import port_reader
-from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests
+from resharder.client.versions.manifest import Arrived, VersionManifest, expected_digests
 from resharder.client.versions.source import read_boxes
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed
 from resharder.converters.wire import windows
 from resharder.converters.wire.chunk_body import BOXES, boxes_header
 from resharder.converters.wire.windows import boxes_request
-from resharder.server.data.pinned import PinnedVersion
-from resharder.server.data.versions import ServedVersion
+from resharder.server.data.versions import PinnedVersion, ServedVersion
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest

@@ -106,12 +106,12 @@ def test_chunks_by_http_are_those_of_the_stream(daemon: Daemon, job: Job) -> Non
     job.upload(version.number, 0, values, only=[len(chunks) - 1])
     job.seal(version.name, 0, values)
     assert job.wait(version.name).state == version.READY
-    status, said = put(job, f"/{version.name}/chunks", body(*chunks))
-    assert (status, said[:14]) == (409, "VERSION_READY:")
+    status, text = put(job, f"/{version.name}/chunks", body(*chunks))
+    assert (status, text[:14]) == (409, "VERSION_READY:")
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "said"),
+    ("change", "status", "reason"),
     [
         ({"checksum": 1}, 422, "CHECKSUM: rank 0 chunk 0: expected xxh3 0000000000000001"),
         ({"epoch": 1 << 40}, 409, "STALE_EPOCH: "),
@@ -121,17 +121,17 @@ def test_chunks_by_http_are_those_of_the_stream(daemon: Daemon, job: Job) -> Non
         ({"version": 1 << 30}, 400, "CHUNK: expected chunks of version"),
     ],
 )
-def test_a_wrong_chunk_changes_no_byte(job: Job, change: dict[str, int], status: int, said: str) -> None:
+def test_a_wrong_chunk_changes_no_byte(job: Job, change: dict[str, int], status: int, reason: str) -> None:
     version = job.begin(2)
     chunks = job.chunks(version.number, 0, random_weights(SPECS, 2))
     found, text = put(job, f"/{version.name}/chunks", body(damaged(chunks[0], **change), *chunks[1:]))
     assert found == status
-    assert text.startswith(said)
+    assert text.startswith(reason)
     assert job.missing(version.name, 0) == list(range(len(chunks)))
 
 
 @pytest.mark.parametrize(
-    ("path", "sent", "status", "said"),
+    ("path", "sent", "status", "reason"),
     [
         ("/models/raw/versions/1", b"1234", 400, "expected a path /models/MODEL/versions/NUMBER/chunks"),
         ("/models/raw/versions/99/chunks", body(frame(ChunkHeader(99, 1, 0, 0, 0), b"")), 404, "VERSION_UNKNOWN"),
@@ -141,9 +141,9 @@ def test_a_wrong_chunk_changes_no_byte(job: Job, change: dict[str, int], status:
         ("/models/raw/versions/1/chunks", body(b"\xff\xff"), 400, "CHUNK: "),
     ],
 )
-def test_a_body_that_is_not_of_chunks_is_refused(job: Job, path: str, sent: bytes, status: int, said: str) -> None:
+def test_a_body_that_is_not_of_chunks_is_refused(job: Job, path: str, sent: bytes, status: int, reason: str) -> None:
     found, text = put(job, path, sent)
-    assert (found, said in text) == (status, True), text
+    assert (found, reason in text) == (status, True), text
 
 
 def test_a_refused_request_ends_no_connection_and_a_long_body_is_not_read(job: Job) -> None:

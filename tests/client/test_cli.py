@@ -52,8 +52,8 @@ def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, t
     version = daemon.store / "models/policy/versions/00000001"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {p.name: p.read_bytes() for p in version.iterdir()}
     assert done.err == "", "there is no bar without a terminal"
-    said = answer("export", "latest", tmp_path / "json", "--endpoint", daemon.endpoint)
-    assert said == {
+    exported = answer("export", "latest", tmp_path / "json", "--endpoint", daemon.endpoint)
+    assert exported == {
         "version": "models/policy/versions/1",
         "folder": str(tmp_path / "json"),
         "files": len([*folder.iterdir()]),

@@ -45,7 +45,7 @@ def operator(daemon: Daemon) -> Iterator[Operator]:
         yield operator
 
 
-def said(*arguments: object) -> str:
+def output(*arguments: object) -> str:
     """What the command prints when all goes well."""
     done = resharder(*arguments)
     assert done.code == 0, (done.out, done.err)
@@ -55,36 +55,36 @@ def said(*arguments: object) -> str:
 def test_a_fleet_is_made_moved_pinned_and_rolled_back(daemon: Daemon) -> None:
     assert "there is no fleet moved" in resharder("update", 1, "--fleet", "moved").err
     assert (
-        said("fleet", "set", "moved", "--model", "policy", "--want", 1)
+        output("fleet", "set", "moved", "--model", "policy", "--want", 1)
         == "moved targets version 1, is at 1: pinned to version 1\n"
     )
     with SimulatedServer(daemon, "moved-a", fleet="moved"), SimulatedServer(daemon, "moved-b", fleet="moved"):
         done = resharder("update", 2, "--fleet", "moved", *WAIT)
         assert (done.code, done.out) == (0, "moved targets version 2, is at 2: pinned to version 2\n")
         assert done.err.splitlines()[-1] == "moved: 1 → 2 DONE, 2/2 serve 2; pinned to version 2"
-        said("fleet", "set", "moved", "--rolling", 1, "--max-failures", 1, "--pause-mode", "wait", "--max-skew", 2)
-        assert said("update", "latest", "--fleet", "moved", *WAIT).startswith("moved targets latest, is at 3")
-        assert said("rollback", "--fleet", "moved", "--reason", "too slow", *WAIT).startswith("moved targets latest, is at 2")
-        shown = said("fleet", "show", "moved").splitlines()
+        output("fleet", "set", "moved", "--rolling", 1, "--max-failures", 1, "--pause-mode", "wait", "--max-skew", 2)
+        assert output("update", "latest", "--fleet", "moved", *WAIT).startswith("moved targets latest, is at 3")
+        assert output("rollback", "--fleet", "moved", "--reason", "too slow", *WAIT).startswith("moved targets latest, is at 2")
+        shown = output("fleet", "show", "moved").splitlines()
         assert "refused     version 3: too slow" in shown
         assert "moves       1 at a time, stops after 1 failure" in shown
-        assert said("pin", "--fleet", "moved", *WAIT).startswith("moved targets version 2")
+        assert output("pin", "--fleet", "moved", *WAIT).startswith("moved targets version 2")
         servers = answer("servers", "--fleet", "moved")["servers"]
         assert {(server["name"], server["state"], server["version"]) for server in servers} == {
             ("servers/moved-a", "SERVING", 2),
             ("servers/moved-b", "SERVING", 2),
         }
-        assert said("update", "--accept-refused", "--fleet", "moved", *WAIT).startswith("moved targets latest, is at 3")
+        assert output("update", "--accept-refused", "--fleet", "moved", *WAIT).startswith("moved targets latest, is at 3")
 
 
 def test_a_canary_is_approved_or_sent_back(daemon: Daemon) -> None:
-    said("fleet", "set", "tried", "--model", "policy", "--want", 1)
+    output("fleet", "set", "tried", "--model", "policy", "--want", 1)
     with SimulatedServer(daemon, "tried-a", fleet="tried"), SimulatedServer(daemon, "tried-b", fleet="tried"):
-        said("fleet", "set", "tried", "--canary", 1, "--approve")
-        said("update", 2, "--fleet", "tried")
+        output("fleet", "set", "tried", "--canary", 1, "--approve")
+        output("update", 2, "--fleet", "tried")
         wait_until(lambda: answer("fleet", "show", "tried")["fleet"]["move"]["state"] == "HOLDING", "the canary serves")
-        assert said("approve", "--fleet", "tried", *WAIT).startswith("tried targets version 2, is at 2")
-        said("update", 3, "--fleet", "tried")
+        assert output("approve", "--fleet", "tried", *WAIT).startswith("tried targets version 2, is at 2")
+        output("update", 3, "--fleet", "tried")
         wait_until(lambda: answer("fleet", "show", "tried")["fleet"]["move"]["state"] == "HOLDING", "the canary serves")
         done = resharder("update", 3, "--fleet", "tried", "--wait", "--timeout", 0.1)
         assert (done.code, done.out) == (6, "")
@@ -100,11 +100,11 @@ def test_a_command_that_waits_for_servers_says_when_one_was_lost(
     daemon: Daemon, operator: Operator, verb: str, dies_at: int
 ) -> None:
     fleet = f"losing-{verb}"
-    said("fleet", "set", fleet, "--model", "policy")
+    output("fleet", "set", fleet, "--model", "policy")
     with SimulatedServer(daemon, f"{fleet}-a", fleet=fleet) as dies, SimulatedServer(daemon, f"{fleet}-b", fleet=fleet):
         wait_until(lambda: [s.state for s in operator.servers(fleet)] == [Server.State.SERVING] * 2, "both serve")
         if verb == "wake":
-            said("sleep", "--fleet", fleet, *WAIT)
+            output("sleep", "--fleet", fleet, *WAIT)
         dies.dies_at = {dies_at}
         done = resharder(verb, "--fleet", fleet, *WAIT)
         assert done.code == 5
@@ -113,16 +113,16 @@ def test_a_command_that_waits_for_servers_says_when_one_was_lost(
 
 
 def test_servers_are_drained_resumed_put_to_sleep_and_woken(daemon: Daemon) -> None:
-    said("fleet", "set", "kept", "--model", "policy", "--want", 2)
+    output("fleet", "set", "kept", "--model", "policy", "--want", 2)
     with SimulatedServer(daemon, "kept-a", fleet="kept"), SimulatedServer(daemon, "kept-b", fleet="kept") as busy:
-        said("update", 2, "--fleet", "kept", *WAIT)
+        output("update", 2, "--fleet", "kept", *WAIT)
         busy.in_flight = 2
-        wait_until(lambda: "2 in flight" in said("drain", "--server", "kept-b"), "its requests are seen")
+        wait_until(lambda: "2 in flight" in output("drain", "--server", "kept-b"), "its requests are seen")
         assert resharder("drain", "--server", "kept-b", "--wait", "--timeout", 0.1).code == 6
         busy.in_flight = 0
-        assert said("drain", "--server", "kept-b", *WAIT).startswith("servers/kept-b DRAINED: ")
-        assert said("resume", "--server", "kept-b", *WAIT).startswith("servers/kept-b SERVING: ")
-        slept = said("sleep", "--fleet", "kept", "--level", 2, *WAIT).splitlines()
+        assert output("drain", "--server", "kept-b", *WAIT).startswith("servers/kept-b DRAINED: ")
+        assert output("resume", "--server", "kept-b", *WAIT).startswith("servers/kept-b SERVING: ")
+        slept = output("sleep", "--fleet", "kept", "--level", 2, *WAIT).splitlines()
         assert [line.partition(":")[0] for line in slept] == ["servers/kept-a ASLEEP, level 2", "servers/kept-b ASLEEP, level 2"]
         woken = answer("wake", "--server", "kept-a", "--tag", "weights", *WAIT)["servers"]
         assert [(server["name"], server["power"]) for server in woken] == [("servers/kept-a", "WEIGHTS_AWAKE")]
@@ -131,7 +131,7 @@ def test_servers_are_drained_resumed_put_to_sleep_and_woken(daemon: Daemon) -> N
 
 
 def test_what_the_daemon_refuses_is_said_with_its_reason_and_exits_4() -> None:
-    said("fleet", "set", "refusing", "--model", "policy", "--want", "none")
+    output("fleet", "set", "refusing", "--model", "policy", "--want", "none")
     for arguments, reason in (
         (("pin", 99, "--fleet", "refusing"), "VERSION_NOT_READY"),
         (("rollback", "--fleet", "refusing"), "NO_EARLIER"),
@@ -145,24 +145,26 @@ def test_what_the_daemon_refuses_is_said_with_its_reason_and_exits_4() -> None:
 
 
 def test_status_and_events_tell_what_was_done() -> None:
-    said("fleet", "set", "told", "--model", "policy", "--want", "none")
-    status = said("status")
+    output("fleet", "set", "told", "--model", "policy", "--want", "none")
+    status = output("status")
     assert any(line.split()[:3] == ["told", "policy", "none"] for line in status.splitlines())
-    said("sleep", "--fleet", "told")
-    said("update", "latest", "--fleet", "told")
+    output("sleep", "--fleet", "told")
+    output("update", "latest", "--fleet", "told")
 
-    def told() -> list[str]:
-        return [line.split()[3] for line in said("events", "--subject", "fleets/told", "--last", 5).splitlines()]
+    def latest_events() -> list[str]:
+        return [line.split()[3] for line in output("events", "--subject", "fleets/told", "--last", 5).splitlines()]
 
-    wait_until(lambda: told() == ["update", "sleep", "update", "moving", "done"], "what was asked for, then what came of it")
+    wait_until(
+        lambda: latest_events() == ["update", "sleep", "update", "moving", "done"], "what was asked for, then what came of it"
+    )
 
 
 def test_versions_are_archived_dropped_and_restored() -> None:
     policy = ("--model", "policy")
-    assert said("archive", 1, *policy).startswith("models/policy/versions/1: ")
+    assert output("archive", 1, *policy).startswith("models/policy/versions/1: ")
     (archived,) = answer("archived", *policy)["versions"]
     assert archived["version"] == "models/policy/versions/1"
-    assert "models/policy/versions/1 (step 10) would be dropped" in said("gc", 1, *policy, "--dry-run")
+    assert "models/policy/versions/1 (step 10) would be dropped" in output("gc", 1, *policy, "--dry-run")
     dropped = answer("gc", 1, *policy, "--yes")
     assert [version["number"] for version in dropped["retired"]] == [1]
     done = resharder("restore", 2, *policy)
@@ -172,8 +174,8 @@ def test_versions_are_archived_dropped_and_restored() -> None:
 
 
 def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
-    said("export", 2, tmp_path / "two", "--model", "policy")
-    said("fetch-config", "policy", tmp_path / "config")
+    output("export", 2, tmp_path / "two", "--model", "policy")
+    output("fetch-config", "policy", tmp_path / "config")
     done = resharder("import", tmp_path / "two", "--model", "imported", "--step", 7)
     assert done.code == 0, done.err
     assert done.out.startswith("models/imported/versions/1 (step 7): ")
@@ -191,7 +193,7 @@ def test_a_pipe_that_watches_gets_a_picture_for_every_change() -> None:
     with running(["watch", "--every", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         assert next(line for line in watching.stdout if line.startswith("store ")).endswith(" used\n")
-        said("fleet", "set", "watched", "--model", "policy", "--want", "none")
+        output("fleet", "set", "watched", "--model", "policy", "--want", "none")
         assert "policy" in next(line for line in watching.stdout if line.startswith("watched "))
         watching.send_signal(signal.SIGINT)
         _, errors = watching.communicate(timeout=60)

@@ -246,8 +246,8 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
         "1 version, 3.0 MiB would be dropped",
     ]
     assert [request.dry_run for request in fake.asked] == [True]
-    for said, dry_runs in (("n\n", [True, True]), ("y\n", [True, True, True, False])):
-        keyboard = io.StringIO(said)
+    for typed, dry_runs in (("n\n", [True, True]), ("y\n", [True, True, True, False])):
+        keyboard = io.StringIO(typed)
         keyboard.isatty = lambda: True  # type: ignore[method-assign]
         monkeypatch.setattr(sys, "stdin", keyboard)
         assert resharder("gc", "--keep", 1).code == 0

@@ -10,7 +10,7 @@ from resharder.client.operator.answers import UpdateStrategy, VersionTarget
 
 
 @pytest.mark.parametrize(
-    ("text", "every", "target", "said"),
+    ("text", "every", "target", "formatted"),
     [
         ("latest", None, VersionTarget(VersionTarget.Kind.LATEST), "latest"),
         ("latest", 60.0, VersionTarget(VersionTarget.Kind.LATEST, every_seconds=60), "latest, one move in 60 s"),
@@ -18,13 +18,13 @@ from resharder.client.operator.answers import UpdateStrategy, VersionTarget
         ("none", None, VersionTarget(VersionTarget.Kind.NONE), "none"),
     ],
 )
-def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target: VersionTarget, said: str) -> None:
+def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target: VersionTarget, formatted: str) -> None:
     assert target_of(text, every) == target
-    assert format.target(target) == said
+    assert format.target(target) == formatted
 
 
 @pytest.mark.parametrize(
-    ("options", "strategy", "said"),
+    ("options", "strategy", "formatted"),
     [
         ({}, None, ""),
         ({"all_at_once": True}, UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE), "all at once"),
@@ -41,9 +41,9 @@ def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target
         ),
     ],
 )
-def test_a_strategy_is_parsed_and_formatted(options: dict[str, Any], strategy: UpdateStrategy | None, said: str) -> None:
+def test_a_strategy_is_parsed_and_formatted(options: dict[str, Any], strategy: UpdateStrategy | None, formatted: str) -> None:
     assert strategy_of(**options) == strategy
-    assert strategy is None or format.strategy(strategy) == said
+    assert strategy is None or format.strategy(strategy) == formatted
 
 
 @pytest.mark.parametrize("text", ["newest", "0", "-1", "1.5", ""])

@@ -96,7 +96,7 @@ def test_a_name_is_shortened_in_its_middle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "sentence"),
     [
         (
             {"subject": "models/policy/versions/3", "what": "ready", "details": {"step": "30", "epoch": "1"}},
@@ -133,9 +133,9 @@ def test_a_name_is_shortened_in_its_middle() -> None:
         ({"subject": "fleets/policy", "what": "update", "details": {"request": '{"fleet": {"na'}}, "fleets/policy  update"),
     ],
 )
-def test_events_are_sentences_without_lists_and_json(event: dict[str, object], said: str) -> None:
+def test_events_are_sentences_without_lists_and_json(event: dict[str, object], sentence: str) -> None:
     made = converted(Event, operator_pb2.Event(**event))  # type: ignore[arg-type]
-    assert event_line(made).plain == f"1970-01-01 00:00:00Z  {said}"
+    assert event_line(made).plain == f"1970-01-01 00:00:00Z  {sentence}"
 
 
 def test_watch_prints_one_json_object_a_line_for_each_change(fake: FakeOperator) -> None:

@@ -18,7 +18,7 @@ from resharder.client.operator.answers import Fleet, Power
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport.chunks import ChunkStreams, PackedChunk
-from resharder.client.versions.remote import VersionManifest
+from resharder.client.versions.manifest import VersionManifest
 from resharder.client.versions.source import read_boxes
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.files import FileLayout

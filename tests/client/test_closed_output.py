@@ -17,7 +17,7 @@ from resharder.server.node import main as node_main
 
 from tests.support.command import Done, running
 from tests.support.fake_operator import FakeOperator
-from tests.support.hostile_operator import COMMANDS, Hostile, named
+from tests.support.hostile_operator import COMMANDS, Hostile, command_id
 from tests.support.variants import alone
 
 FOLLOWING = (("watch",), ("watch", "--json"), ("watch", "--wide"), ("events", "--follow"), ("fleet", "show", "--watch"))
@@ -39,7 +39,7 @@ def into_broken_pipe(run: Callable[[], None], capsys: pytest.CaptureFixture[str]
     return Done(int(end.value.code or 0), *capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] not in SILENT], ids=named)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] not in SILENT], ids=command_id)
 def test_a_command_whose_reader_has_gone_ends_without_a_word(
     daemon: Hostile, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +51,7 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(
         assert (done.code, done.err) == (CLOSED, "")
 
 
-@pytest.mark.parametrize("command", HELP, ids=named)
+@pytest.mark.parametrize("command", HELP, ids=command_id)
 def test_help_whose_reader_has_gone_ends_without_a_word(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert into_broken_pipe(lambda: cli.main(command), capsys) == (CLOSED, "", "")
 

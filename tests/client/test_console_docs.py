@@ -65,7 +65,7 @@ def test_an_output_is_what_the_page_says(expected: str, got: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "got", "said"),
+    ("expected", "got", "message"),
     [
         ("policy wants 2", "policy wants 3", "'policy wants 2'"),
         ("a\nb", "a\nc", "'b'"),
@@ -76,5 +76,5 @@ def test_an_output_is_what_the_page_says(expected: str, got: str) -> None:
         ("a", "", "'a'"),
     ],
 )
-def test_an_output_that_differs_is_said_with_the_first_line_that_does(expected: str, got: str, said: str) -> None:
-    assert said in difference(expected, got)
+def test_an_output_that_differs_is_said_with_the_first_line_that_does(expected: str, got: str, message: str) -> None:
+    assert message in difference(expected, got)

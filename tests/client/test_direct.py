@@ -33,12 +33,12 @@ def acts() -> Acts:
         for rank in range(4)
     ]
     try:
-        said = [process.communicate(timeout=900)[0] for process in processes]
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0, 0]
-    return [{act["act"]: act for act in map(json.loads, text.splitlines())} for text in said]
+    return [{act["act"]: act for act in map(json.loads, text.splitlines())} for text in outputs]
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -72,9 +72,9 @@ def test_only_what_is_not_shared_goes_over_the_network_library(acts: Acts) -> No
 
 def test_members_of_a_shared_transfer_give_up_when_one_sleeps_or_is_told_to(acts: Acts) -> None:
     for act in ("shared asleep", "shared aborted"):
-        for rank, said in enumerate(acts):
-            assert said[act]["error"], (act, rank)
-    assert not any(said["shared asleep"]["torn"] for said in acts), "no rank has let a worker read"
+        for rank, rank_acts in enumerate(acts):
+            assert rank_acts[act]["error"], (act, rank)
+    assert not any(rank_acts["shared asleep"]["torn"] for rank_acts in acts), "no rank has let a worker read"
 
 
 def test_a_receiver_that_refuses_at_the_end_has_a_torn_transfer(acts: Acts) -> None:

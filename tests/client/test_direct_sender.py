@@ -15,15 +15,15 @@ from tests.support.publishing import Job, whole
 
 
 def test_a_rank_without_memory_for_packing_says_so_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, str]] = []
-    monkeypatch.setattr(sender, "finish", lambda channel, member, group, error: said.append((group, error)))
+    finished: list[tuple[str, str]] = []
+    monkeypatch.setattr(sender, "finish", lambda channel, member, group, error: finished.append((group, error)))
     monkeypatch.setattr(sender, "TransferLink", lambda channel, message, device, sources, memory: memory(message.staging_bytes))
     layout = Layout({"w": TensorSpec("w", "F32", (4,))}, (Piece("w", full_box((4,)), "w", 0, (1,)),))
     with Channel("127.0.0.1:1") as channel:
         rank = sender.Sender(channel, 0, layout, {"w": torch.zeros(4)})
         rank._meet(direct_pb2.Member(owner="p", process="x"), direct_pb2.DirectLink(group="g", size=2, staging_bytes=1 << 60))
-        wait_until(lambda: said, "it is said")
-    ((group, error),) = said
+        wait_until(lambda: finished, "it is said")
+    ((group, error),) = finished
     assert group == "g"
     assert "memory" in error
 

@@ -12,19 +12,19 @@ LONG = 60.0  # seconds
 
 def test_who_transfers_hears_that_the_group_is_over() -> None:
     with Daemon() as daemon, Channel(daemon.endpoint) as channel:
-        said, heard = list[str](), threading.Event()
+        reasons, called = list[str](), threading.Event()
 
         def over(why: str) -> None:
-            said.append(why)
-            heard.set()
+            reasons.append(why)
+            called.set()
 
         with until_over(channel, "g-1", LONG, over):
-            assert heard.wait(LONG)
-        assert "group g-1 is over" in said[0]
+            assert called.wait(LONG)
+        assert "group g-1 is over" in reasons[0]
 
 
 def test_a_daemon_that_is_away_ends_nothing() -> None:
-    said, answered = list[str](), threading.Event()
+    reasons, answered = list[str](), threading.Event()
     with Channel("127.0.0.1:1") as channel:
         found = channel.error
 
@@ -33,6 +33,6 @@ def test_a_daemon_that_is_away_ends_nothing() -> None:
             return found(*arguments)  # type: ignore[arg-type]
 
         channel.error = error  # type: ignore[method-assign,assignment]
-        with until_over(channel, "g-1", 5.0, said.append):
+        with until_over(channel, "g-1", 5.0, reasons.append):
             assert answered.wait(LONG)
-    assert not said
+    assert not reasons

@@ -47,11 +47,11 @@ def raised() -> set[tuple[str, str]]:
     for path in (ROOT / "server/resharder/server").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
-                found |= {(kinds[node.func.id], reason) for reason in _said(node.args[0])}
+                found |= {(kinds[node.func.id], reason) for reason in _reasons(node.args[0])}
     return found
 
 
-def _said(argument: ast.expr) -> list[str]:
+def _reasons(argument: ast.expr) -> list[str]:
     if isinstance(argument, ast.Constant):
         return [argument.value]
     assert ast.unparse(argument) == "CLOSED[record.state]", f"not a reason that can be read here: {ast.unparse(argument)}"

@@ -9,7 +9,7 @@ import pytest
 from resharder.client.errors import CorruptData, Refused
 from resharder.client.operator import Operator
 from resharder.client.operator.export import appearing, write_version
-from resharder.client.versions.remote import VersionManifest
+from resharder.client.versions.manifest import VersionManifest
 from resharder.v1 import server_pb2
 
 from tests.client.port_reading import SMALL, publish

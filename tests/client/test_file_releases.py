@@ -18,7 +18,7 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.infra.filesystem import write_zeros
 from resharder.v1 import resources_pb2
 
-from tests.support.released import Released
+from tests.support.released import ImmediateReleases
 
 VERSION = resources_pb2.Version(name="models/policy/versions/3", epoch=2)
 
@@ -68,7 +68,7 @@ def test_a_models_own_tensors_are_written_file_by_file(tmp_path: Path) -> None:
     halves = [Piece("a", (Range(8 * i, 8), Range(0, 8)), "a", 64 * i, (8, 1)) for i in (1, 0)]
     pieces = [halves[0], *pieces, halves[1]]
     slot = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs[piece.tensor] for piece in pieces), 1 << 20)
-    releases = Released()
+    releases = ImmediateReleases()
     version = resources_pb2.Version(folder=str(tmp_path))
     found = SharedMemory(2).deliver(version, slot, LiveItems(tensors, pieces), releases).digests
     assert releases.files == [file.path for file in files]

@@ -342,12 +342,12 @@ def test_a_rank_that_is_interrupted_waits_for_a_wake_that_is_on_its_way() -> Non
     class Interrupted(Ranks):
         interrupted = False
 
-        def reported(self, word: str) -> int:
-            if word == "settled" and not self.interrupted:
+        def reported(self, event: str) -> int:
+            if event == "settled" and not self.interrupted:
                 self.interrupted = True
                 assert waking.wait(LONG)
                 raise KeyboardInterrupt
-            return super().reported(word)
+            return super().reported(event)
 
     def run(rank: int) -> None:
         kind, error = (Ranks, GenerationEnded) if rank == 0 else (Interrupted, KeyboardInterrupt)

@@ -11,7 +11,7 @@ from resharder.client.cli import complete
 
 from tests.support.command import resharder
 from tests.support.fake_operator import FakeOperator
-from tests.support.hostile_operator import COMMANDS, NAME, REASON, Hostile, acting, named
+from tests.support.hostile_operator import COMMANDS, NAME, REASON, Hostile, command_id, control_characters
 from tests.support.terminal import on_terminal
 
 ENCODINGS = ("utf-8", "latin-1", "ascii")
@@ -41,13 +41,13 @@ def daemon() -> Iterator[FakeOperator]:
 def harmless(done: Any) -> bool:
     assert "Traceback" not in done.err, done.err
     for text in (done.out, done.err):
-        assert not acting(text), text
+        assert not control_characters(text), text
         assert not [line for line in text.split("\n") if line.startswith("forged")], text
     return True
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("command", COMMANDS, ids=named)
+@pytest.mark.parametrize("command", COMMANDS, ids=command_id)
 def test_no_name_or_reason_of_the_daemon_acts_on_the_terminal(
     daemon: Hostile, command: tuple[str, ...], encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,17 +58,17 @@ def test_no_name_or_reason_of_the_daemon_acts_on_the_terminal(
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("command", LOCAL, ids=named)
+@pytest.mark.parametrize("command", LOCAL, ids=command_id)
 def test_no_argument_acts_on_the_terminal(command: tuple[str, ...], encoding: str) -> None:
     assert harmless(resharder(*command, encoding=encoding))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_name_is_shown_with_its_characters_escaped_and_its_markup_as_it_is(daemon: Hostile, encoding: str) -> None:
-    said = resharder("status", "--endpoint", daemon.endpoint, encoding=encoding).out
-    assert r"n\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\nforged row\t" in said
-    assert "[red]red[/red] [/] [link=x]" in said
-    assert {"utf-8": "é→漢", "latin-1": r"é>\u6f22", "ascii": r"\xe9>\u6f22"}[encoding] in said
+    output = resharder("status", "--endpoint", daemon.endpoint, encoding=encoding).out
+    assert r"n\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\nforged row\t" in output
+    assert "[red]red[/red] [/] [link=x]" in output
+    assert {"utf-8": "é→漢", "latin-1": r"é>\u6f22", "ascii": r"\xe9>\u6f22"}[encoding] in output
 
 
 @pytest.mark.parametrize("command", [("status",), ("versions",), ("events",), ("nodes",)])
@@ -101,6 +101,6 @@ def test_on_a_terminal_the_only_escape_sequences_are_the_commands_own_colours(
     seen = on_terminal("status", "--endpoint", daemon.endpoint, environment=environment)
     assert seen.code == 0
     assert "\x1b[" in seen.text, "it has colours"
-    assert not acting("\n".join(seen.lines))
+    assert not control_characters("\n".join(seen.lines))
     seen.text.encode(encoding)
     assert all(len(line) <= 80 for line in seen.lines), "columns are measured with what is shown"

@@ -89,8 +89,8 @@ def change(folder: Path, act: Callable[[Tensors], object]) -> None:
 
 
 def test_a_folder_comes_out_as_it_went_in(daemon: Daemon, checkpoint: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    version = import_checkpoint(daemon.endpoint, checkpoint, "folder", step=7, progress=lambda *said: told.append(said))
+    reports: list[tuple[int, int]] = []
+    version = import_checkpoint(daemon.endpoint, checkpoint, "folder", step=7, progress=lambda *counts: reports.append(counts))
     assert (version.state, version.step) == (Version.State.READY, 7)
     assert version.job.startswith("import-checkpoint-")
     full = tiny_hf.load_checkpoint(checkpoint)
@@ -98,7 +98,7 @@ def test_a_folder_comes_out_as_it_went_in(daemon: Daemon, checkpoint: Path, tmp_
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((checkpoint / "config.json").read_text())
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (checkpoint / name).read_bytes()
-    assert told[-1] == (version.size_bytes - overhead(tmp_path / "out"),) * 2
+    assert reports[-1] == (version.size_bytes - overhead(tmp_path / "out"),) * 2
 
 
 def overhead(folder: Path) -> int:

@@ -11,9 +11,10 @@ from resharder.client.rpc.data_port import data_port
 from resharder.client.rpc.tls import Tls
 from resharder.client.tools import links
 from resharder.client.tools.links import HostLink, judged, measure_links
-from resharder.client.versions.remote import get_manifest
-from resharder.converters.geometry.layout import TensorSpec
-from resharder.converters.wire.port_probe import StreamRate, measure_port
+from resharder.client.versions.manifest import get_manifest
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.wire.port_probe import StreamRate, measure_port, problem_of
 from resharder.converters.wire.range_client import DataAddress
 
 from tests.chaos.proxy import Proxies
@@ -42,7 +43,9 @@ def version(daemon: Daemon) -> str:
 
 def publish(daemon: Daemon) -> str:
     job = Job(daemon.channel, SPECS, [whole(SPECS)], job="job").connect()
-    return job.publish(1, random_weights(SPECS, 1)).name
+    weights = random_weights(SPECS, 1)
+    digest(weights["big"], full_box(SPECS[0].shape), SPECS[0].shape)  # compiled here: the rank has a lease of 12 s
+    return job.publish(1, weights).name
 
 
 def hold(daemon: Daemon, node: Node, *others: Node, version: str) -> None:
@@ -193,3 +196,7 @@ def test_a_link_is_slow_beside_the_median_one(rates: list[float], verdicts: str)
         [HostLink("here", f"nodes/{at}", "data", "", rates=(StreamRate(1, int(rate), 1.0),)) for at, rate in enumerate(rates)]
     )
     assert [link.verdict for link in found] == verdicts.split()
+
+
+def test_an_error_without_a_text_is_named_by_its_type() -> None:
+    assert problem_of(OSError(), DataAddress("h", 1)).found == "OSError"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from resharder.client.versions.manifest import VersionManifest
 from resharder.client.versions.port_reader import PortConnection
 from resharder.client.versions.read_plan import FileRange
-from resharder.client.versions.remote import VersionManifest
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.range_client import DataAddress
 from resharder.converters.wire.ranges import FilePart

@@ -49,9 +49,9 @@ def test_a_pipeline_stage_that_lacks_a_layer_registers_no_smaller_model(daemon: 
     ranks = [build(rank, 2, CONFIG) for rank in range(2)]
     stage: Any = ranks[1][0]
     del stage.decoder.layers[1]
-    said = register(daemon, "forgotten-layer", CONFIG, ranks)
-    assert "model.layers.3.self_attn.q_proj.weight [256, 128] is held by no rank" in said
-    assert "and 3 more" in said, "of the layer's eleven tensors eight are shown"
+    message = register(daemon, "forgotten-layer", CONFIG, ranks)
+    assert "model.layers.3.self_attn.q_proj.weight [256, 128] is held by no rank" in message
+    assert "and 3 more" in message, "of the layer's eleven tensors eight are shown"
     assert versions(daemon) == {}
 
 
@@ -67,10 +67,10 @@ def refused_at_once(daemon: Daemon, model: str, config: dict[str, Any], chunks: 
 
 def test_a_model_with_fewer_layers_than_its_config_is_refused(daemon: Daemon) -> None:
     fewer = copy.deepcopy(CONFIG) | {"num_hidden_layers": 2, "layer_types": CONFIG["layer_types"][:2]}
-    said = refused_at_once(daemon, "fewer-layers", CONFIG, build(0, 1, fewer))
-    assert "num_hidden_layers is 4 in the config, the model has num_layers=2" in said
+    message = refused_at_once(daemon, "fewer-layers", CONFIG, build(0, 1, fewer))
+    assert "num_hidden_layers is 4 in the config, the model has num_layers=2" in message
 
 
 def test_a_tied_model_is_refused_where_the_config_has_a_head_of_its_own(daemon: Daemon) -> None:
-    said = refused_at_once(daemon, "tied", CONFIG, build(0, 1, TIED))
-    assert "tie_word_embeddings is False in the config" in said
+    message = refused_at_once(daemon, "tied", CONFIG, build(0, 1, TIED))
+    assert "tie_word_embeddings is False in the config" in message

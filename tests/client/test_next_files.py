@@ -7,7 +7,7 @@ import pytest
 import torch
 from resharder.client.inference.worker.source import NextFiles, SourceFiles
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, full_box
 from resharder.converters.storage.digest import Array
 

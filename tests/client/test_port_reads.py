@@ -22,9 +22,9 @@ from resharder.client.inference.worker.source import DESCRIPTORS, Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
 from resharder.client.versions import port_reader
-from resharder.client.versions.port_reader import PortConnection, PortReader
+from resharder.client.versions.manifest import VersionManifest
+from resharder.client.versions.port_reader import DaemonPort, PortConnection, PortReader
 from resharder.client.versions.read_plan import FileRange, plan_reads
-from resharder.client.versions.remote import VersionManifest
 from resharder.converters.geometry.layout import Box, Range
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.boxes import boxes_to_proto
@@ -147,6 +147,15 @@ def test_a_restarted_daemon_is_read_at_its_new_address(monkeypatch: pytest.Monke
         assert manifest_of(channel).data_address != manifest.data_address
 
 
+def test_a_port_that_moves_and_moves_back_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = VersionManifest("models/policy/versions/1", 1, "f", "", {}, {}, (), "d:1")
+    port = DaemonPort(SimpleNamespace(endpoint="d:7677", tls=None), first)  # type: ignore[arg-type]
+    for number, moved in ((2, True), (2, False), (1, True), (1, False)):
+        now = replace(first, data_address=f"d:{number}")
+        monkeypatch.setattr(port_reader, "get_manifest", lambda *_, now=now, **__: now)
+        assert (port.renew(), port.address.port) == (moved, number)
+
+
 def test_a_version_of_another_store_is_refused(channel: Channel) -> None:
     other = replace(manifest_of(channel), fingerprint="another store's")
     with mirror(other) as descriptors, pytest.raises(Refused, match="answered 412: the version's fingerprint is"):
@@ -198,7 +207,7 @@ HUGE = (1 << 63) - 1
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "status", "said"),
+    ("path", "headers", "status", "reason"),
     [
         (FILE, {}, 400, b"expected a header Range"),
         ("/etc/passwd", {"Range": "bytes=0-1"}, 400, b"expected a path"),
@@ -240,11 +249,11 @@ HUGE = (1 << 63) - 1
     ],
 )
 def test_a_request_that_names_no_part_of_a_version_is_refused(
-    channel: Channel, path: str, headers: dict[str, str], status: int, said: bytes
+    channel: Channel, path: str, headers: dict[str, str], status: int, reason: bytes
 ) -> None:
     found, body, _ = ask(manifest_of(channel).data_address, path, **headers)
     assert found == status
-    assert said in body
+    assert reason in body
 
 
 def test_a_part_that_is_no_piece_has_no_checksum(daemon: Daemon, channel: Channel) -> None:

@@ -129,11 +129,11 @@ def test_a_proxy_that_refuses_is_named_with_its_variable(fake: FakeOperator, env
         environment.setenv("RESHARDER_PROXY", proxy.url)
         with Operator(fake.endpoint, connect_timeout=0) as operator, pytest.raises(DaemonUnreachable) as refused:
             operator.daemon()
-    said = str(refused.value)
-    assert "RESHARDER_PROXY" in said
-    assert "503" in said
-    assert "TLS" not in said
-    assert "secret" not in said
+    message = str(refused.value)
+    assert "RESHARDER_PROXY" in message
+    assert "503" in message
+    assert "TLS" not in message
+    assert "secret" not in message
 
 
 def test_a_proxy_that_is_away_is_named_with_its_variable(fake: FakeOperator, environment: pytest.MonkeyPatch) -> None:
@@ -195,12 +195,12 @@ WRONG = {
 
 @pytest.mark.parametrize("endpoint", WRONG)
 def test_what_is_no_endpoint_is_refused_at_once(endpoint: str) -> None:
-    said = re.escape(WRONG[endpoint])
-    with pytest.raises(UsageError, match=said):
+    pattern = re.escape(WRONG[endpoint])
+    with pytest.raises(UsageError, match=pattern):
         Channel(endpoint)
-    with pytest.raises(UsageError, match=f"RESHARDER_ENDPOINT.*{said}|{said}.*RESHARDER_ENDPOINT"):
+    with pytest.raises(UsageError, match=f"RESHARDER_ENDPOINT.*{pattern}|{pattern}.*RESHARDER_ENDPOINT"):
         PluginSettings.from_environment({"RESHARDER_ENDPOINT": endpoint, "RESHARDER_SERVER_ID": "a"})
-    with pytest.raises(ConfigError, match=f"--endpoint: .*{said}"):
+    with pytest.raises(ConfigError, match=f"--endpoint: .*{pattern}"):
         load({"endpoint": endpoint})
 
 

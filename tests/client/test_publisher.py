@@ -35,7 +35,7 @@ from tests.client.models import CONFIG, SHAPES, connected, equal, exported, part
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_until
-from tests.support.released import Released
+from tests.support.released import ImmediateReleases
 from tests.support.remote import Remote
 from tests.support.variants import alone
 
@@ -379,4 +379,4 @@ def test_files_that_a_restarted_daemon_has_removed_are_a_version_not_found(tmp_p
     version = resources_pb2.Version(name="models/policy/versions/1", folder=str(tmp_path / "gone"))
     slot = AssignedSlot(0, (full_box(spec.shape),), (spec,), 1 << 20)
     with pytest.raises(NotFound, match=r"its files in .*gone cannot be opened"):
-        SharedMemory(1).deliver(version, slot, iter(()), Released())
+        SharedMemory(1).deliver(version, slot, iter(()), ImmediateReleases())

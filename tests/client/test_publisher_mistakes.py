@@ -75,7 +75,7 @@ def publish_llama(publisher: Publisher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "model", "kind", "reason", "said"),
+    ("change", "model", "kind", "reason", "message"),
     [
         (
             lambda t: {n: t[n] for n in t if n != NORM},
@@ -93,16 +93,16 @@ def publish_llama(publisher: Publisher) -> None:
     ids=["missing tensor", "extra tensor", "wrong shape", "wrong dtype", "path-like model name", "full store"],
 )
 def test_a_trainers_mistake_is_one_clear_error_and_changes_nothing_that_is_there(
-    small: Daemon, change: Change, model: str, kind: type[ResharderError], reason: str, said: str
+    small: Daemon, change: Change, model: str, kind: type[ResharderError], reason: str, message: str
 ) -> None:
-    publish_llama(attach_llama(small, f"before {said}"))
+    publish_llama(attach_llama(small, f"before {message}"))
     before, known = held_by(small), versions(small)
     with pytest.raises(kind) as refusal:
-        attach_llama(small, f"mistaken {said}", change, model)
+        attach_llama(small, f"mistaken {message}", change, model)
     assert (type(refusal.value), refusal.value.reason) == (kind, reason)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert (held_by(small), versions(small)) == (before, known)
-    publish_llama(attach_llama(small, f"after {said}"))  # the refused job is not in the way
+    publish_llama(attach_llama(small, f"after {message}"))  # the refused job is not in the way
 
 
 def held_by(daemon: Daemon) -> dict[str, bytes]:

@@ -39,8 +39,8 @@ class Link:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(module, "finish", lambda channel, member, group, error: told.append(error))
+    errors: list[str] = []
+    monkeypatch.setattr(module, "finish", lambda channel, member, group, error: errors.append(error))
     refusal = Refused("its offer is over: the publisher waits for 4 s after READY")
     refusal.reason = "NOT_OFFERED"
 
@@ -58,4 +58,4 @@ def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pyt
     memory: Any = SimpleNamespace()
     assert not receiver.receive(memory, {}, "i-1", [])
     assert "waits for 4 s after READY" in receiver.problem
-    assert (link.closed, len(told)) == (over, int(over))
+    assert (link.closed, len(errors)) == (over, int(over))

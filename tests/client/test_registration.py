@@ -103,18 +103,18 @@ def daemon() -> Iterator[Daemon]:
 class Waiting:
     """A channel whose daemon still waits, and says for what."""
 
-    def __init__(self, said: str) -> None:
-        self.grpc, self.said = grpc.insecure_channel("127.0.0.1:1"), said
+    def __init__(self, message: str) -> None:
+        self.grpc, self.message = grpc.insecure_channel("127.0.0.1:1"), message
 
     def call(self, *_: object, **__: object) -> None:
-        raise WaitTimeout(self.said)
+        raise WaitTimeout(self.message)
 
 
 def test_a_rank_that_waits_in_vain_reads_what_the_daemon_waits_for_and_nothing_else() -> None:
-    said = "all ranks have registered; the daemon still checks their tensors and reserves room: wait for it"
+    message = "all ranks have registered; the daemon still checks their tensors and reserves room: wait for it"
     publisher = resources_pb2.Publisher(name="models/m/publishers/1")
     identity, layout = RankIdentity("job", 0, 2), RankLayout({}, ())
-    registered = registration.Registration(Waiting(said), publisher, identity, layout)  # type: ignore[arg-type]
+    registered = registration.Registration(Waiting(message), publisher, identity, layout)  # type: ignore[arg-type]
     with pytest.raises(WaitTimeout) as caught:
         registered.assignment(0.0)
-    assert str(caught.value).startswith(f"models/m/publishers/1 has no assignment after 0 s: {said}")
+    assert str(caught.value).startswith(f"models/m/publishers/1 has no assignment after 0 s: {message}")

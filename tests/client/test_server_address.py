@@ -16,7 +16,7 @@ def test_a_server_on_all_addresses_reports_a_routable_one(host: str | None, daem
 
 
 @pytest.mark.parametrize(
-    ("routes", "said"),
+    ("routes", "expected"),
     [
         ({"daemon": "10.0.0.7", "192.0.2.1": "203.0.113.9"}, "10.0.0.7:8000"),
         ({"daemon": "127.0.0.1", "192.0.2.1": "203.0.113.9"}, "203.0.113.9:8000"),
@@ -25,14 +25,14 @@ def test_a_server_on_all_addresses_reports_a_routable_one(host: str | None, daem
     ],
 )
 def test_the_route_to_the_daemon_comes_first_and_the_loopback_last(
-    routes: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+    routes: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "_source", lambda host, port: routes.get(host, ""))
-    assert server_address("", None, 8000, "daemon:7677") == said
+    assert server_address("", None, 8000, "daemon:7677") == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "host", "said"),
+    ("given", "host", "expected"),
     [
         ("", "gpu-7", "gpu-7:8000"),
         ("", "2001:db8::7", "[2001:db8::7]:8000"),
@@ -43,5 +43,5 @@ def test_the_route_to_the_daemon_comes_first_and_the_loopback_last(
         ("2001:db8::7", None, "[2001:db8::7]:8000"),
     ],
 )
-def test_an_address_that_is_given_is_reported(given: str, host: str | None, said: str) -> None:
-    assert server_address(given, host, 8000, "d:1") == said
+def test_an_address_that_is_given_is_reported(given: str, host: str | None, expected: str) -> None:
+    assert server_address(given, host, 8000, "d:1") == expected

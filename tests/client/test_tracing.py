@@ -25,10 +25,10 @@ def test_a_phase_is_measured_however_it_ends() -> None:
 def test_a_trainer_within_a_span_says_which() -> None:
     with TracerProvider().get_tracer("trainer").start_as_current_span("training step") as step:
         context = step.get_span_context()
-        said = tracing.metadata()
+        metadata = tracing.metadata()
         tracing.link(VERSION)
         tracing.link("")
-    assert said == (("traceparent", f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"),)
+    assert metadata == (("traceparent", f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"),)
     (link,) = step.links  # type: ignore[attr-defined]
     assert (f"{link.context.trace_id:x}", f"{link.context.span_id:x}") == ("a" * 32, "b" * 16)
 

@@ -28,7 +28,7 @@ from resharder.converters.geometry.layout import (
 from resharder.converters.geometry.plan import plan
 from resharder.converters.geometry.tiling import check_tiling
 
-from tests.support.shardings import held, sharding
+from tests.support.shardings import held_boxes, sharding
 
 ranges = st.builds(lambda s, n, t: Range(s, n, t if n > 1 else 1), st.integers(0, 40), st.integers(1, 12), st.integers(1, 7))
 
@@ -112,7 +112,7 @@ def test_the_copies_of_a_plan_fill_every_destination_element_exactly_once(case, 
 @given(tensors_and_shardings())
 def test_a_sharding_tiles_its_tensor(case) -> None:
     shape, boxes, _ = case
-    check_tiling(TensorSpec("w", "BF16", shape), held(boxes))
+    check_tiling(TensorSpec("w", "BF16", shape), held_boxes(boxes))
 
 
 @given(tensors_and_shardings())

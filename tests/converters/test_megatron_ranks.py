@@ -43,12 +43,12 @@ def test_parameters_that_a_late_gather_leaves_behind_are_named_and_do_differ(fou
 
 
 def test_replicas_that_differ_are_named_with_their_ranks_on_every_rank(found: dict[str, Any]) -> None:
-    said = found["replicas"]
-    assert said["data parallel, equal"] == said["tied, equal"] == ""
+    complaints = found["replicas"]
+    assert complaints["data parallel, equal"] == complaints["tied, equal"] == ""
     changed = "model.layers.2.mlp.down_proj.weight[0:128, 96:192]: the values of its owner, rank 1, are not those of rank 3"
-    assert said["data parallel, changed"] == changed
+    assert complaints["data parallel, changed"] == changed
     tied = "model.embed_tokens.weight[0:502, 0:128]: the values of its owner, rank 0, are not those of rank 2"
-    assert said["tied, changed"] == tied
+    assert complaints["tied, changed"] == tied
 
 
 def test_after_the_gather_nothing_is_stale(found: dict[str, Any]) -> None:

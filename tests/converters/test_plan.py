@@ -15,7 +15,7 @@ from resharder.converters.geometry.plan import _part, _replicas, plan, plan_piec
 from resharder.converters.geometry.senders import senders
 from resharder.converters.geometry.tiling import Held, check_tiling
 
-from tests.support.shardings import held, sharding
+from tests.support.shardings import held_boxes, sharding
 
 SPEC = TensorSpec("w", "BF16", (10, 6))
 
@@ -73,7 +73,7 @@ def test_a_replica_needs_the_box_of_an_owner() -> None:
 @given(st.data())
 def test_removing_or_doubling_any_box_of_a_tiling_is_noticed(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-    pieces = held(data.draw(sharding(shape)))
+    pieces = held_boxes(data.draw(sharding(shape)))
     victim = data.draw(st.sampled_from(pieces))
     spec = TensorSpec("w", "F32", shape)
     check_tiling(spec, pieces)
@@ -239,7 +239,7 @@ def test_chunks_hold_every_element_once_and_stay_within_their_size(data: st.Data
     for position, box in enumerate(boxes):
         parts = [part.box for chunk in chunks for part in chunk if part.position == position]
         assert sum(box_size(part) for part in parts) == box_size(box)
-        check_tiling(TensorSpec("w", "U8", shape), [*held([parts]), *held([[b for b in boxes if b is not box]])])
+        check_tiling(TensorSpec("w", "U8", shape), [*held_boxes([parts]), *held_boxes([[b for b in boxes if b is not box]])])
     for chunk in chunks:
         size = sum(box_size(part.box) * sizes[part.position] for part in chunk)
         assert size <= limit or (len(chunk) == 1 and math.prod(r.count for r in chunk[0].box) == 1)

@@ -6,36 +6,36 @@ from resharder.converters.signal import Signal
 
 
 def test_all_connected_functions_are_called_in_their_order_with_what_is_emitted() -> None:
-    signal, heard = Signal[int, str](), list[tuple[str, int, str]]()
-    signal.connect(lambda number, text: heard.append(("first", number, text)))
-    signal.connect(lambda number, text: heard.append(("second", number, text)))
+    signal, calls = Signal[int, str](), list[tuple[str, int, str]]()
+    signal.connect(lambda number, text: calls.append(("first", number, text)))
+    signal.connect(lambda number, text: calls.append(("second", number, text)))
     signal.emit(7, "x")
-    assert heard == [("first", 7, "x"), ("second", 7, "x")]
+    assert calls == [("first", 7, "x"), ("second", 7, "x")]
 
 
 def test_a_function_is_not_called_once_it_is_disconnected() -> None:
-    signal, heard = Signal[int](), list[int]()
-    signal.connect(heard.append)
-    signal.disconnect(heard.append)
+    signal, calls = Signal[int](), list[int]()
+    signal.connect(calls.append)
+    signal.disconnect(calls.append)
     signal.emit(1)
-    assert (heard, signal.connections) == ([], 0)
+    assert (calls, signal.connections) == ([], 0)
 
 
 def test_a_function_that_is_connected_or_disconnected_during_an_emission_counts_from_the_next_one_on() -> None:
-    signal, heard = Signal[int](), list[str]()
+    signal, calls = Signal[int](), list[str]()
 
     def late(number: int) -> None:
-        heard.append(f"late {number}")
+        calls.append(f"late {number}")
 
     def first(number: int) -> None:
-        heard.append(f"first {number}")
+        calls.append(f"first {number}")
         signal.connect(late)
         signal.disconnect(first)
 
     signal.connect(first)
     signal.emit(1)
     signal.emit(2)
-    assert heard == ["first 1", "late 2"]
+    assert calls == ["first 1", "late 2"]
 
 
 def test_functions_are_called_on_the_thread_that_emits() -> None:

@@ -210,7 +210,7 @@ def test_daemon_and_servers_have_time_to_drain(
     assert grace >= config.drain_seconds + 15
     *_, server = containers(pods(resources)["fleet"])
     waits = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
-    (ends,) = (int(word.partition("=")[2]) for word in server["command"] if word.startswith("--shutdown-timeout"))
+    (ends,) = (int(argument.partition("=")[2]) for argument in server["command"] if argument.startswith("--shutdown-timeout"))
     assert pods(resources)["fleet"]["spec"]["terminationGracePeriodSeconds"] >= waits + ends + 15
 
 
@@ -221,10 +221,10 @@ def test_pods_have_no_more_rights_than_they_need(resources: list[Resource]) -> N
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in containers(pod):
-            said = container["securityContext"]
-            assert said["allowPrivilegeEscalation"] is False, name
-            assert said["readOnlyRootFilesystem"] is True, name
-            assert said["capabilities"] == {"drop": ["ALL"]}, name
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False, name
+            assert context["readOnlyRootFilesystem"] is True, name
+            assert context["capabilities"] == {"drop": ["ALL"]}, name
     users = {
         (pod["spec"]["securityContext"]["runAsUser"], pod["spec"]["securityContext"]["fsGroup"])
         for pod in pods(resources).values()

@@ -23,11 +23,11 @@ def test_a_part_that_fails_keeps_no_other_from_running_and_the_exit_code_tells(c
     run = Run()
     run.all([shell("checks", "exit 3", beside=True), shell("first", "echo the reason; exit 1"), shell("second", "true")])
     assert run.report() == 1
-    said = capfd.readouterr().out
-    assert "FAILED with 3" in said
-    assert "FAILED with 1" in said
-    assert "the reason" in said
-    assert [line.split()[-1] for line in said.splitlines() if line.startswith("  second")] == ["passed"]
+    output = capfd.readouterr().out
+    assert "FAILED with 3" in output
+    assert "FAILED with 1" in output
+    assert "the reason" in output
+    assert [line.split()[-1] for line in output.splitlines() if line.startswith("  second")] == ["passed"]
 
 
 def test_a_command_that_is_not_there_fails(capfd: pytest.CaptureFixture[str]) -> None:
@@ -56,9 +56,9 @@ def test_the_end_of_the_time_cuts_a_part_off_and_is_no_failure(capfd: pytest.Cap
     run = Run(end=0.2)
     run.while_time_is_left([shell("long", "sleep 1000"), shell("never", "false")], 0.1)
     assert run.report() == 0
-    said = capfd.readouterr().out
-    assert "long: cut off" in said
-    assert "not run, for want of time: never" in said
+    output = capfd.readouterr().out
+    assert "long: cut off" in output
+    assert "not run, for want of time: never" in output
 
 
 def test_every_part_comes_first_for_some_commit() -> None:
@@ -81,7 +81,13 @@ def test_every_test_is_in_make_test_or_in_the_rest() -> None:
     folders = {path.name for path in (parts.ROOT / "tests").iterdir() if list(path.glob("test_*.py"))} - {"gpu", "integrations"}
     given = [part.command for part in REST if part.command[0].endswith("pytest")]
     for mark, where in (("full and not storm", folders), ("full and storm", {"chaos", "failpoints"})):
-        paths = {word for command in given if mark in command for word in command if word.startswith("tests/")}
+        paths = {argument for command in given if mark in command for argument in command if argument.startswith("tests/")}
         assert {path.removeprefix("tests/") for path in paths} >= where - {"soak"}, mark
-    marks = {word for part in TEST if part.command[0].endswith("pytest") for word in part.command if word.startswith("not full")}
+    marks = {
+        argument
+        for part in TEST
+        if part.command[0].endswith("pytest")
+        for argument in part.command
+        if argument.startswith("not full")
+    }
     assert marks == {"not full"}

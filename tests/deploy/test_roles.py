@@ -35,11 +35,11 @@ class Deployed(Daemon):
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder / "tls")
         files = {"/tls/tls.crt": "daemon.pem", "/tls/tls.key": "daemon.key", "/tls/ca.crt": "ca.pem"}
-        said = CONFIGURATION.read_text()
+        text = CONFIGURATION.read_text()
         for there, here in files.items():
-            assert there in said
-            said = said.replace(there, str(self.authority.folder / here))
-        (folder / "resharderd.yaml").write_text(said)
+            assert there in text
+            text = text.replace(there, str(self.authority.folder / here))
+        (folder / "resharderd.yaml").write_text(text)
         self.web = f"127.0.0.1:{free_port()}"
         super().__init__(config=folder / "resharderd.yaml", web_listen=self.web)
 

@@ -33,8 +33,8 @@ def root(tmp_path: Path) -> Path:
 def test_the_units_are_what_systemd_takes(root: Path) -> None:
     analyze = tool("systemd-analyze", "systemd")
     units = ("resharderd.service", "resharder-node.service", "resharder-vllm@left.service")
-    said = checked(analyze, "verify", "--man=no", f"--root={root}", *units)
-    assert said == "", "an option that systemd does not know is a warning only"
+    output = checked(analyze, "verify", "--man=no", f"--root={root}", *units)
+    assert output == "", "an option that systemd does not know is a warning only"
 
 
 @pytest.mark.parametrize(

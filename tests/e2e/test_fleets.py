@@ -22,7 +22,7 @@ from resharder.client.operator.waiting import went_well
 from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
-from tests.support.client_traffic import PROMPTS, Asked, Client, Judge, Turned, ask
+from tests.support.client_traffic import PROMPTS, Client, ClientAnswer, FailedRequest, Judge, ask
 from tests.support.daemon import Daemon
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
@@ -132,11 +132,11 @@ class Fleet:
         return {server.name.removeprefix("servers/"): server.version for server in servers(self.daemon)}
 
     @contextmanager
-    def faults(self, name: str, **said: object) -> Iterator[None]:
+    def faults(self, name: str, **settings: object) -> Iterator[None]:
         """How installs of one server stop and go wrong; see `resharder_faulty_installs`."""
         file = faults_of(self.folder, name)
         written = file.with_suffix(".new")
-        written.write_text(json.dumps(said))
+        written.write_text(json.dumps(settings))
         written.rename(file)
         try:
             yield
@@ -145,15 +145,15 @@ class Fleet:
 
     # What clients got
 
-    def judge(self) -> tuple[list[Asked], list[Turned]]:
+    def judge(self) -> tuple[list[ClientAnswer], list[FailedRequest]]:
         """All that clients got since the last time, each answer of the versions that it names. What they are still waiting for
         comes later, whatever it began on."""
         answers, turned = [], []
         for client in self.clients:
-            count, others = len(client.answers), len(client.turned)
+            count, others = len(client.answers), len(client.failed)
             answers += client.answers[:count]
-            turned += client.turned[:others]
-            del client.answers[:count], client.turned[:others]
+            turned += client.failed[:others]
+            del client.answers[:count], client.failed[:others]
         assert not [found for answer in answers if (found := self.truth.wrong(answer))]
         for one in turned:
             refused = one.status == 503 and "not serving: " in one.reason
@@ -317,7 +317,7 @@ def test_a_drained_server_answers_what_it_has_begun_and_nothing_else(fleet: Flee
     asking.join(LONG)
     assert len(tokens) == 300
     refusal = ask("left", fleet.servers["left"], PROMPTS[0])
-    assert isinstance(refusal, Turned)
+    assert isinstance(refusal, FailedRequest)
     assert "drained for maintenance" in refusal.reason
     assert fleet.server("left").state == Server.DRAINED
     fleet.operator.resume("policy", "left")
@@ -330,7 +330,7 @@ def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhi
     fleet.operator.wait_power("policy", Power.ASLEEP_2, timeout=LONG)
     for name, server in fleet.servers.items():
         refusal = ask(name, server, PROMPTS[0])
-        assert isinstance(refusal, Turned)
+        assert isinstance(refusal, FailedRequest)
         assert "sleep" in refusal.reason
     version = fleet.publish()
     fleet.operator.wake("policy")
@@ -400,9 +400,9 @@ def test_servers_take_versions_from_a_replica_each(fleet: Fleet, tmp_path: Path)
             fleet.steps[version] = step
             fleet.arrives(version)
             fleet.everyone_gets(version)
-    said = [json.loads(line) for line in fleet.daemon.log.read_text().splitlines() if line.startswith("{")]
-    groups = {line["server"]: line["senders"] for line in said if line["event"] == "direct_group"}
+    log = [json.loads(line) for line in fleet.daemon.log.read_text().splitlines() if line.startswith("{")]
+    groups = {line["server"]: line["senders"] for line in log if line["event"] == "direct_group"}
     assert groups == {"left": 1, "right": 1}
-    sent = [(line["server"], line["version"]) for line in said if line["event"] == "direct_transfer"]
+    sent = [(line["server"], line["version"]) for line in log if line["event"] == "direct_transfer"]
     assert sorted(sent) == [(name, version - 1 + i) for name in ("left", "right") for i in range(2)]
-    assert not [line for line in said if line["event"] == "direct_failed"]
+    assert not [line for line in log if line["event"] == "direct_failed"]

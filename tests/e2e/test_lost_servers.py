@@ -127,9 +127,9 @@ def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site
         with waits_for_move() as ended:
             worker.kill()
             move = site.ends(Move.State.STOPPED)
-            code, said = ended()
+            code, output = ended()
         assert code == 5
-        assert "servers/a" in said or "a: " in said
+        assert "servers/a" in output or "a: " in output
         assert list(move.failed) == ["a"]
         site.wait(Server.State.LOST)
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version - 1)}
@@ -186,10 +186,10 @@ def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_a
         with waits_for_move() as ended:
             server.kill()
             move = site.ends(Move.State.STOPPED)
-            code, said = ended()
+            code, output = ended()
         assert code == 5
         assert "1 of 3 servers is missing: a: " in move.reason
-        assert "2/3 serve" in said
+        assert "2/3 serve" in output
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
     with site.server():
         site.ends(Move.State.DONE)  # it is back, and has booted from where the others are

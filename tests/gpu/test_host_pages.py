@@ -18,7 +18,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
-from tests.support.released import Released
+from tests.support.released import ImmediateReleases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -115,7 +115,7 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
         before = stored(folder)
         for tensor in tensors.values():
             tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
-        releases = Released()
+        releases = ImmediateReleases()
         items = LiveItems(tensors, layout.pieces)
         found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, items, releases).digests
         assert releases.files == [file.path for file in lay_out(SPECS.values())]

@@ -34,20 +34,20 @@ def member(rank: int, port: int, answers: Any) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LONG))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number in range(3):
         group = make_group(store, f"group {number}", rank, 2, device, LONG)
         connect(group, device, *(([1], []) if rank == 0 else ([], [0])), LONG)
-        said[f"equal {number}"] = exchange(group, rank, number)
+        results[f"equal {number}"] = exchange(group, rank, number)
         first = number % 2  # who lets go first: each once, then both at once
         if number < 2 and rank != first:
             store.wait([f"closed {number}"], timedelta(seconds=LONG))
         began = time.monotonic()
         group.close()
-        said[f"closed {number}"] = time.monotonic() - began
+        results[f"closed {number}"] = time.monotonic() - began
         if number < 2 and rank == first:
             store.set(f"closed {number}", "yes")
-    answers.put(said)
+    answers.put(results)
 
 
 def test_a_side_that_closes_does_not_wait_for_the_other() -> None:
@@ -58,10 +58,10 @@ def test_a_side_that_closes_does_not_wait_for_the_other() -> None:
     for process in members:
         process.start()
     try:
-        for said in (answers.get(timeout=LONG), answers.get(timeout=LONG)):
-            print(said)
-            assert all(said[f"equal {number}"] for number in range(3))
-            assert max(said[f"closed {number}"] for number in range(3)) < SOON
+        for results in (answers.get(timeout=LONG), answers.get(timeout=LONG)):
+            print(results)
+            assert all(results[f"equal {number}"] for number in range(3))
+            assert max(results[f"closed {number}"] for number in range(3)) < SOON
     finally:
         for process in members:
             process.kill()

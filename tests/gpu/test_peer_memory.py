@@ -67,7 +67,7 @@ class Side:
 
 def versions(side: Side) -> dict[str, Any]:
     """Version after version: in the same memory, and in other memory."""
-    said = {}
+    results = {}
     for version in (1, 2, 3):
         if side.rank == 0 and version == 2:
             for name, tensor in on(side.device, filled(side.layout, 2)).items():
@@ -76,15 +76,15 @@ def versions(side: Side) -> dict[str, Any]:
         if side.rank == 0 and version == 3:
             side.tensors = on(side.device, filled(side.layout, 3))
         side.run()
-        said[f"version {version}"] = side.rank == 0 or side.holds(version)
-    return said
+        results[f"version {version}"] = side.rank == 0 or side.holds(version)
+    return results
 
 
 def freed(side: Side) -> dict[str, Any]:
     """Memory that the rank frees after `release` is free on the GPU; then it shares other memory."""
     side.run()
     side.meet("mapped")
-    said = {}
+    results = {}
     if side.rank == 0:
         size = sum(tensor.numel() * tensor.element_size() for tensor in side.tensors.values())
         before = torch.cuda.mem_get_info(side.device)[0]
@@ -94,12 +94,12 @@ def freed(side: Side) -> dict[str, Any]:
         for owner in side.pairs.owners.values():
             owner._sources = {}
         torch.cuda.empty_cache()
-        said["freed"] = (torch.cuda.mem_get_info(side.device)[0] - before) / size
+        results["freed"] = (torch.cuda.mem_get_info(side.device)[0] - before) / size
         side.tensors = on(side.device, filled(side.layout, 2))
     side.meet("freed")
     side.run()
-    said["again"] = side.rank == 0 or side.holds(2)
-    return said
+    results["again"] = side.rank == 0 or side.holds(2)
+    return results
 
 
 def killed(side: Side) -> dict[str, Any]:
@@ -158,21 +158,21 @@ DEVICES = [0, pytest.param(1, marks=pytest.mark.skipif(torch.cuda.device_count()
 @pytest.mark.parametrize("device", DEVICES)
 def test_versions_are_read_from_a_ranks_memory_wherever_it_is(device: int, expandable: bool) -> None:
     with two(versions, device, expandable) as answers:
-        for _, said in (answers.get(timeout=LONG), answers.get(timeout=LONG)):
-            assert said == {f"version {version}": True for version in (1, 2, 3)}
+        for _, results in (answers.get(timeout=LONG), answers.get(timeout=LONG)):
+            assert results == {f"version {version}": True for version in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable"])
 def test_memory_that_is_released_is_free_for_other_processes(expandable: bool) -> None:
     with two(freed, 0, expandable) as answers:
-        said = dict((answers.get(timeout=LONG), answers.get(timeout=LONG)))
-        print(said)
-        assert said[1] == {"again": True}
-        assert said[0]["freed"] > 0.9
-        assert said[0]["again"]
+        results = dict((answers.get(timeout=LONG), answers.get(timeout=LONG)))
+        print(results)
+        assert results[1] == {"again": True}
+        assert results[0]["freed"] > 0.9
+        assert results[0]["again"]
 
 
 def test_a_reader_outlives_a_rank_that_dies_while_it_reads() -> None:
     with two(killed, 0) as answers:
-        rank, said = answers.get(timeout=LONG)
-        assert (rank, said) == (1, {"alive": True, "whole": True})
+        rank, results = answers.get(timeout=LONG)
+        assert (rank, results) == (1, {"alive": True, "whole": True})

@@ -17,7 +17,7 @@ from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.gpu_server import KV_CACHE_BYTES, SHAPES, SLEEP_MODE, answers, fingerprints, free_bytes, spoken
+from tests.support.gpu_server import KV_CACHE_BYTES, SHAPES, SLEEP_MODE, answers, fingerprints, free_bytes, tokens_and_logprobs
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
@@ -92,7 +92,7 @@ def test_a_generation_installs_within_the_gpu_and_lends_the_memory_in_phases(tmp
                     entered, lent = time.monotonic(), free_bytes()
                     (seen,) = servers(daemon)
                     assert (seen.version, seen.workers[0].path) == (generation.version, "peer-memory")
-                    direct, said = fingerprints(server), spoken(answers(server))
+                    direct, generated = fingerprints(server), tokens_and_logprobs(answers(server))
                     left = time.monotonic()
                 ended = time.monotonic()
             both, back = training - free.least(began, entered), free_bytes()
@@ -112,4 +112,6 @@ def test_a_generation_installs_within_the_gpu_and_lends_the_memory_in_phases(tmp
         with publisher.generation(4, offload=True, timeout=120):
             print(f"from the store: served {time.monotonic() - began:.2f} s after the call")
             assert servers(daemon)[0].workers[0].path == ""
-            assert (fingerprints(server), spoken(answers(server))) == (direct, said), "the same weights, from the store"
+            assert (fingerprints(server), tokens_and_logprobs(answers(server))) == (direct, generated), (
+                "the same weights, from the store"
+            )

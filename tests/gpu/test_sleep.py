@@ -16,7 +16,16 @@ from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.gpu_server import KV_CACHE_BYTES, PROMPTS, SHAPES, SLEEP_MODE, answers, fingerprints, free_bytes, spoken
+from tests.support.gpu_server import (
+    KV_CACHE_BYTES,
+    PROMPTS,
+    SHAPES,
+    SLEEP_MODE,
+    answers,
+    fingerprints,
+    free_bytes,
+    tokens_and_logprobs,
+)
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import ServerFailed, VllmServer
@@ -102,7 +111,7 @@ def test_a_server_that_slept_frees_its_memory_and_wakes_to_exactly_the_version_i
         here.publish()
         with here.server() as server:
             wait_serving(here.daemon, here.publish(), 120)
-            before, tensors, awake = spoken(answers(server)), fingerprints(server), free_bytes()
+            before, tensors, awake = tokens_and_logprobs(answers(server)), fingerprints(server), free_bytes()
             (installed,) = servers(here.daemon)
 
             for power in (ASLEEP_1, ASLEEP_2, ASLEEP_2):
@@ -118,7 +127,7 @@ def test_a_server_that_slept_frees_its_memory_and_wakes_to_exactly_the_version_i
                 )
                 assert freed > 0.9 * (here.size_bytes + KV_CACHE_BYTES)
                 assert fingerprints(server) == tensors
-                assert spoken(answers(server)) == before
+                assert tokens_and_logprobs(answers(server)) == before
                 assert (servers(here.daemon)[0].install.id == installed.install.id) == (power == ASLEEP_1)
 
             print(*(line for line in server.log_text().splitlines() if "asleep at level" in line), sep="\n")
@@ -128,7 +137,7 @@ def test_a_server_that_slept_frees_its_memory_and_wakes_to_exactly_the_version_i
             here.set_power(AWAKE)
             updated, tensors = answers(server), fingerprints(server)
             assert {answer.version for answer in updated} == {"3"}
-            assert spoken(updated) != before
+            assert tokens_and_logprobs(updated) != before
         with here.server() as fresh:
             assert fingerprints(fresh) == tensors
-            assert spoken(answers(fresh)) == spoken(updated)
+            assert tokens_and_logprobs(answers(fresh)) == tokens_and_logprobs(updated)

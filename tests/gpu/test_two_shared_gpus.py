@@ -24,7 +24,7 @@ from tests.support.gpu_server import (
     SLEEP_MODE,
     answers,
     free_bytes,
-    spoken,
+    tokens_and_logprobs,
     worker_fingerprints,
 )
 from tests.support.observing import servers, wait_serving, wait_until
@@ -122,7 +122,7 @@ def test_generations_of_two_ranks_lend_two_gpus_to_two_workers_in_phases(tmp_pat
             assert [worker.path for worker in one.workers] == ["peer-memory"] * 2
             # Each GPU lends the rank's half of the weights, and holds the worker's half and its KV cache.
             assert all(abs(answer["lent"] - KV_CACHE_BYTES) < SLACK for answer in entered), entered
-            seen.append((worker_fingerprints(server), spoken(answers(server))))
+            seen.append((worker_fingerprints(server), tokens_and_logprobs(answers(server))))
             for rank in ranks:
                 rank.commands.put("leave")
             for answer in (rank.answer() for rank in ranks):
@@ -134,4 +134,4 @@ def test_generations_of_two_ranks_lend_two_gpus_to_two_workers_in_phases(tmp_pat
         with Operator(daemon.endpoint) as operator:
             operator.wake("policy")
             wait_serving(daemon, 3)
-            assert (worker_fingerprints(server), spoken(answers(server))) == seen[1], "as installed from the store"
+            assert (worker_fingerprints(server), tokens_and_logprobs(answers(server))) == seen[1], "as installed from the store"

@@ -193,17 +193,17 @@ def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -
 
 def assert_served(channel: grpc.Channel, job: Job) -> None:
     """A server of the job's model claims, attaches and has its reports answered."""
-    servers, reports = server_pb2_grpc.ServerServiceStub(channel), threading.Event()
+    servers, ended = server_pb2_grpc.ServerServiceStub(channel), threading.Event()
     servers.ClaimServer(server_pb2.ClaimServerRequest(server="calm-1", model=job.model, boot=True), timeout=60)
 
-    def said() -> Iterator[server_pb2.ControlReport]:
+    def reports() -> Iterator[server_pb2.ControlReport]:
         yield server_pb2.ControlReport(server="calm-1", control="control", world_size=1)
         yield server_pb2.ControlReport(server="calm-1", control="control", world_size=1)
-        reports.wait()
+        ended.wait()
 
-    orders = servers.Attend(said(), timeout=60)
+    orders = servers.Attend(reports(), timeout=60)
     assert any(order.kind == server_pb2.Order.RENEWED for order in orders)
-    reports.set()
+    ended.set()
     orders.cancel()
 
 

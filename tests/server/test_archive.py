@@ -51,13 +51,13 @@ def opened(root: Path) -> Iterator[Callable[..., Archive]]:
     started: list[Archive] = []
 
     def open_(store: Store, every: int = 0, url: str = "", restore: bool = True) -> Archive:
-        told: list[tuple[str, str]] = []
+        reports: list[tuple[str, str]] = []
 
         def report(name: str, what: str, reason: str) -> None:
-            told.append((name.rpartition("/")[2], what))
+            reports.append((name.rpartition("/")[2], what))
 
         archive = Archive(store, url or str(root / "archive"), every, pause=0.01, report=report)
-        archive.told = told
+        archive.reports = reports
         started.append(archive)
         archive.start(restore)
         return archive
@@ -197,7 +197,7 @@ def test_what_the_archive_fails_at_is_tried_again_and_then_said(store: Store, op
         wait_until(lambda: archived(archive) == [1])
         failures[0] = 1000
         publish(store, epoch, 1)
-        wait_until(lambda: ("2", "failed") in archive.told)
+        wait_until(lambda: ("2", "failed") in archive.reports)
         with pytest.raises(Unavailable, match="ConnectionResetError: cut"):
             archive.archive_now("policy", 2)
         assert numbers(store) == [1, 2]
@@ -262,11 +262,11 @@ def test_an_empty_store_gets_the_newest_whole_version_and_counts_on_from_there(
         wait_until(partial(is_archived, archive, record.number))
     flip(root / "archive" / "policy" / "00000003" / LAYOUTS[0].path)
     other = new_store(root)
-    heard: list[int] = []
-    other.catalogue.version_changed.connect(lambda record: heard.append(record.number))
+    changed: list[int] = []
+    other.catalogue.version_changed.connect(lambda record: changed.append(record.number))
     restored = opened(other)
-    wait_until(lambda: restored.told == [("3", "failed"), ("2", "restored")])
-    assert (other.catalogue.models(), numbers(other), heard) == (["policy"], [2], [2])
+    wait_until(lambda: restored.reports == [("3", "failed"), ("2", "restored")])
+    assert (other.catalogue.models(), numbers(other), changed) == (["policy"], [2], [2])
     assert other.catalogue.newest("policy") == store.catalogue.get("policy", 2)
     assert other.reader.model_files("policy") == FILES
     with other.reader.open("policy", 2) as files:

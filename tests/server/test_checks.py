@@ -25,11 +25,11 @@ def run() -> Iterator[Callable[..., Ended]]:
     """Starts one command and gives what it will be told of; `checks` are what it runs in."""
     made: list[Checks] = []
 
-    def start(*command: str, timeout: float = 60, said: dict[str, str] | None = None) -> Ended:
+    def start(*command: str, timeout: float = 60, variables: dict[str, str] | None = None) -> Ended:
         ended: Ended = queue.SimpleQueue()
         checks = Checks({"check": command}, timeout)
         made.append(checks)
-        checks.start("check", "key", said or {}, lambda ok, message: ended.put((ok, message)))
+        checks.start("check", "key", variables or {}, lambda ok, message: ended.put((ok, message)))
         return ended
 
     yield start
@@ -49,8 +49,10 @@ def test_a_command_is_told_of_its_move_and_gets_nothing_else_of_the_daemon(
     run: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RESHARDERD_SECRET", "no")
-    said = environment("policy", 7, 12, 11, ["10.0.0.1:8000", "10.0.0.2:8000"])
-    ok, message = run("sh", "-c", "unset PWD SHLVL _ OLDPWD; env | sort | tail -n 5; env | wc -l", said=said).get(timeout=60)
+    variables = environment("policy", 7, 12, 11, ["10.0.0.1:8000", "10.0.0.2:8000"])
+    ok, message = run("sh", "-c", "unset PWD SHLVL _ OLDPWD; env | sort | tail -n 5; env | wc -l", variables=variables).get(
+        timeout=60
+    )
     assert ok
     assert message.removeprefix("ended with 0: ").splitlines()[:4] == [
         "RESHARDER_FROM_VERSION=11",
@@ -59,7 +61,7 @@ def test_a_command_is_told_of_its_move_and_gets_nothing_else_of_the_daemon(
         "RESHARDER_VERSION=12",
     ]
     inherited = {"PATH", "HOME"} & os.environ.keys()
-    assert int(message.splitlines()[-1]) == len(said) + len(inherited)
+    assert int(message.splitlines()[-1]) == len(variables) + len(inherited)
 
 
 def test_the_check_of_a_move_starts_once_with_its_fleet_move_versions_and_servers() -> None:
@@ -83,7 +85,7 @@ def test_the_check_of_a_move_starts_once_with_its_fleet_move_versions_and_server
 
 
 def test_a_check_whose_end_could_not_be_kept_can_be_started_again() -> None:
-    checks, told, refused = Checks({"check": ("true",)}, 60), queue.SimpleQueue[bool](), queue.SimpleQueue[bool]()
+    checks, results, refused = Checks({"check": ("true",)}, 60), queue.SimpleQueue[bool](), queue.SimpleQueue[bool]()
 
     def refuse(ok: bool, message: str) -> None:
         refused.put(ok)
@@ -92,8 +94,8 @@ def test_a_check_whose_end_could_not_be_kept_can_be_started_again() -> None:
     checks.start("check", "key", {}, refuse)
     assert refused.get(timeout=60)
     wait_until(lambda: not checks._runs)
-    checks.start("check", "key", {}, lambda ok, message: told.put(ok))
-    assert told.get(timeout=60)
+    checks.start("check", "key", {}, lambda ok, message: results.put(ok))
+    assert results.get(timeout=60)
     checks.close()
 
 

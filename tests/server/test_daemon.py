@@ -144,10 +144,10 @@ def test_sigterm_lets_an_open_version_finish_and_takes_no_new_one(unstarted: Dae
     deadline = time.monotonic() + 60
     for step in itertools.count(2):  # until the signal is heard
         early: list[str] = []
-        said = reason(lambda step=step, early=early: early.append(job.begin(step).name))
-        if said == "DRAINING":
+        refusal = reason(lambda step=step, early=early: early.append(job.begin(step).name))
+        if refusal == "DRAINING":
             break
-        assert said == ""
+        assert refusal == ""
         assert time.monotonic() < deadline
         job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=early[0], epoch=job.epoch, reason="a test"))
         time.sleep(0.1)
@@ -283,9 +283,9 @@ def test_where_the_kernel_gives_no_leases_the_daemon_refuses_to_share_the_store_
     daemon = Daemon(store=tmp_path / "store", keep_count=2)
     try:
         assert daemon.launch().wait(60) == 1
-        said = daemon.log.read_text().splitlines()[-1]
-        assert said.startswith(f"resharderd: --store: {tmp_path / 'store'}: this filesystem does not report open files")
-        assert said.endswith("choose another folder, or shared_memory=false")
+        message = daemon.log.read_text().splitlines()[-1]
+        assert message.startswith(f"resharderd: --store: {tmp_path / 'store'}: this filesystem does not report open files")
+        assert message.endswith("choose another folder, or shared_memory=false")
         daemon.options["shared_memory"] = "false"
         daemon.start()
         job = Job(daemon.channel, SPECS, holdings()).connect()

@@ -12,7 +12,7 @@ from resharder.server.direct.state import Task
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from resharder.v1 import direct_pb2
 
-from tests.support.direct_site import LONG, Rank, Site, after_drops, half, linked
+from tests.support.direct_site import LONG, Rank, Site, after_drops, linked, share_of_rows
 from tests.support.observing import wait_until
 from tests.support.waits import settled
 
@@ -43,7 +43,7 @@ def test_a_group_is_kept_for_the_next_version_and_made_anew_for_other_processes(
     again = [future.result(LONG).group for future in site.join("left", 2, "i-2")]  # type: ignore[attr-defined]
     assert again == [first, first]
     for rank in range(2):
-        site.direct.declare(Member("servers/left", rank, f"other-{rank}"), "memory", half(rank))
+        site.direct.declare(Member("servers/left", rank, f"other-{rank}"), "memory", share_of_rows(rank))
     site.known["left"] = {0: "other-0", 1: "other-1"}
     site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     links = [future.result(LONG) for future in site.join("left", 2, "i-3")]
@@ -76,7 +76,7 @@ def test_workers_that_have_let_go_in_mid_transfer_have_the_next_turn_themselves(
         site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     workers = [site.worker("left", rank) for rank in range(2)]
     for worker in workers:
-        site.direct.declare(worker, "memory", half(worker.rank))
+        site.direct.declare(worker, "memory", share_of_rows(worker.rank))
     joined = [site.begin(site.direct.join, worker, "memory", "policy", 1, "i-2", "") for worker in workers]
     (second,) = {future.result(LONG).group for future in joined}  # type: ignore[attr-defined]
     assert second != first
@@ -134,7 +134,7 @@ def test_what_an_earlier_publisher_left_does_not_count_as_ranks_that_send(site: 
     later = "models/policy/publishers/2"
     site.rank = lambda rank: Member(later, rank, f"later-{rank}")  # type: ignore[method-assign]
     for rank in range(2):
-        site.direct.declare(site.rank(rank), "memory", half(rank))
+        site.direct.declare(site.rank(rank), "memory", share_of_rows(rank))
     linked(site, "left", site.offer(2), 2, "i-2")  # the other server still has its group of before
     assert site.offered.at_once("policy") == 1
 
@@ -227,7 +227,7 @@ def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound
 def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:
     site.declare("left")
     for rank in range(2):
-        site.direct.declare(site.worker("left", rank), "memory", half(rank, rows=16))
+        site.direct.declare(site.worker("left", rank), "memory", share_of_rows(rank, rows=16))
     site.offer()
     answers = [future.exception(LONG) for future in site.join("left")]
     assert any("the targets expect BF16 [16, 4], the sources have BF16 [8, 4]" in str(answer) for answer in answers)
@@ -246,7 +246,7 @@ def test_nobody_joins_or_offers_with_memory_that_is_not_declared(site: Site) -> 
 
 def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> None:
     site.known["left"] = {0: "left-0"}
-    site.direct.declare(site.worker("left", 0), "memory", half(0))
+    site.direct.declare(site.worker("left", 0), "memory", share_of_rows(0))
     with pytest.raises(FailedPrecondition, match="no publisher offers it"):
         settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
@@ -311,7 +311,7 @@ def columns(rank: int) -> Pieces[int]:
     return pack({rank: Layout({"w": TensorSpec("w", "BF16", (8, 4))}, (piece,))})
 
 
-def said(task: Task, sent: Pieces[int]) -> list[int]:
+def digests_of(task: Task, sent: Pieces[int]) -> list[int]:
     """Declaration of a rank that has half of the rows of VALUES."""
     assert task.kind == direct_pb2.DirectTask.DIGEST
     boxes = [sent.boxes.box(i, 2) for i in range(len(sent))]
@@ -343,7 +343,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
         assert task.sent
         assert task.sent.offset.tolist() == [0, 2]  # each rank has rows for both workers
         sent.append(task.sent)
-        site.direct.report(rank.member, group, 1, said(task, task.sent))
+        site.direct.report(rank.member, group, 1, digests_of(task, task.sent))
     boxes = [(Range(0, 8), Range(worker * 2, 2)) for worker in range(2)]
     wanted = [[digest(VALUES[box_index(box)], box, VALUES.shape)] for box in boxes]
     assert [future.result(LONG) for future in asked] == wanted
@@ -353,7 +353,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
         task = rank.task("UPLOADING")
         assert task
         assert task.sent is None
-        site.direct.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
+        site.direct.report(rank.member, group, 2, [one + 1 for one in digests_of(task, known)])
     assert [future.result(LONG) for future in asked] == [[one + 2] for (one,) in wanted]
 
 
@@ -365,7 +365,7 @@ def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_th
         assert task
         assert task.sent
         sent.append(task.sent)
-        site.direct.report(rank.member, group, 1, said(task, task.sent))
+        site.direct.report(rank.member, group, 1, digests_of(task, task.sent))
     wanted = [future.result(LONG) for future in asked]
     first = Rank(site, 0, 2, 100.0)
     assert not first.offer.ranks[0][2]  # not before every rank offers it
@@ -373,7 +373,7 @@ def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_th
     for rank, known in zip(ranks, sent, strict=True):
         task = rank.task("UPLOADING")
         assert task == Task(direct_pb2.DirectTask.DIGEST, group)
-        site.direct.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
+        site.direct.report(rank.member, group, 2, [one + 1 for one in digests_of(task, known)])
     assert [future.result(LONG) for future in ask(site, group, 2)] == [[one + 2] for (one,) in wanted]
     assert not any(tasks for _, _, tasks in ranks[0].offer.ranks.values())  # requested once
     again = site.offer(3)[0].offer

@@ -12,7 +12,7 @@ import pytest
 from resharder.server.infra.event_log import Event, Events, event_to_proto
 from resharder.v1 import operator_pb2
 
-from tests.support.waits import items
+from tests.support.waits import without_pauses
 
 WRITER = """
 import sys
@@ -91,7 +91,7 @@ def test_who_follows_gets_what_was_and_what_comes_until_the_journal_closes(tmp_p
 
     def follow(subject: str) -> list[int]:
         found = []
-        for event in items(events.follow(0, subject)):
+        for event in without_pauses(events.follow(0, subject)):
             found.append(event.id)
             started.release()
         return found
@@ -115,7 +115,7 @@ def test_a_list_call_takes_the_newest_or_those_after_an_id_and_goes_on_without_a
     assert ids(list(events.listed(asked()))) == list(range(51, 151))
     assert ids(list(events.listed(asked(last=2)))) == [149, 150]
     assert ids(list(events.listed(asked(after=148)))) == [149, 150]
-    going_on = items(events.listed(asked(last=1, follow=True)))
+    going_on = without_pauses(events.listed(asked(last=1, follow=True)))
     assert next(going_on).id == 150
     events.add("version", "models/policy/versions/150", "ready")
     assert next(going_on).id == 151

@@ -28,18 +28,18 @@ def after(*events: Event) -> Server:
     return server
 
 
-def said(*events: Event) -> str:
+def explanation(*events: Event) -> str:
     return explain(after(*events), 0, SETTINGS)
 
 
 def test_a_server_that_goes_to_sleep_speaks_of_sleep_alone() -> None:
-    assert said(Wanted(Goal(power=Power.ASLEEP_2))) == "closed; is going to sleep at level 2"
+    assert explanation(Wanted(Goal(power=Power.ASLEEP_2))) == "closed; is going to sleep at level 2"
 
 
 def test_a_drained_server_says_what_it_holds() -> None:
-    assert said(Wanted(Goal(version=1, open=False))) == "drained for maintenance; holds version 1"
+    assert explanation(Wanted(Goal(version=1, open=False))) == "drained for maintenance; holds version 1"
     closing = Wanted(Goal(version=1, open=False)), Reported("a", in_flight=1)
-    assert said(*closing) == "drained for maintenance; 1 request is still being answered; holds version 1"
+    assert explanation(*closing) == "drained for maintenance; 1 request is still being answered; holds version 1"
 
 
 def test_one_failure_is_said_as_one() -> None:
@@ -47,7 +47,7 @@ def test_one_failure_is_said_as_one() -> None:
     install = after(newer).install
     assert install is not None
     failed = Worker(0, resources_pb2.Worker.FAILED, 2, install.id, "no room", "p0")
-    assert said(newer, WorkerReported(failed)).startswith(
+    assert explanation(newer, WorkerReported(failed)).startswith(
         "serving version 1; version 2 failed once: worker 0: no room; tries again"
     )
 
@@ -59,7 +59,7 @@ def test_what_a_sleep_released_is_said_as_measured() -> None:
         change = after(goal).change
         assert change is not None
         slept = Reported("a", change.id, server_pb2.Order.SLEEP, power=Power.ASLEEP_2)
-        return said(goal, slept, WorkerReported(worker)).split(";")[0]
+        return explanation(goal, slept, WorkerReported(worker)).split(";")[0]
 
     assert asleep(None) == "asleep at level 2"
     assert asleep(0) == "asleep at level 2, but vLLM released no memory"
@@ -71,17 +71,17 @@ def test_a_sleep_that_failed_is_not_reported_as_an_install_that_went_wrong() -> 
     change = after(goal).change
     assert change is not None
     failed = Reported("a", change.id, server_pb2.Order.SLEEP, ok=False, error="the engine has ended")
-    assert said(goal, failed).startswith("closed; could not go ASLEEP_2: the engine has ended; tries again")
+    assert explanation(goal, failed).startswith("closed; could not go ASLEEP_2: the engine has ended; tries again")
 
 
 def test_refusals_that_a_workers_environment_allows_are_said_with_it_and_once() -> None:
     allowed = ("allowed by RESHARDER_ALLOW=some: lm_head.weight is not written",)
     worker = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint="one", warnings=allowed * 2)
-    assert said(WorkerReported(worker)) == f"serving version 1; it is the newest; worker 0: {allowed[0]}"
+    assert explanation(WorkerReported(worker)) == f"serving version 1; it is the newest; worker 0: {allowed[0]}"
 
 
 def test_a_worker_that_read_by_the_slower_way_is_named_with_the_reason() -> None:
     worker = Worker(
         0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint="one", transport="grpc", transport_reason="refused"
     )
-    assert said(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC: refused")
+    assert explanation(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC: refused")

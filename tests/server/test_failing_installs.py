@@ -106,15 +106,15 @@ def test_a_worker_that_applied_another_version_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "said"),
+    ("server", "error"),
     [
         (staging(), "staging took longer than 50 s; done: workers [0]"),
         (applying(), "applying took longer than 50 s; done: workers []"),
     ],
 )
-def test_a_step_that_takes_too_long_names_the_workers_that_are_done(server: Server, said: str) -> None:
+def test_a_step_that_takes_too_long_names_the_workers_that_are_done(server: Server, error: str) -> None:
     begun = after(server, worker(0, resources_pb2.Worker.STAGED))
-    assert after(begun, Reported("a"), Ticked(), now=61).failures[2].error == said
+    assert after(begun, Reported("a"), Ticked(), now=61).failures[2].error == error
 
 
 def test_a_worker_that_another_process_has_replaced_is_named() -> None:

@@ -20,7 +20,7 @@ from resharder.server.state.server_events import (
 from resharder.v1 import resources_pb2, server_pb2
 from resharder.v1.resources_pb2 import Power
 
-from tests.support.reconciler_versions import SETTINGS, STORE, fingerprint, hear, serving, versions
+from tests.support.reconciler_versions import SETTINGS, STORE, fingerprint, report_worker, serving, versions
 
 
 @pytest.mark.parametrize(("renews", "lasts"), [(True, SETTINGS.lease), (False, SETTINGS.boot)])
@@ -32,9 +32,9 @@ def test_a_boot_lasts_as_long_as_its_claim_and_is_taken_up_again(renews: bool, l
     assert lost.lost_at == lasts + 1
     again, _ = step(lost, Claimed(boot=False, renews=renews), lasts + 2, SETTINGS)
     worker = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
-    heard, _ = step(lost, WorkerReported(worker), lasts + 2, SETTINGS)
+    reported, _ = step(lost, WorkerReported(worker), lasts + 2, SETTINGS)
     assert (again.lost_at, again.boot_version) == (None, 1)
-    assert heard.lost_at is None
+    assert reported.lost_at is None
 
 
 def test_a_control_side_has_its_whole_lease_and_no_server_with_one_is_lost() -> None:
@@ -61,7 +61,7 @@ def applying() -> Server:
     """It served version 1, and applies version 2 as install life-1."""
     server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
     for rank in range(2):
-        server = hear(server, rank, resources_pb2.Worker.STAGED, 2, "life-1")
+        server = report_worker(server, rank, resources_pb2.Worker.STAGED, 2, "life-1")
     assert server.install is not None
     assert (server.install.state, server.opened) == (resources_pb2.Install.APPLYING, 0)
     return server
@@ -70,7 +70,7 @@ def applying() -> Server:
 def committed() -> Server:
     server = applying()
     for rank in range(2):
-        server = hear(server, rank, resources_pb2.Worker.APPLIED, 2, "life-1")
+        server = report_worker(server, rank, resources_pb2.Worker.APPLIED, 2, "life-1")
     assert server.opened == 0, "the control side has not said that it is done"
     server, orders = step(server, Reported("a", "life-1", server_pb2.Order.APPLY), 1, SETTINGS)
     assert [order.kind for order in orders] == [server_pb2.Order.RENEWED, server_pb2.Order.RESUME]
@@ -78,55 +78,55 @@ def committed() -> Server:
 
 
 def test_a_late_staged_does_not_undo_what_was_applied() -> None:
-    server = hear(applying(), 0, resources_pb2.Worker.APPLIED, 2, "life-1")
-    assert hear(server, 0, resources_pb2.Worker.STAGED, 2, "life-1") == server
+    server = report_worker(applying(), 0, resources_pb2.Worker.APPLIED, 2, "life-1")
+    assert report_worker(server, 0, resources_pb2.Worker.STAGED, 2, "life-1") == server
 
 
 def test_a_late_report_of_an_earlier_version_changes_nothing() -> None:
     server = committed()
-    assert hear(server, 0, resources_pb2.Worker.BOOTED, 1, "") == server
-    assert hear(server, 0, resources_pb2.Worker.APPLIED, 1, "life-0") == server
+    assert report_worker(server, 0, resources_pb2.Worker.BOOTED, 1, "") == server
+    assert report_worker(server, 0, resources_pb2.Worker.APPLIED, 1, "life-0") == server
 
 
 def test_a_process_that_another_replaced_is_not_heard_again() -> None:
-    server = hear(committed(), 0, resources_pb2.Worker.BOOTED, 1, "", process="another")
+    server = report_worker(committed(), 0, resources_pb2.Worker.BOOTED, 1, "", process="another")
     assert server.opened == 0
-    assert hear(server, 0, resources_pb2.Worker.APPLIED, 2, "life-1") == server
+    assert report_worker(server, 0, resources_pb2.Worker.APPLIED, 2, "life-1") == server
 
 
 def test_a_late_report_of_a_servers_former_life_does_not_take_the_place_of_a_worker_that_has_booted_since() -> None:
     server, _ = step(serving(1), Detached("a"), 1, SETTINGS)
     server, _ = step(server, Claimed(boot=True), 1, SETTINGS)
     for rank in range(2):
-        server = hear(server, rank, resources_pb2.Worker.BOOTED, 1, "", process=f"q{rank}")
-    assert hear(server, 1, resources_pb2.Worker.BOOTED, 1, "") == server
+        server = report_worker(server, rank, resources_pb2.Worker.BOOTED, 1, "", process=f"q{rank}")
+    assert report_worker(server, 1, resources_pb2.Worker.BOOTED, 1, "") == server
 
 
 def test_a_boot_claim_that_arrives_twice_does_not_lock_out_the_workers_of_that_boot() -> None:
     server, _ = step(serving(1), Detached("a"), 1, SETTINGS)
     server, _ = step(server, Claimed(boot=True), 1, SETTINGS)
     for rank in range(2):
-        server = hear(server, rank, resources_pb2.Worker.BOOTED, 1, "")
+        server = report_worker(server, rank, resources_pb2.Worker.BOOTED, 1, "")
     assert {worker.process for worker in server.workers.values()} == {"p0", "p1"}
 
 
 def test_a_worker_whose_place_a_late_report_took_returns_with_its_report_on_the_next_install() -> None:
-    server = hear(serving(1), 1, resources_pb2.Worker.BOOTED, 2, "", process="late")
+    server = report_worker(serving(1), 1, resources_pb2.Worker.BOOTED, 2, "", process="late")
     server, _ = step(server, VersionsChanged(versions(1, 2)), 1, SETTINGS)
     assert server.install is not None
     assert (server.opened, server.install.id, server.gone) == (0, "life-1", {"p1"})
-    server = hear(server, 1, resources_pb2.Worker.STAGED, 2, "life-1")
+    server = report_worker(server, 1, resources_pb2.Worker.STAGED, 2, "life-1")
     assert (server.workers[1].process, server.gone) == ("p1", {"late"})
     assert server.install is not None
     assert (server.install.state, server.install.id, server.failures) == (resources_pb2.Install.STAGING, "life-2", {})
     for state in (resources_pb2.Worker.STAGED, resources_pb2.Worker.APPLIED):
         for rank in range(2):
-            server = hear(server, rank, state, 2, "life-2")
+            server = report_worker(server, rank, state, 2, "life-2")
     assert step(server, Reported("a", "life-2", server_pb2.Order.APPLY), 2, SETTINGS)[0].opened == 2
 
 
 def test_a_worker_whose_place_the_first_report_of_a_dead_one_took_returns_when_that_has_been_silent_for_a_lease() -> None:
-    server = hear(serving(1), 1, resources_pb2.Worker.BOOTED, 1, "", process="late")
+    server = report_worker(serving(1), 1, resources_pb2.Worker.BOOTED, 1, "", process="late")
     living = WorkerReported(Worker(1, resources_pb2.Worker.BOOTED, 1, process="p1", fingerprint=fingerprint(1)))
     for now in (3.0, 7.0, 1 + SETTINGS.lease):
         server, _ = step(server, living, now, SETTINGS)
@@ -167,19 +167,19 @@ def test_a_worker_whose_memory_was_altered_is_torn_and_the_version_is_installed_
     again, orders = alter(server, "" if begin == "booted" else "life-1")
     assert (again.torn, orders) == ({0}, ()), "said again"
     for rank in range(2):
-        server = hear(server, rank, resources_pb2.Worker.STAGED, version, install.id)
+        server = report_worker(server, rank, resources_pb2.Worker.STAGED, version, install.id)
     for rank in range(2):
-        server = hear(server, rank, resources_pb2.Worker.APPLIED, version, install.id)
+        server = report_worker(server, rank, resources_pb2.Worker.APPLIED, version, install.id)
     server, orders = step(server, Reported("a", install.id, server_pb2.Order.APPLY), 3, SETTINGS)
     assert (server.opened, server.torn, server.altered) == (version, frozenset(), {})
 
 
 def test_what_a_worker_has_staged_stays_staged_when_it_is_found_altered() -> None:
     server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
-    server = hear(server, 0, resources_pb2.Worker.STAGED, 2, "life-1")
+    server = report_worker(server, 0, resources_pb2.Worker.STAGED, 2, "life-1")
     server, _ = alter(server, "")
     assert server.opened == 0
-    server = hear(server, 1, resources_pb2.Worker.STAGED, 2, "life-1")
+    server = report_worker(server, 1, resources_pb2.Worker.STAGED, 2, "life-1")
     assert server.install is not None
     assert server.install.state == resources_pb2.Install.APPLYING
 
@@ -191,7 +191,7 @@ def test_the_leader_that_comes_back_in_the_middle_is_told_to_apply_again_and_one
     busy, orders = step(server, Attached("a", 2, busy="life-1"), 2, SETTINGS)
     assert server_pb2.Order.APPLY not in {order.kind for order in orders}
     for rank in range(2):
-        busy = hear(busy, rank, resources_pb2.Worker.APPLIED, 2, "life-1")
+        busy = report_worker(busy, rank, resources_pb2.Worker.APPLIED, 2, "life-1")
     assert step(busy, Reported("a", "life-1", server_pb2.Order.APPLY), 3, SETTINGS)[0].opened == 2
 
 
@@ -201,7 +201,7 @@ def test_a_control_side_still_at_an_order_of_an_earlier_daemon_gets_no_others_un
     booted = Worker(0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
     server, orders = step(server, WorkerReported(booted), 0, SETTINGS)
     assert (orders, server.opened) == ((), 0)
-    server = hear(server, 0, resources_pb2.Worker.APPLIED, 2, "before-7")
+    server = report_worker(server, 0, resources_pb2.Worker.APPLIED, 2, "before-7")
     server, orders = step(server, Reported("a", "before-7", server_pb2.Order.APPLY), 1, SETTINGS)
     assert orders[-1] == Order("a", server_pb2.Order.RESUME, "life-0", 2)
 
@@ -232,8 +232,8 @@ def come_back(store: str, version: int = 5) -> tuple[Server, tuple[Order, ...]]:
     server = Server("s", "m", "m", "life", 0.0, versions(version))
     server, _ = step(server, Claimed(boot=False), 0, SETTINGS)
     server, _ = step(server, Attached("a", 1), 0, SETTINGS)
-    said = Worker(0, resources_pb2.Worker.APPLIED, version, "before-3", process="p0", fingerprint=fingerprint(version, store))
-    return step(server, WorkerReported(said), 0, SETTINGS)
+    worker = Worker(0, resources_pb2.Worker.APPLIED, version, "before-3", process="p0", fingerprint=fingerprint(version, store))
+    return step(server, WorkerReported(worker), 0, SETTINGS)
 
 
 def test_a_version_of_the_same_number_from_a_lost_store_is_not_taken_for_this_stores() -> None:
@@ -246,8 +246,8 @@ def test_a_version_of_the_same_number_from_a_lost_store_is_not_taken_for_this_st
         "closed; worker 0: it holds a version 5 of fingerprint 5 of a lost , the store has fingerprint 5 of a store; "
         "staging version 5, 0 of 1 workers done"
     )
-    server = hear(server, 0, resources_pb2.Worker.STAGED, 5, "life-1")
-    server = hear(server, 0, resources_pb2.Worker.APPLIED, 5, "life-1")
+    server = report_worker(server, 0, resources_pb2.Worker.STAGED, 5, "life-1")
+    server = report_worker(server, 0, resources_pb2.Worker.APPLIED, 5, "life-1")
     server, orders = step(server, Reported("a", "life-1", server_pb2.Order.APPLY), 1, SETTINGS)
     assert orders[-1] == Order("a", server_pb2.Order.RESUME, "life-1", 5)
 
@@ -264,8 +264,8 @@ def test_a_number_that_the_store_has_not_reached_yet_proves_nothing_when_it_is_r
 
 
 def test_an_install_whose_workers_proved_another_fingerprint_fails() -> None:
-    said = Worker(0, resources_pb2.Worker.APPLIED, 2, "life-1", process="p0", fingerprint="another")
-    server, _ = step(applying(), WorkerReported(said), 1, SETTINGS)
+    worker = Worker(0, resources_pb2.Worker.APPLIED, 2, "life-1", process="p0", fingerprint="another")
+    server, _ = step(applying(), WorkerReported(worker), 1, SETTINGS)
     assert server.failures[2].error.startswith("worker 0: it holds a version 2 of fingerprint another, the store has")
     assert server.opened == 0
 
@@ -323,7 +323,7 @@ def test_an_operators_retry_forgets_failures_and_another_goal_keeps_them() -> No
 
 def test_a_process_that_another_replaces_in_an_install_counts_as_a_failure_of_the_version() -> None:
     server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
-    server = hear(server, 1, resources_pb2.Worker.BOOTED, 1, "", process="new")
+    server = report_worker(server, 1, resources_pb2.Worker.BOOTED, 1, "", process="new")
     assert server.ended is not None
     assert server.ended.error == "worker 1 ended, and another process has taken its place"
     assert server.failures[2].count == 1

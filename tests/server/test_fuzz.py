@@ -28,7 +28,7 @@ from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.state.timing import timings_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2
 
-from tests.support.fuzz_daemon import MODELS, SPECS, World, fuzzed, started
+from tests.support.fuzz_daemon import MODELS, SPECS, World, fuzzed_daemon, started
 from tests.support.fuzzing import METHODS, UPLOAD, Bytes, chunk, requests
 from tests.support.publishing import Job, random_weights, read_folder, reason_of, whole
 from tests.support.waits import settled
@@ -41,7 +41,7 @@ GROWTH = 128 << 20  # bytes
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder, fuzzed(Path(folder)) as made:
+    with TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder, fuzzed_daemon(Path(folder)) as made:
         yield made
 
 
@@ -82,10 +82,10 @@ class Frames:
         if self.world.send(UPLOAD, [framed]) != "OK":
             assert self._files() == before, "refused, and bytes have changed"
             return
-        said = publisher_pb2.Chunk.FromString(framed)
-        assert (said.version, said.epoch, said.rank) == (self.version.number, self.job.epoch, 0)
-        assert said.checksum == xxhash.xxh3_64_intdigest(said.data)
-        self._land(said.index, said.data)
+        chunk = publisher_pb2.Chunk.FromString(framed)
+        assert (chunk.version, chunk.epoch, chunk.rank) == (self.version.number, self.job.epoch, 0)
+        assert chunk.checksum == xxhash.xxh3_64_intdigest(chunk.data)
+        self._land(chunk.index, chunk.data)
         found = read_folder(self.version.folder)
         assert all(found[name].tobytes() == self.expected[name].tobytes() for name in self.expected)
 
@@ -140,7 +140,7 @@ def test_many_requests_take_no_memory_that_does_not_come_back(world: World) -> N
 
 @pytest.mark.full
 def test_what_was_sent_keeps_no_daemon_from_starting_again_with_every_version(root: Path) -> None:
-    with fuzzed(root) as world:
+    with fuzzed_daemon(root) as world:
         random = Random("restart")
         for _ in range(600):
             world.call(random)
@@ -184,9 +184,9 @@ def test_times_that_no_clock_measures_are_not_shown(world: World, seconds: float
 @pytest.mark.parametrize("seconds", [0.0, 2.0**33 - 1, 2.0**33, 2.0**62])
 def test_spans_are_made_of_times_alone_whose_nanoseconds_a_span_can_say(start: float, seconds: float) -> None:
     message = resources_pb2.Timing(phase="stage", start_time=Timestamp(seconds=int(start)), seconds=seconds)
-    said = timings_from_proto([message])
-    assert bool(said) == (0 < start < 2.0**33 and seconds < 2.0**33), "until the year 2242"
-    for timing in said:
+    timings = timings_from_proto([message])
+    assert bool(timings) == (0 < start < 2.0**33 and seconds < 2.0**33), "until the year 2242"
+    for timing in timings:
         assert int(timing.end * 1e9).bit_length() <= 64
 
 

@@ -23,9 +23,9 @@ from resharder.server.store.store import Store
 
 from tests.support import store_versions
 from tests.support.fuzzing import damage
-from tests.support.hostile_files import Bench, bench
+from tests.support.hostile_files import Workspace, workspace
 from tests.support.hostile_targets import TARGETS, try_seed
-from tests.support.in_process_daemon import inside
+from tests.support.in_process_daemon import in_process_daemon
 from tests.support.store_versions import numbers
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,8 @@ DEEP = b"[" * 100_000
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Bench]:
-    with bench() as made:
+def place() -> Iterator[Workspace]:
+    with workspace() as made:
         yield made
 
 
@@ -46,7 +46,7 @@ def place() -> Iterator[Bench]:
     "name",
     [pytest.param(name, marks=[pytest.mark.process, pytest.mark.full] if name == "torch_dist" else []) for name in TARGETS],
 )
-def test_a_reader_of_damaged_content_fails_as_documented(name: str, place: Bench) -> None:
+def test_a_reader_of_damaged_content_fails_as_documented(name: str, place: Workspace) -> None:
     ends = [try_seed(name, str(number), place) for number in range(INPUTS.get(name, 150))]
     assert len(set(ends)) > 1 or name in ONE_END, f"all inputs end with {ends[0]}"
 
@@ -166,7 +166,7 @@ def test_damaged_http_requests_get_a_status_or_no_answer_and_pages_stay_up(tmp_p
         if number % 20 == 0:
             content = content[:-2] + b"x: " + b"y" * random.choice((100, 20_000)) + b"\r\n\r\n"
         contents.append(content)
-    with inside(store=tmp_path / "store", store_limit_bytes=1 << 24, web_listen="127.0.0.1:0") as (daemon, _):
+    with in_process_daemon(store=tmp_path / "store", store_limit_bytes=1 << 24, web_listen="127.0.0.1:0") as (daemon, _):
         host, _, port = daemon.shown.listen.rpartition(":")
         with ThreadPoolExecutor(8) as pool:  # they wait for those that get no answer
             answers = list(pool.map(lambda content: exchange((host, int(port)), content, 0.2), contents))
@@ -180,7 +180,7 @@ def test_damaged_http_requests_get_a_status_or_no_answer_and_pages_stay_up(tmp_p
 
 
 @pytest.mark.parametrize(("name", "seed", "end"), [("version_manifest", "2-1/1283", "BadManifest")])
-def test_a_seed_that_once_failed_ends_as_documented(name: str, seed: str, end: str, place: Bench) -> None:
+def test_a_seed_that_once_failed_ends_as_documented(name: str, seed: str, end: str, place: Workspace) -> None:
     assert try_seed(name, seed, place) == end
 
 

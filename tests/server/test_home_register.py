@@ -27,7 +27,7 @@ class World:
     """A register with two live nodes, of which each call of `report` replaces the report."""
 
     def __init__(self) -> None:
-        self.now, self.told = 0.0, list[str]()
+        self.now, self.notified = 0.0, list[str]()
         self.homes = HomeRegister(clock=self._clock)
         self.reports = {
             node: StateReport(node, "i", f"{node}:7679", f"/{node}/nonce", node.encode(), 1 << 30, 0) for node in ("one", "two")
@@ -49,7 +49,7 @@ class World:
             ReservationReport(each.id, tuple(ReportedSet(s, f"/{node}/{s}") for s in sets), problem) for each in known
         ]
         self.reports[node] = replace(self.reports[node], reservations=tuple(reservations), **more)  # type: ignore[arg-type]
-        self.homes.reported(self.reports[node], caller, drained, lambda: self.told.append(node))
+        self.homes.reported(self.reports[node], caller, drained, lambda: self.notified.append(node))
 
     def take(self, version: str = NAMES[0], **reads: list[dict[str, bytes]]) -> dict[str, str]:
         found = self.homes.take(PUBLISHER, version, {**READS, **reads})

@@ -11,8 +11,7 @@ from resharder.client.operator import Operator
 from resharder.converters.wire.range_client import PartRefused, PartRequest, RangeConnection
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import data_address
-from resharder.server.own_fetcher import node_tls
-from resharder.server.security.settings import Security
+from resharder.server.security.settings import Security, node_tls
 
 from tests.support.home_rank import Ranks, weights
 from tests.support.namespaces import unavailable

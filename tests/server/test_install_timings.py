@@ -17,12 +17,12 @@ class Story:
         self.server = Server("a", "policy", "policy", "life", 0.0, {1: "1"}, boot_version=1)
         self.worker(resources_pb2.Worker.BOOTED, 1)
         self.happens(Attached("control", 1))
-        self.says(server_pb2.Order.RESUME, self.server.opened_by)
+        self.report(server_pb2.Order.RESUME, self.server.opened_by)
 
     def happens(self, event: object, now: float = 1.0) -> None:
         self.server, self.orders = step(self.server, event, now, SETTINGS)  # type: ignore[arg-type]
 
-    def says(self, done: server_pb2.Order.Kind, install: str, *timings: Timing, pause: float = 0.0, ok: bool = True) -> None:
+    def report(self, done: server_pb2.Order.Kind, install: str, *timings: Timing, pause: float = 0.0, ok: bool = True) -> None:
         self.happens(Reported("control", install, done, ok=ok, pause_seconds=pause, timings=timings))
 
     def worker(self, state: resources_pb2.Worker.State, version: int, install: str = "") -> None:
@@ -36,7 +36,7 @@ class Story:
         assert self.server.install is not None
         install = self.server.install.id
         self.worker(resources_pb2.Worker.STAGED, version, install)
-        self.says(server_pb2.Order.APPLY, install, PAUSE)
+        self.report(server_pb2.Order.APPLY, install, PAUSE)
         self.worker(resources_pb2.Worker.APPLIED, version, install)
         return install
 
@@ -49,7 +49,7 @@ def test_an_install_that_ended_is_kept_with_what_its_leader_said_then_and_later(
     assert ended is not None
     assert (ended.id, ended.state, ended.timings) == (install, resources_pb2.Install.COMMITTED, (PAUSE,))
     for _ in range(2):  # said again, it changes nothing
-        story.says(server_pb2.Order.RESUME, install, RESUME, pause=0.7)
+        story.report(server_pb2.Order.RESUME, install, RESUME, pause=0.7)
         assert story.server.ended == story.server.install
         assert story.server.ended is not None
         assert (story.server.ended.timings, story.server.ended.pause_seconds) == ((PAUSE, RESUME), 0.7)
@@ -64,7 +64,7 @@ def test_a_server_that_goes_on_while_the_next_version_is_staged_serves() -> None
         server_pb2.Order.RESUME,
         server_pb2.Order.STAGE,
     ]
-    story.says(server_pb2.Order.RESUME, install, RESUME, pause=0.7)
+    story.report(server_pb2.Order.RESUME, install, RESUME, pause=0.7)
     assert story.server.serving == 2
     assert story.server.ended is not None
     assert (story.server.ended.id, story.server.ended.timings) == (install, (PAUSE, RESUME))
@@ -78,7 +78,7 @@ def test_a_version_that_could_not_be_staged_for_a_profile_has_lost_no_try() -> N
         story.happens(Reinstalled())
         assert story.server.install is not None
         assert story.server.install.active
-        story.says(server_pb2.Order.STAGE, story.server.install.id, ok=False)
+        story.report(server_pb2.Order.STAGE, story.server.install.id, ok=False)
         assert story.server.ended is not None
         assert story.server.ended.state == resources_pb2.Install.FAILED
     assert (story.server.serving, story.server.failures) == (1, {})
@@ -91,12 +91,12 @@ def test_a_profiled_install_that_tears_the_weights_is_mended_as_any_other() -> N
     torn = story.server.install.id
     story.worker(resources_pb2.Worker.STAGED, 1, torn)
     assert [order.profile for order in story.orders if order.kind == server_pb2.Order.APPLY] == [True]
-    story.says(server_pb2.Order.APPLY, torn, ok=False)
+    story.report(server_pb2.Order.APPLY, torn, ok=False)
     assert (story.server.serving, story.server.failures[1].count) == (0, 1)
     story.happens(Ticked(), now=SETTINGS.first_retry + 2)
     assert [(order.kind, order.version, order.profile) for order in story.orders] == [(server_pb2.Order.STAGE, 1, False)]
     install = story.installed(1)
-    story.says(server_pb2.Order.RESUME, install)
+    story.report(server_pb2.Order.RESUME, install)
     assert story.server.serving == 1
 
 
@@ -113,6 +113,6 @@ def test_an_install_that_is_given_up_for_the_next_one_is_kept_too() -> None:
     story.ready(1, 2)
     first = story.server.install
     assert first is not None
-    story.says(server_pb2.Order.STAGE, first.id, ok=False)
+    story.report(server_pb2.Order.STAGE, first.id, ok=False)
     assert story.server.ended is not None
     assert (story.server.ended.id, story.server.ended.state) == (first.id, resources_pb2.Install.FAILED)

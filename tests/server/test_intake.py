@@ -69,19 +69,19 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("holdings", "said"),
+    ("holdings", "expected"),
     [
         ([[("a", TOP, False), ("b", B, False)], []], ["a [16, 64]", "element [8, 0] is held by no rank; so are 512 of its 1024"]),
         ([TWO[0], [("a", full_box((16, 64)), False)]], ["element [0, 0] is held by more than one rank: [0, 1]"]),
         ([TWO[0], [*TWO[1], ("a", (Range(0, 4), Range(0, 64)), True)]], ["replica [0:4, 0:64] that is no owner's box"]),
     ],
 )
-def test_slots_that_do_not_tile_are_refused_with_the_exact_difference(daemon: Daemon, holdings, said) -> None:
-    job = fresh(daemon, holdings, job=str(said))
+def test_slots_that_do_not_tile_are_refused_with_the_exact_difference(daemon: Daemon, holdings, expected) -> None:
+    job = fresh(daemon, holdings, job=str(expected))
     job.create()
     job.register(0)
     message = refused(lambda: job.register(1), "FAILED_PRECONDITION", "LAYOUT_MISMATCH")
-    assert all(part in message for part in said), message
+    assert all(part in message for part in expected), message
     assert refused(lambda: job.assigned(0), "FAILED_PRECONDITION", "LAYOUT_MISMATCH") == message
     assert not list((daemon.store / "models" / job.model).glob("pool/*")), "a rejected publisher has room"
 
@@ -110,7 +110,7 @@ LLAMA = (
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (lambda s: {**s, "model.norm.weight": (31,)}, "model.norm.weight: expected [32], found [31]"),
         (
@@ -120,12 +120,12 @@ LLAMA = (
         (lambda s: {**s, "model.extra": (2,)}, "model.extra: not a tensor of this model"),
     ],
 )
-def test_tensors_that_the_config_does_not_expect_are_refused_by_name(daemon: Daemon, change, said) -> None:
+def test_tensors_that_the_config_does_not_expect_are_refused_by_name(daemon: Daemon, change, expected) -> None:
     right = expected_shapes(json.loads(LLAMA))
     specs = [TensorSpec(name, "BF16", shape) for name, shape in change(right).items()]
-    job = fresh(daemon, [whole(specs)], specs, files={"config.json": LLAMA}, job=said)
+    job = fresh(daemon, [whole(specs)], specs, files={"config.json": LLAMA}, job=expected)
     job.create()
-    assert refused(lambda: job.register(0), "FAILED_PRECONDITION", "LAYOUT_MISMATCH").startswith(said)
+    assert refused(lambda: job.register(0), "FAILED_PRECONDITION", "LAYOUT_MISMATCH").startswith(expected)
     good = [TensorSpec(name, "BF16", shape) for name, shape in right.items()]
     assert fresh(daemon, [whole(good)], good, files={"config.json": LLAMA}).connect().sends[0]
 

@@ -17,7 +17,7 @@ from resharder.server.logs import configure_logs, log_event
 from resharder.v1 import publisher_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.hostile_operator import NAME, REASON, acting
+from tests.support.hostile_operator import NAME, REASON, control_characters
 from tests.support.observing import wait_serving
 from tests.support.populated_daemon import job, publish
 from tests.support.simulated_server import SimulatedServer
@@ -27,13 +27,15 @@ CHUNK = 4096
 
 def test_every_change_of_a_state_is_one_line_with_its_reason_and_no_chunk_is() -> None:
     with Daemon(log_format="json", chunk_bytes=CHUNK, keep_count=2) as daemon:
-        told = job(daemon, "policy")
-        publish(told, 1)
+        trainer = job(daemon, "policy")
+        publish(trainer, 1)
         with SimulatedServer(daemon, "a"), SimulatedServer(daemon, "b"), Operator(daemon.endpoint) as operator:
-            version = publish(told, 2, 3)
+            version = publish(trainer, 2, 3)
             wait_serving(daemon, version.number)
-            late = told.begin(4)
-            told.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=late.name, epoch=told.epoch, reason="not\nthis one"))
+            late = trainer.begin(4)
+            trainer.stub.AbortVersion(
+                publisher_pb2.AbortVersionRequest(version=late.name, epoch=trainer.epoch, reason="not\nthis one")
+            )
             operator.rollback("policy", reason="too slow")
             wait_serving(daemon, 2)
         assert daemon.stop() == 0
@@ -71,7 +73,7 @@ def test_no_text_of_others_acts_on_the_console_tracebacks_included(encoding: str
     structlog.reset_defaults()
     stderr.flush()
     log = written.getvalue().decode(encoding)
-    assert not acting(log), log
+    assert not control_characters(log), log
     assert r"n\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\nforged row\t" in log
     assert "Traceback (most recent call last)" in log
     events = [line for line in log.split("\n") if re.match(r"\S+Z \[", line)]
@@ -86,5 +88,5 @@ def test_a_job_whose_id_has_escape_sequences_does_not_act_on_the_daemons_console
         assert daemon.stop() == 0
         log = daemon.log.read_bytes().decode()
     assert "x1b[2J" in log
-    assert not acting(log), log
+    assert not control_characters(log), log
     assert not [line for line in log.split("\n") if line.startswith("forged")]

@@ -26,7 +26,7 @@ from resharder.converters.storage.files import BITS, MappedFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.archive.archive import Archive
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.infra.descriptors import Descriptors, FewWords
+from resharder.server.infra.descriptors import DescriptorErrorFilter, Descriptors
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import MEDIUM, medium_errors
 from resharder.server.ingest.boxes import pack
@@ -236,11 +236,11 @@ def lived(root: Path, at: int, number: int) -> Faults:
         life.publish(mapped=True)  # what could not be removed is removed now
         check(life)
     assert not [entry for entry in logs if entry.get("exc_info")], faults.hit
-    for said in life.refusals:
-        assert errno.errorcode[number] in said, (faults.hit, said)
-        assert str(place) in said, (faults.hit, said)
+    for refusal in life.refusals:
+        assert errno.errorcode[number] in refusal, (faults.hit, refusal)
+        assert str(place) in refusal, (faults.hit, refusal)
         expected = {errno.EIO: "STORE_FAILED", errno.ENOSPC: "STORE_FULL", errno.EMFILE: "NO_DESCRIPTORS"}[number]
-        assert expected in said
+        assert expected in refusal
     assert len(life.refusals) <= 1, life.refusals
     shutil.rmtree(place)
     return faults
@@ -476,17 +476,17 @@ def exposition_of(port: int) -> str:
 
 def test_of_errors_for_want_of_descriptors_one_a_minute_is_logged_without_a_traceback() -> None:
     now = [0.0]
-    words = FewWords(lambda: now[0])
+    process = DescriptorErrorFilter(lambda: now[0])
     error = RuntimeError("could not start")
     error.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     passed = []
     for now[0] in (0.0, 1.0, 59.0, 60.0):
         with contextlib.suppress(DropEvent):
-            passed.append(words(None, "error", {"event": "failed", "exc_info": error}))
+            passed.append(process(None, "error", {"event": "failed", "exc_info": error}))
     assert [(entry["error"], entry["left_out"]) for entry in passed] == [
         ("no file descriptors left: could not start", 0),
         ("no file descriptors left: could not start", 2),
     ]
     assert all("exc_info" not in entry for entry in passed)
     others = [{"event": "failed", "exc_info": OSError(errno.EIO, "EIO")}, {"event": "listening"}]
-    assert [words(None, "error", dict(entry)) for entry in others] == others
+    assert [process(None, "error", dict(entry)) for entry in others] == others

@@ -181,8 +181,8 @@ def test_a_rank_and_a_server_that_fall_silent_are_counted() -> None:
 def test_prometheus_own_linter_has_nothing_to_say(daemon: Daemon) -> None:
     if not (promtool := shutil.which("promtool")):
         pytest.skip("needs promtool, of Debian's package prometheus")
-    said = subprocess.run([promtool, "check", "metrics"], input=exposition(daemon), capture_output=True, text=True)
-    assert (said.returncode, said.stdout + said.stderr) == (0, "")
+    linted = subprocess.run([promtool, "check", "metrics"], input=exposition(daemon), capture_output=True, text=True)
+    assert (linted.returncode, linted.stdout + linted.stderr) == (0, "")
 
 
 def test_openmetrics_is_there_for_those_who_ask_for_it(daemon: Daemon) -> None:
@@ -212,8 +212,8 @@ class Story:
 
     def worker(self, state: resources_pb2.Worker.State, version: int, **more: object) -> None:
         install = self.server.install.id if self.server.install else ""
-        said = Worker(0, state, version, install, process="p", fingerprint=str(version))
-        self.happens(WorkerReported(replace(said, **more)))  # type: ignore[arg-type]
+        reported = Worker(0, state, version, install, process="p", fingerprint=str(version))
+        self.happens(WorkerReported(replace(reported, **more)))  # type: ignore[arg-type]
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"resharder_{name}", labels)

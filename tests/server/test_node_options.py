@@ -40,7 +40,7 @@ def test_every_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[NodeConfig] = []
     monkeypatch.setattr(node_main, "serve", started.append)
     flags = [(f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])) for name, value in given.items()]
-    ended = CliRunner().invoke(node_main.app, [word for flag in flags for word in flag])
+    ended = CliRunner().invoke(node_main.app, [argument for flag in flags for argument in flag])
     assert ended.exit_code == 0, ended.output
     assert [config.model_dump(mode="json") for config in started] == [given]
 

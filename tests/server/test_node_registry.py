@@ -384,11 +384,11 @@ def test_a_version_in_doubt_waits_for_a_report_of_each_live_node_that_follows_th
     world.nodes.version_changed(world.records[3])
     one, two = report("one", v3=Bitmap.full(PIECES)), report("two")
     pass_time(world, 1, one, two)
-    before, told = world.seen["two"], world.nodes._nodes["two"].changed.count
+    before, notified = world.seen["two"], world.nodes._nodes["two"].changed.count
     world.nodes.leave("one", "i")
     pass_time(world, 1)
     assert len(world.nodes.own.doubts()) == 1
-    assert world.nodes._nodes["two"].changed.count > told, "it is asked at once"
+    assert world.nodes._nodes["two"].changed.count > notified, "it is asked at once"
     world.now += 1
     orders = world.sync(two, seen=before)
     world.nodes.expire()

@@ -11,7 +11,7 @@ from resharder.client.inference.worker import source as worker_source
 from resharder.client.inference.worker.source import Sources
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import get_manifest
+from resharder.client.versions.manifest import get_manifest
 from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.wire.pieces import Bitmap
 from resharder.converters.wire.range_client import DataAddress, PartRefused, PartRequest, RangeConnection

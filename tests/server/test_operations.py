@@ -132,12 +132,12 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(case: str, desk: Des
 
 
 def test_a_refused_strategy_says_what_was_expected_and_what_came(desk: Desk) -> None:
-    for strategy, said in (
+    for strategy, message in (
         (UpdateStrategy(kind="CANARY", canaries=2), "expected at most 1 canaries, the number of servers of fleet policy, got 2"),
         (UpdateStrategy(kind="CANARY", hold_seconds=-2), "expected hold_seconds of 0 to 1e9, got -2.0"),
         (UpdateStrategy(kind="ATOMIC", at_a_time=2), "at_a_time and max_failures are for ROLLING and CANARY, not for ATOMIC"),
     ):
-        with pytest.raises(InvalidArgument, match=f"^{said}$"):
+        with pytest.raises(InvalidArgument, match=f"^{message}$"):
             desk.update(strategy=strategy)
 
 

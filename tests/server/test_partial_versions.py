@@ -19,7 +19,7 @@ from resharder.server.store.partial import PIECES_FILE, MissingPieces, PartialVe
 from resharder.server.store.retention import Retention
 from resharder.server.store.store import Store
 
-from tests.support.partial_versions import SMALL_PIECES, blot, contents, deliver, missing_of, publish_partial
+from tests.support.partial_versions import SMALL_PIECES, contents, deliver_pieces, missing_of, overwrite_pieces, publish_partial
 from tests.support.store_versions import FILES, LAYOUTS, SPECS, claim, numbers, publish, settle
 
 WHOLE = {*FILES, manifest.MANIFEST_FILE, LAYOUTS[0].path}
@@ -89,10 +89,10 @@ def test_a_version_that_lacks_pieces_is_ready_and_not_a_byte_of_a_missing_piece_
 def test_once_its_pieces_have_arrived_it_is_an_ordinary_version(store: Store) -> None:
     record, content = publish_partial(store, claim(store), 0, [0, 2])
     partial, folder = partial_of(store), store.folder.path(record)
-    deliver(partial, content, [2])
+    deliver_pieces(partial, content, [2])
     assert not store.lifecycle.settle(partial, 1)
     assert (folder / HELD_FILE).read_bytes() == partial.held().to_bytes()
-    deliver(partial, content, [0])
+    deliver_pieces(partial, content, [0])
     assert refused(store, 1).startswith("PIECES_ELSEWHERE: models/policy/versions/1: the daemon holds all")
     assert store.lifecycle.settle(partial, 1)
     assert store.lifecycle.partials() == []
@@ -105,7 +105,7 @@ def test_once_its_pieces_have_arrived_it_is_an_ordinary_version(store: Store) ->
 def test_a_tensor_can_be_read_once_its_own_pieces_are_there_and_verified(store: Store) -> None:
     _, content = publish_partial(store, claim(store), 0, range(count()))
     partial = partial_of(store)
-    deliver(partial, content, [0])
+    deliver_pieces(partial, content, [0])
     assert refused(store, 1, {"b"}).startswith("PIECES_ELSEWHERE")
     assert not store.lifecycle.settle(partial, 1)
     small = SPECS[1]
@@ -120,7 +120,7 @@ def test_bytes_with_another_checksum_are_never_written(store: Store) -> None:
     before = contents(store.folder.path(record), LAYOUTS)
     wrong = {path: bytes(len(data)) for path, data in content.items()}
     with pytest.raises(ValueError, match="expected checksum"):
-        deliver(partial_of(store), wrong, [1])
+        deliver_pieces(partial_of(store), wrong, [1])
     assert contents(store.folder.path(record), LAYOUTS) == before
     assert 1 not in partial_of(store).held()
 
@@ -128,11 +128,11 @@ def test_bytes_with_another_checksum_are_never_written(store: Store) -> None:
 def test_a_piece_that_the_medium_has_damaged_is_fetched_again(store: Store) -> None:
     record, content = publish_partial(store, claim(store), 0, [1, 2])
     partial = partial_of(store)
-    deliver(partial, content, [1, 2])
-    blot(store.folder.path(record), partial.numbering, [2], LAYOUTS, 0x11)
+    deliver_pieces(partial, content, [1, 2])
+    overwrite_pieces(store.folder.path(record), partial.numbering, [2], LAYOUTS, 0x11)
     assert not store.lifecycle.settle(partial, 1)
     assert list(partial.held().missing()) == [2]
-    deliver(partial, content, [2])
+    deliver_pieces(partial, content, [2])
     assert store.lifecycle.settle(partial, 1)
     assert contents(store.folder.path(record), LAYOUTS) == content
 
@@ -144,7 +144,7 @@ def test_a_tensor_without_its_digest_is_named_and_its_version_never_served(store
     content = contents(store.folder.path(record), LAYOUTS)
     store.lifecycle.commit(record, {"a": 1, "b": 2}, (), missing=missing_of(content, LAYOUTS, [1], ["one"]))
     partial = partial_of(store, 2)
-    deliver(partial, content, [1])
+    deliver_pieces(partial, content, [1])
     assert store.lifecycle.settle(partial, 1)
     lost = store.catalogue.get("policy", 2)
     assert (lost.state, lost.reason) == (
@@ -159,10 +159,10 @@ def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root
     publish_partial(store, claim(store), 0, [1])
     partial = partial_of(store)
     store.lifecycle.pin("policy", 1, "servers/one")
-    told = []
-    store.catalogue.version_changed.connect(told.append)
+    changed = []
+    store.catalogue.version_changed.connect(changed.append)
     lost = store.lifecycle.lose("policy", 1, "1 of its pieces has no holder")
-    assert told == [lost]
+    assert changed == [lost]
     assert (lost.state, lost.reason) == (RETIRED, "LOST: 1 of its pieces has no holder")
     with pytest.raises(ResourceNotFound, match="no longer READY"):
         partial.await_tensors(["b"], 0.0)
@@ -194,7 +194,7 @@ def test_restarts_find_what_had_arrived_and_never_a_hole(root: Path, seed: int) 
         assert partial.nodes == {"one", "two"}
         left = list(partial.held().missing())
         arrived = random.sample(left, random.randint(0, len(left)))
-        deliver(partial, content, arrived)
+        deliver_pieces(partial, content, arrived)
         held = partial.held()
         if random.random() < 0.5:
             store.close()
@@ -233,7 +233,7 @@ def test_without_its_checksums_a_version_cannot_be_completed_and_is_dropped_as_d
 def test_files_of_the_pieces_that_a_killed_daemon_left_of_a_whole_version_are_removed(root: Path) -> None:
     store = opened(root)
     record, content = publish_partial(store, claim(store), 0, [1])
-    deliver(partial_of(store), content, [1])
+    deliver_pieces(partial_of(store), content, [1])
     folder = store.folder.path(record)
     left = {name: (folder / name).read_bytes() for name in (HELD_FILE, PIECES_FILE)}
     assert store.lifecycle.settle(partial_of(store), 1)
@@ -259,7 +259,7 @@ def test_the_newest_whole_version_outlives_newer_ones_that_lack_pieces(root: Pat
     publish(store, epoch, 0)
     published = [publish_partial(store, epoch, step, [1]) for step in (1, 2, 3)]
     assert numbers(store) == [1, 4]
-    deliver(partial_of(store, 4), published[-1][1], [1])
+    deliver_pieces(partial_of(store, 4), published[-1][1], [1])
     assert store.lifecycle.settle(partial_of(store, 4), 1)
     publish(store, epoch, 4)
     assert numbers(store) == [4, 5]

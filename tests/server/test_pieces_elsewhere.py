@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import get_manifest
+from resharder.client.versions.manifest import get_manifest
 from resharder.client.versions.source import SCHEME, open_source
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.wire.pieces import Bitmap, number_pieces
@@ -22,7 +22,7 @@ from resharder.v1 import node_pb2, node_pb2_grpc, operator_pb2, operator_pb2_grp
 from tests.support.daemon import Daemon
 from tests.support.node import Node, holds, joined, stored
 from tests.support.observing import wait_until
-from tests.support.partial_versions import blot, missing_of
+from tests.support.partial_versions import missing_of, overwrite_pieces
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.staging import stage
 
@@ -47,7 +47,7 @@ def take_away(daemon: Daemon, version: str, node: str) -> dict[str, bytes]:
     missing_of(content, found.files, LACKS, [node]).write(folder)
     encoded = manifest._encoded({**manifest.load(folder), "format": manifest.PARTIAL_FORMAT})
     (folder / manifest.MANIFEST_FILE).write_bytes(encoded)
-    blot(folder, number_pieces(found.files), LACKS, found.files)
+    overwrite_pieces(folder, number_pieces(found.files), LACKS, found.files)
     return content
 
 
@@ -149,6 +149,6 @@ def test_a_version_whose_last_copy_is_gone_is_lost_and_the_one_before_is_the_new
     assert version_of(daemon, version).reason == f"LOST: neither the daemon nor a node holds {len(LACKS)} of 6 pieces"
     with Operator(daemon.endpoint) as operator:
         assert operator.latest("policy").name == before
-        told = [(event.subject, event.reason) for event in operator.events() if event.what == "retired"]
-    assert told == [(version, version_of(daemon, version).reason)]
+        retired = [(event.subject, event.reason) for event in operator.events() if event.what == "retired"]
+    assert retired == [(version, version_of(daemon, version).reason)]
     assert not folder_of(daemon, version).exists()

@@ -27,7 +27,7 @@ def speaking(agent: str, daemon: Daemon) -> grpc.Channel:
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "hint"),
     [
         (user_agent("0.1.0"), ""),
         (f"resharder/9.9 protocol/{REVISION} grpc-python/1.80.0", ""),
@@ -38,10 +38,10 @@ def speaking(agent: str, daemon: Daemon) -> grpc.Channel:
         (f"resharder/0.0.1 protocol/{OLDEST - 1}", "(release 0.0.1): upgrade the client"),
     ],
 )
-def test_clients_of_another_revision_are_told_which_side_to_upgrade(agent: str, said: str) -> None:
+def test_clients_of_another_revision_are_told_which_side_to_upgrade(agent: str, hint: str) -> None:
     found = refusal((("te", "trailers"), ("user-agent", agent)))
-    assert found.endswith(said)
-    assert bool(found) == bool(said)
+    assert found.endswith(hint)
+    assert bool(found) == bool(hint)
 
 
 def test_a_client_names_its_release_and_revision() -> None:

@@ -41,8 +41,8 @@ class Process:
     state: resources_pb2.Worker.State = resources_pb2.Worker.EMPTY
 
     def report(self, **changes: object) -> Worker:
-        said = Worker(self.rank, self.state, self.holds or 0, self.install, process=self.nonce, fingerprint=self.fingerprint)
-        return replace(said, **changes)  # type: ignore[arg-type]
+        worker = Worker(self.rank, self.state, self.holds or 0, self.install, process=self.nonce, fingerprint=self.fingerprint)
+        return replace(worker, **changes)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -94,8 +94,8 @@ class Reconciling(RuleBasedStateMachine):
 
     def forget_unheard(self, nonce: str) -> None:
         """A process that dies before its first word is heard stays unheard: a worker waits for that call before it goes on."""
-        heard = {worker.process for worker in self.server.workers.values()} | self.server.gone
-        if nonce not in heard:
+        known = {worker.process for worker in self.server.workers.values()} | self.server.gone
+        if nonce not in known:
             kept = [(e, life) for e, life in self.mail if not (isinstance(e, WorkerReported) and e.worker.process == nonce)]
             self.mail = kept
 
@@ -123,8 +123,8 @@ class Reconciling(RuleBasedStateMachine):
         if order.kind == server_pb2.Order.RESUME:
             assert order.version in self.ready
             assert not server.torn, "a torn server is never resumed"
-            said = [server.workers[rank] for rank in range(self.world_size)]
-            assert all(worker.holds == order.version for worker in said), "every worker confirmed that same version"
+            workers = [server.workers[rank] for rank in range(self.world_size)]
+            assert all(worker.holds == order.version for worker in workers), "every worker confirmed that same version"
             for real in self.plant.workers.values():
                 replaced = server.workers[real.rank].process != real.nonce
                 assert replaced or real.holds == order.version, "and tells the truth"

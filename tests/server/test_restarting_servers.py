@@ -11,7 +11,7 @@ from resharder.server.state.server_events import Attached, Claimed, Detached, Or
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.fleet_states import moving, server, view
-from tests.support.reconciler_versions import SETTINGS, hear, serving, versions
+from tests.support.reconciler_versions import SETTINGS, report_worker, serving, versions
 
 WHY = "rope_theta is 500000.0 in the version, 10000.0 here"
 
@@ -56,7 +56,7 @@ def test_it_boots_the_version_and_restarts_until_it_serves() -> None:
     again, _ = step(ending, Claimed(boot=True, renews=True), 40, SETTINGS)
     assert (again.boot_version, again.restarts, again.ending) == (2, True, False)
     for rank in range(2):
-        again = hear(again, rank, resources_pb2.Worker.BOOTED, 2, "", process=f"new {rank}")
+        again = report_worker(again, rank, resources_pb2.Worker.BOOTED, 2, "", process=f"new {rank}")
     again, orders = step(again, Attached("b", 2), 50, SETTINGS)
     assert again.restarts
     (resume,) = (order for order in orders if order.kind == server_pb2.Order.RESUME)

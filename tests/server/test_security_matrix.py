@@ -228,16 +228,16 @@ def outcome(channel: grpc.Channel, case: Case) -> str:
 def state(daemon: SecureDaemon) -> tuple[object, ...]:
     """Every file of the store with the time of its last change, and everything that the daemon says of itself."""
     files = sorted((str(path), path.lstat().st_size, path.lstat().st_mtime_ns) for path in daemon.store.rglob("*"))
-    said = [
+    answers = [
         operator_pb2.Daemon.FromString(ask(daemon, "GetDaemon", operator_pb2.GetDaemonRequest())),
         operator_pb2.ListVersionsResponse.FromString(ask(daemon, "ListVersions", operator_pb2.ListVersionsRequest())),
         operator_pb2.ListFleetsResponse.FromString(ask(daemon, "ListFleets", operator_pb2.ListFleetsRequest())),
     ]
-    said[0].ClearField("time")
+    answers[0].ClearField("time")
     servers = operator_pb2.ListServersResponse.FromString(ask(daemon, "ListServers", operator_pb2.ListServersRequest()))
     for server in servers.servers:
         server.ClearField("lease_expire_time")
-    return (files, *map(str, said), str(servers))
+    return (files, *map(str, answers), str(servers))
 
 
 def ask(daemon: SecureDaemon, name: str, request: Message) -> bytes:
@@ -318,8 +318,8 @@ def test_only_those_who_may_read_weights_are_told_where_they_lie(daemon: SecureD
         ready = [version for version in versions(daemon, caller) if version.state == resources_pb2.Version.READY]
         assert [bool(version.folder) for version in ready] == [may], caller
         found = said_of_itself(daemon, caller)
-        told = [bool(found.store_folder), bool(found.store.nonce), *(bool(p.store.nonce) for p in found.publishers)]
-        assert told == [may] * 3, caller
+        shown = [bool(found.store_folder), bool(found.store.nonce), *(bool(p.store.nonce) for p in found.publishers)]
+        assert shown == [may] * 3, caller
         assert list(found.models) == ["policy"]
     stranger = said_of_itself(daemon, "publisher-of-other")
     assert [*stranger.models, *stranger.publishers, stranger.store_folder, stranger.store.nonce] == ["", b""]

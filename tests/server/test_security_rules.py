@@ -145,8 +145,8 @@ NAMED = [
 
 @pytest.mark.parametrize(("row", "name", "matches"), NAMED)
 def test_a_row_is_of_the_names_that_it_matches_whole(row: str, name: str, matches: bool) -> None:
-    kind, _, said = name.partition(":")
-    assert bool(Roles({row: ["viewer"]}).of([identity(kind, said)])) is matches
+    kind, _, value = name.partition(":")
+    assert bool(Roles({row: ["viewer"]}).of([identity(kind, value)])) is matches
 
 
 def test_a_caller_has_the_roles_of_all_its_rows_and_operators_are_viewers() -> None:

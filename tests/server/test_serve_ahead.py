@@ -70,7 +70,7 @@ class Site(AheadSimulation):
             return self.fleets.report_worker(name, worker)
 
         self.report = report  # type: ignore[method-assign]
-        self.tell(self.plants[name])
+        self.report_state(self.plants[name])
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_server_that_cannot_map_the_store_serves_ahead_by_choice_alone(
     site.serve_ahead(setting)
     worker = site.fleets.server("a").workers[0]
     plain = site.report
-    site.report = lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
+    site.report = lambda plant, *arguments: plain(plant, *arguments) if plant.id != "a" else None  # type: ignore[method-assign]
     site.fleets.report_worker("a", replace(worker, transport=transport))
     site.versions.begin()
     site.fleets.tick()
@@ -280,7 +280,7 @@ def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_st
 def test_a_server_that_cannot_take_all_of_it_directly_waits(site: Site) -> None:
     worker = site.fleets.server("a").workers[0]
     again = Worker(0, worker.state, 1, worker.install, process=worker.process, fingerprint=worker.fingerprint)
-    plain, site.report = site.report, lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
+    plain, site.report = site.report, lambda plant, *arguments: plain(plant, *arguments) if plant.id != "a" else None  # type: ignore[method-assign]
     site.fleets.report_worker("a", again)
     number = site.versions.begin()
     site.fleets.tick()

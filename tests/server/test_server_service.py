@@ -66,8 +66,8 @@ class Site:
     def report(self, rank: int, state: int, version: int, install: str = "", **fields: str) -> resources_pb2.Server:
         """As a worker that holds this store's version of that number; `fields` override."""
         known = {record.number: record.fingerprint for record in self.store.catalogue.versions("policy")}
-        said = {"fingerprint": known.get(version, ""), "process": f"process-{rank}"} | fields
-        worker = resources_pb2.Worker(rank=rank, state=state, version=version, install=install, **said)
+        values = {"fingerprint": known.get(version, ""), "process": f"process-{rank}"} | fields
+        worker = resources_pb2.Worker(rank=rank, state=state, version=version, install=install, **values)
         return self.stub.ReportWorker(server_pb2.ReportWorkerRequest(server="servers/s", worker=worker))
 
     def state(self) -> resources_pb2.Server.State:
@@ -88,7 +88,7 @@ class Control:
     def __init__(self, site: Site, nonce: str = "control", world_size: int = 2) -> None:
         self._reports: queue.SimpleQueue[server_pb2.ControlReport | None] = queue.SimpleQueue()
         self.nonce = nonce
-        self.say(server="s", world_size=world_size, address="10.0.0.1:8000")
+        self.report(server="s", world_size=world_size, address="10.0.0.1:8000")
         self.call = site.stub.Attend(iter(self._reports.get, None))
         self._orders: queue.SimpleQueue[server_pb2.Order] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -105,11 +105,11 @@ class Control:
         if self.call.code() is not grpc.StatusCode.OK:
             raise self.call
 
-    def say(self, **fields: object) -> None:
+    def report(self, **fields: object) -> None:
         self._reports.put(server_pb2.ControlReport(control=self.nonce, **fields))
 
     def done(self, order: server_pb2.Order, ok: bool = True) -> None:
-        self.say(install=order.install, done=order.kind, ok=ok, pause_seconds=0.25)
+        self.report(install=order.install, done=order.kind, ok=ok, pause_seconds=0.25)
 
     def next(self, kind: int) -> server_pb2.Order:
         """The next order of this kind, renewals skipped; any other kind is an error."""

@@ -58,10 +58,10 @@ def started(*arguments: str, store: Path) -> Ended:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_daemon_that_cannot_start_names_the_option_in_one_line(case: str, tmp_path: Path) -> None:
-    arguments, said = CASES[case]
+    arguments, message = CASES[case]
     ended = started(*arguments(tmp_path), store=tmp_path / "store")
     assert ended.returncode in (1, 2)
-    assert re.match(f"resharderd: {said}", ended.output), ended.output
+    assert re.match(f"resharderd: {message}", ended.output), ended.output
     assert ended.output.count("\n") == 1
 
 

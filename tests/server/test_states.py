@@ -113,8 +113,8 @@ def test_a_server_without_a_goal_follows_the_newest_version() -> None:
     known = server("a", ready={2: "", 5: ""})
     assert (known.newest, known.wanted, known.boots) == (5, 5, 5)
     assert (replace(known, ready={}).newest, server("a", ready={}).wanted) == (0, 0)
-    told = replace(known, goal=Goal(version=0, boot=2))
-    assert (told.wanted, told.boots) == (0, 2)
+    ordered = replace(known, goal=Goal(version=0, boot=2))
+    assert (ordered.wanted, ordered.boots) == (0, 2)
     assert server("a", failures={2: Failure(3, "", 0.0)}).attempts(2) == 3
     assert server("a").attempts(2) == 0
 

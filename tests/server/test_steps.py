@@ -108,15 +108,15 @@ def test_a_version_opened_while_a_rank_goes_on_does_not_stay(
 def test_a_seal_that_comes_while_the_version_is_being_aborted_is_told_so(
     site: Site, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, abort, said = ranks[0].begin(1), site.store.lifecycle.abort, []
+    record, abort, refusals = ranks[0].begin(1), site.store.lifecycle.abort, []
 
     def slow(*given: str) -> VersionRecord:
-        said.append(refused(lambda: ranks[0].seal(record), "VERSION_ABORTED"))
+        refusals.append(refused(lambda: ranks[0].seal(record), "VERSION_ABORTED"))
         return abort(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(site.store.lifecycle, "abort", slow)
     ranks[0].begin(2)
-    assert said == [f"{record.name} accepts no bytes: it is aborted"]
+    assert refusals == [f"{record.name} accepts no bytes: it is aborted"]
 
 
 def test_a_restarted_job_gets_the_places_of_its_former_processes_back(site: Site, ranks: list[Rank]) -> None:

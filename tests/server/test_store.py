@@ -345,13 +345,13 @@ def test_a_second_daemon_on_the_same_store_is_refused(store: Store) -> None:
 
 
 def test_subscribers_hear_of_ready_retired_and_aborted(store: Store) -> None:
-    heard: list[tuple[int, str]] = []
-    store.catalogue.version_changed.connect(lambda record: heard.append((record.number, record.state)))
+    changed: list[tuple[int, str]] = []
+    store.catalogue.version_changed.connect(lambda record: changed.append((record.number, record.state)))
     epoch = claim(store)
     for step in range(3):
         publish(store, epoch, step)
     store.lifecycle.abort("policy", store.lifecycle.begin("policy", epoch, 3, "job").number, "a test")
-    assert heard == [(1, "READY"), (2, "READY"), (3, "READY"), (1, "RETIRED"), (4, "ABORTED")]
+    assert changed == [(1, "READY"), (2, "READY"), (3, "READY"), (1, "RETIRED"), (4, "ABORTED")]
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 65])
@@ -382,12 +382,12 @@ def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> 
     wanted = store.lifecycle.retire("policy", keep=1, dry_run=True)
     assert (wanted.retired, wanted.kept, wanted.freed_bytes) == ((made[0], made[2]), (made[1],), 2 * SIZE)
     assert numbers(store) == [1, 2, 3, 4]
-    heard: list[VersionRecord] = []
-    store.catalogue.version_changed.connect(heard.append)
+    changed: list[VersionRecord] = []
+    store.catalogue.version_changed.connect(changed.append)
     done = store.lifecycle.retire("policy", [1, 2, 4, 5])
     assert [(r.number, r.state, r.reason) for r in done.retired] == [(1, "RETIRED", "retired by an operator")]
     assert done.kept == (made[1], made[3], arriving)
-    assert (numbers(store), heard) == ([2, 3, 4], list(done.retired))
+    assert (numbers(store), changed) == ([2, 3, 4], list(done.retired))
     assert store.lifecycle.retire("policy", [1]).retired == ()
     with pytest.raises(ResourceNotFound, match="versions/9"):
         store.lifecycle.retire("policy", [9])

@@ -29,9 +29,9 @@ _WORKER = {Worker.BOOTED: ["stage", "load"], Worker.STAGED: ["stage"], Worker.AP
 class Timed(SimulatedServer):
     """Two workers, and all say how long things took."""
 
-    def _say(self, **fields: Any) -> None:
+    def _report_control(self, **fields: Any) -> None:
         fields |= {"world_size": 2} if "world_size" in fields else {}
-        super()._say(**fields, timings=_timings(_CONTROL.get(fields.get("done", 0), [])))
+        super()._report_control(**fields, timings=_timings(_CONTROL.get(fields.get("done", 0), [])))
 
     def _worker(self, state: int, version: int, install: str = "") -> resources_pb2.Worker:
         worker = super()._worker(state, version, install)
@@ -40,10 +40,10 @@ class Timed(SimulatedServer):
 
     def _report(self, worker: resources_pb2.Worker) -> None:
         for rank in range(2):
-            said = resources_pb2.Worker()
-            said.CopyFrom(worker)
-            said.rank, said.process = rank, f"{worker.process}-{rank}"
-            super()._report(said)
+            ranked = resources_pb2.Worker()
+            ranked.CopyFrom(worker)
+            ranked.rank, ranked.process = rank, f"{worker.process}-{rank}"
+            super()._report(ranked)
 
 
 def _timings(phases: list[str]) -> list[resources_pb2.Timing]:
@@ -94,8 +94,8 @@ def ways(spans: list[Span]) -> set[str]:
     by_id = {span.id: span for span in spans}
 
     def way(span: Span) -> str:
-        said = span.name + (f" {span.attributes['rank']}" if "rank" in span.attributes else "")
-        return f"{way(by_id[span.parent])} / {said}" if span.parent else said
+        label = span.name + (f" {span.attributes['rank']}" if "rank" in span.attributes else "")
+        return f"{way(by_id[span.parent])} / {label}" if span.parent else label
 
     return {way(span) for span in spans}
 
@@ -219,7 +219,7 @@ assert not any(name.startswith("opentelemetry.") for name, module in sys.modules
 
 
 @pytest.mark.parametrize(
-    ("variables", "missing", "said"),
+    ("variables", "missing", "message"),
     [
         ({}, "", ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}, "", ""),
@@ -228,14 +228,14 @@ assert not any(name.startswith("opentelemetry.") for name, module in sys.modules
     ],
 )
 def test_opentelemetry_is_not_even_imported_where_it_is_off_or_missing(
-    variables: dict[str, str], missing: str, said: str
+    variables: dict[str, str], missing: str, message: str
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | variables
     done = subprocess.run(
         [sys.executable, "-c", _OFF.format(missing=missing or "{}")], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
 
 
 def record(number: int) -> VersionRecord:
@@ -294,6 +294,6 @@ def test_timings_are_bounded() -> None:
     (message,) = timings_to_proto([Timing("x" * 1000, 1.7e9, 1.0)])
     late = resources_pb2.Timing(phase="late", seconds=1.0)
     late.start_time.seconds = 1 << 62
-    said = timings_from_proto([late, resources_pb2.Timing(seconds=1.0), *[message] * 100])
-    assert 0 < len(said) <= 32
-    assert all(len(timing.phase) <= 64 for timing in said)
+    timings = timings_from_proto([late, resources_pb2.Timing(seconds=1.0), *[message] * 100])
+    assert 0 < len(timings) <= 32
+    assert all(len(timing.phase) <= 64 for timing in timings)

@@ -23,7 +23,7 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
-def say(daemon: Daemon, **fields: object) -> Server:
+def report(daemon: Daemon, **fields: object) -> Server:
     """Report of server `a`'s worker with a verification, and the daemon's answer."""
     worker = servers(daemon)[0].workers[0]
     for name in ("verification", "altered"):
@@ -41,13 +41,13 @@ def verified(daemon: Daemon, **fields: object) -> list[resources_pb2.Verificatio
 
         def comes() -> bool:
             nonlocal request
-            request = say(daemon).verify_request
+            request = report(daemon).verify_request
             return bool(request) or asked.done()
 
         wait_until(comes, "the request in the answer to a report")
         verification = fields.pop("verification", resources_pb2.Verification(tensors=5))
         verification.request = request
-        say(daemon, verification=verification, **fields)
+        report(daemon, verification=verification, **fields)
         return asked.result(30)
 
 

@@ -53,9 +53,9 @@ class Stand:
         finally:
             connection.close()
 
-    def connect(self, said: bytes = b"") -> socket.socket:
+    def connect(self, sent: bytes = b"") -> socket.socket:
         connection = socket.create_connection(self.address, timeout=60)
-        connection.sendall(said)
+        connection.sendall(sent)
         return connection
 
 
@@ -133,7 +133,7 @@ def test_it_is_read_only_and_has_no_other_files(stand: Stand, method: str, path:
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("sent", "status"),
     [
         (b"GET / HTTP/1.1\r\nX: " + b"x" * (32 << 10) + b"\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 6000, 400),
@@ -143,8 +143,8 @@ def test_it_is_read_only_and_has_no_other_files(stand: Stand, method: str, path:
     ],
     ids=["large", "many headers", "TLS", "for a proxy", "no HTTP"],
 )
-def test_what_is_no_request_is_refused(stand: Stand, said: bytes, status: int) -> None:
-    with stand.connect(said) as connection:
+def test_what_is_no_request_is_refused(stand: Stand, sent: bytes, status: int) -> None:
+    with stand.connect(sent) as connection:
         assert connection.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
 
 
@@ -189,10 +189,10 @@ def test_where_too_many_are_open_the_oldest_goes_and_who_comes_is_answered(stand
         assert ended(slow[0])
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: lo"], ids=["silent", "half a request"])
-def test_who_is_slow_to_ask_is_let_go(stand: Stand, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: lo"], ids=["silent", "half a request"])
+def test_who_is_slow_to_ask_is_let_go(stand: Stand, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(listener, "CONNECTION_SECONDS", 0.3)
-    with stand.connect(said) as connection:
+    with stand.connect(sent) as connection:
         assert ended(connection)
 
 

@@ -83,7 +83,7 @@ class Reference:
         """Record that a process of a rank seals its slot of a version, with the boxes at these positions."""
         self.delivered[record.number][rank][variant] = tuple(positions)
 
-    def told(self, answer: Answer) -> None:
+    def answered(self, answer: Answer) -> None:
         """Check an answer with a version against earlier ones."""
         record: VersionRecord = answer.result
         number, before = record.number, self.states.get(record.number)

@@ -30,7 +30,7 @@ Steps = Generator[Wait, None, Any]
 class Records(Protocol):
     """Reports of ranks to the invariants."""
 
-    def told(self, answer: Answer) -> None: ...
+    def answered(self, answer: Answer) -> None: ...
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None: ...
     def claims(self, job: str) -> None: ...
     def takes_over(self, job: str) -> AbstractContextManager[None]: ...
@@ -166,7 +166,7 @@ class Rank:
         if not answer.ok:
             return answer.reason == "VERSION_ABORTED" and self._skips()
         record: VersionRecord = answer.result
-        self.records.told(answer)
+        self.records.answered(answer)
         self.attempts.begun(step, record.number)
         if record.state == ABORTED:
             return self._skips()
@@ -188,7 +188,7 @@ class Rank:
             if not answer.ok:
                 self.publisher = ""
                 return False
-            self.records.told(answer)
+            self.records.answered(answer)
             if answer.result.state in (READY, RETIRED):
                 return True
             if answer.result.state == ABORTED:
@@ -212,7 +212,7 @@ class Rank:
             lambda d: d.intake.seal_slot(NAME, record.number, record.epoch, self.rank, digests, mapped),
         )
         if answer.ok:
-            self.records.told(answer)
+            self.records.answered(answer)
             return True
         if answer.reason == "SLOT_DIFFERS":
             return self.job.varies  # another process of the rank has published the step
@@ -227,7 +227,7 @@ class Rank:
             "AbortVersion", lambda d: d.intake.abort_version(NAME, record.number, record.epoch, "a failed delivery"), 2.0
         )
         if answer.ok:
-            self.records.told(answer)
+            self.records.answered(answer)
 
     def _send(self, record: VersionRecord, values: Weights) -> Generator[Wait, None, bool]:
         """Send the missing chunks."""

@@ -17,7 +17,7 @@ from tests.chaos.schedule import SERVERS
 from tests.soak.report import table, verdict
 from tests.soak.soak import Result, Soak, sample_of
 from tests.soak.verdict import Sample, judge
-from tests.support.supervised import lasting
+from tests.support.supervised import record_folder
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.check:
         return bool(judged([sample_of(event) for event in read(given.check) if event["kind"] == "sample"]))
-    folder = Path(tempfile.mkdtemp(prefix="resharder-soak-", dir=lasting()))
+    folder = Path(tempfile.mkdtemp(prefix="resharder-soak-", dir=record_folder()))
     print(f"in {folder}", flush=True)
     result = Soak(folder, given.server, given.every, given.period).run(60 * given.minutes)
     failed = report(result, folder)

@@ -29,7 +29,7 @@ _REMEMBERED = 400  # texts
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientAnswer:
     """Answer of a server. `versions`: as its header lists them, in order."""
 
     server: str
@@ -41,7 +41,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Turned:
+class FailedRequest:
     """Failed request. `status` 0: the connection broke, or was refused."""
 
     server: str
@@ -51,8 +51,8 @@ class Turned:
 
 class Client:
     def __init__(self, servers: Mapping[str, VllmServer]) -> None:
-        self.answers: list[Asked] = []
-        self.turned: list[Turned] = []
+        self.answers: list[ClientAnswer] = []
+        self.failed: list[FailedRequest] = []
         self._servers = servers
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
@@ -71,22 +71,22 @@ class Client:
                 if self._ended.is_set():
                     return
                 found = ask(name, server, prompt)
-                if isinstance(found, Asked):
+                if isinstance(found, ClientAnswer):
                     self.answers.append(found)
                 else:
-                    self.turned.append(found)
-                time.sleep(_PAUSE if isinstance(found, Asked) else 2 * _PAUSE)
+                    self.failed.append(found)
+                time.sleep(_PAUSE if isinstance(found, ClientAnswer) else 2 * _PAUSE)
 
 
-def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) -> Asked | Turned:
+def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) -> ClientAnswer | FailedRequest:
     try:
         response = server.request("POST", "/v1/completions", completion(prompt, tokens))
     except (OSError, http.client.HTTPException) as error:
-        return Turned(name, 0, repr(error))
+        return FailedRequest(name, 0, repr(error))
     if response.status != 200:
-        return Turned(name, response.status, response.body.decode(errors="replace"))
+        return FailedRequest(name, response.status, response.body.decode(errors="replace"))
     choice = response.json()["choices"][0]
-    return Asked(
+    return ClientAnswer(
         name,
         tuple(prompt),
         tuple((response.version or "").split(",")),
@@ -112,9 +112,9 @@ class Judge:
 
     def __init__(self, reference: Callable[[int], Reference]) -> None:
         self._reference = reference
-        self._said: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._logprobs: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
-    def wrong(self, answer: Asked) -> str:
+    def wrong(self, answer: ClientAnswer) -> str:
         """Why its tokens are not those of the versions it names, one after the other; empty where they are. The header names each
         version once: where a fleet goes back, an answer may end with the version that it began with."""
         if not all(version.isdigit() for version in answer.versions):
@@ -123,14 +123,14 @@ class Judge:
         at = first_wrong(answer.versions, made)
         return "" if at is None else f"token {at} is not of the version it should be: {answer}, {made}"
 
-    def made(self, answer: Asked, version: str) -> list[bool]:
+    def made(self, answer: ClientAnswer, version: str) -> list[bool]:
         """Return, for each token, whether these weights generate it after the preceding ones."""
         text = (*answer.prompt, *answer.token_ids)
-        if len(self._said) > _REMEMBERED:
-            self._said.clear()
-        if (version, text) not in self._said:
-            self._said[version, text] = self._reference(int(version)).logprobs(text)
-        logprobs = self._said[version, text][len(answer.prompt) - 1 :]
+        if len(self._logprobs) > _REMEMBERED:
+            self._logprobs.clear()
+        if (version, text) not in self._logprobs:
+            self._logprobs[version, text] = self._reference(int(version)).logprobs(text)
+        logprobs = self._logprobs[version, text][len(answer.prompt) - 1 :]
         chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         near = (chosen - torch.tensor(answer.logprobs)).abs() < _NEAR
         best = logprobs.max(-1).values - chosen < _NEAR

@@ -110,13 +110,13 @@ class Side:
         self.lease.renew(10.0)
         self.engine = engine or FakeEngine(self.gate)
         self.reattached: list[str] = []
-        self.told: list[Power] = []
+        self.reported_power: list[Power] = []
         self.control = OrderExecutor(
             self.engine,
             self.gate,
             self.reattached.append,
             lambda n: f"models/policy/versions/{n}",
-            lambda: self.told.append(self.control.state.power),
+            lambda: self.reported_power.append(self.control.state.power),
             cannot_sleep,
             lambda: self.now,
             lambda: self.journal,

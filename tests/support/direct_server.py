@@ -63,9 +63,9 @@ class System:
 
     def fingerprints(self) -> list[dict[str, int]]:
         """Return the fingerprints of every tensor that each worker reads."""
-        said = self.server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
-        assert all(one["ok"] for one in said), said
-        return [one["tensors"] for one in said]
+        results = self.server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
+        assert all(one["ok"] for one in results), results
+        return [one["tensors"] for one in results]
 
     def transfers(self) -> list[dict[str, Any]]:
         """Lines of the daemon's log about them."""

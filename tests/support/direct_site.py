@@ -19,7 +19,7 @@ PUBLISHER = "models/policy/publishers/1"
 LONG = 60.0
 
 
-def half(rank: int, of: int = 2, rows: int = 8) -> Pieces[int]:
+def share_of_rows(rank: int, of: int = 2, rows: int = 8) -> Pieces[int]:
     """Some of the rows of the one tensor that there is."""
     share = rows // of
     piece = Piece("w", (Range(rank * share, share), Range(0, 4)), "w", 0, (4, 1))
@@ -61,12 +61,12 @@ class Site:
 
     def declare(self, *servers: str) -> None:
         for rank in range(self.ranks):
-            self.direct.declare(self.rank(rank), "memory", half(rank % 2))
+            self.direct.declare(self.rank(rank), "memory", share_of_rows(rank % 2))
         for server in servers:
             self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
             self.wanting.add(server)
             for rank in range(2):
-                self.direct.declare(self.worker(server, rank), "memory", half(rank))
+                self.direct.declare(self.worker(server, rank), "memory", share_of_rows(rank))
 
     def offer(self, number: int = 1, wait: float = 100.0, servers_sleep: bool = False) -> list["Rank"]:
         return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]

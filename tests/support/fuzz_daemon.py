@@ -37,7 +37,7 @@ from resharder.v1 import (
 )
 
 from tests.support.fuzzing import METHODS, UPLOAD, Names, requests
-from tests.support.in_process_daemon import Door, Refused, inside
+from tests.support.in_process_daemon import InProcessChannel, Refused, in_process_daemon
 from tests.support.publishing import Held, Job, random_weights, read_folder
 from tests.support.simulated_server import SimulatedServer
 
@@ -58,7 +58,7 @@ _PATHS = [*METHODS, *[UPLOAD] * 6, *[path for path in METHODS if path.endswith((
 
 
 class World:
-    def __init__(self, daemon: Daemon, door: Door, logged: list[dict[str, object]]) -> None:
+    def __init__(self, daemon: Daemon, door: InProcessChannel, logged: list[dict[str, object]]) -> None:
         self.daemon, self.door, self.outcomes, self.calls = daemon, door, Counter[str](), 0
         self.names = Names()
         self.published = self.transfers = 0
@@ -218,8 +218,8 @@ class World:
             shown = answer.read().decode()
         json.loads(shown, parse_constant=_no_json)
         with self._web.open(f"http://{self.daemon.shown.listen}/metrics") as answer:
-            said = answer.read().decode()
-        assert not [line for line in said.splitlines() if line.endswith(" NaN")], said
+            text = answer.read().decode()
+        assert not [line for line in text.splitlines() if line.endswith(" NaN")], text
 
     def _check_versions(self) -> None:
         """Files of READY versions are as they were when they were seen first."""
@@ -251,7 +251,7 @@ def _hashes(folder: Path) -> dict[str, int]:
 class Follower(SimulatedServer):
     """Rank of a model; `life` names its process."""
 
-    def __init__(self, door: Door, id: str, model: str, life: int) -> None:
+    def __init__(self, door: InProcessChannel, id: str, model: str, life: int) -> None:
         self.process = f"process-{model}-{life}"
         super().__init__(SimpleNamespace(channel=door), id, model=model)  # type: ignore[arg-type]
 
@@ -268,20 +268,20 @@ class Follower(SimulatedServer):
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._say()  # which its stream ends after
+        self._report_control()  # which its stream ends after
         self._thread.join()
 
 
 @contextmanager
-def started(folder: Path) -> Iterator[tuple[Daemon, Door]]:
+def started(folder: Path) -> Iterator[tuple[Daemon, InProcessChannel]]:
     """On what lies there."""
     folders = {"store": folder / "store", "archive_url": f"{folder}/archive"}
-    with inside(**folders, web_listen="127.0.0.1:0", **OPTIONS) as made:
+    with in_process_daemon(**folders, web_listen="127.0.0.1:0", **OPTIONS) as made:
         yield made
 
 
 @contextmanager
-def fuzzed(folder: Path) -> Iterator[World]:
+def fuzzed_daemon(folder: Path) -> Iterator[World]:
     """With READY versions of each model, a server that follows each, and one UPLOADING."""
     with ExitStack() as held:
         logged = held.enter_context(structlog.testing.capture_logs())

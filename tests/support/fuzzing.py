@@ -255,9 +255,9 @@ def chunk(random: Random, good: bytes, names: Names) -> bytes:
     if what == 4:
         return frame(header, data, random.choice(STRINGS) if random.random() < 0.5 else "")
     if what == 5:  # as another peer's protobuf may write it
-        said = publisher_pb2.Chunk.FromString(good)
-        mutate(random, said, names)
-        return said.SerializeToString()
+        changed = publisher_pb2.Chunk.FromString(good)
+        mutate(random, changed, names)
+        return changed.SerializeToString()
     return frame(header, data, model) + random.choice(BYTES)
 
 

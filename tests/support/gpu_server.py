@@ -26,7 +26,7 @@ def answers(server: VllmServer) -> list[Answer]:
     return [server.generate(prompt, 12) for prompt in PROMPTS]
 
 
-def spoken(given: list[Answer]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def tokens_and_logprobs(given: list[Answer]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     return [(answer.token_ids, answer.logprobs) for answer in given]
 
 

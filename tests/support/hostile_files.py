@@ -61,12 +61,12 @@ def spoil(random: Random, content: bytes) -> bytes:
             content = damage(random, content)
         return content
     try:
-        return dumped(spoiled(random, json.loads(content)))
+        return encoded_json(spoiled_value(random, json.loads(content)))
     except ValueError:
         return damage(random, content)
 
 
-def spoiled(random: Random, value: Any) -> Any:
+def spoiled_value(random: Random, value: Any) -> Any:
     """Return a JSON value with another value, key or length somewhere."""
     if isinstance(value, dict) and value and random.random() < 0.85:
         key, changed = random.choice(list(value)), dict(value)
@@ -78,7 +78,7 @@ def spoiled(random: Random, value: Any) -> Any:
         elif chance < 0.25:
             changed[str(random.choice(_VALUES))] = random.choice(_VALUES)
         else:
-            changed[key] = spoiled(random, value[key])
+            changed[key] = spoiled_value(random, value[key])
         return changed
     if isinstance(value, list) and value and random.random() < 0.85:
         at = random.randrange(len(value))
@@ -87,11 +87,11 @@ def spoiled(random: Random, value: Any) -> Any:
             return value[:at] + value[at + 1 :]
         if chance < 0.3:
             return [*value, value[at]]
-        return [*value[:at], spoiled(random, value[at]), *value[at + 1 :]]
+        return [*value[:at], spoiled_value(random, value[at]), *value[at + 1 :]]
     return random.choice(_VALUES)
 
 
-def dumped(value: Any) -> bytes:
+def encoded_json(value: Any) -> bytes:
     """Encode a value as JSON, with the places of deep and long ones filled in."""
     content = json.dumps(value).encode()
     for place, raw in _RAW.items():
@@ -100,7 +100,7 @@ def dumped(value: Any) -> bytes:
 
 
 @dataclass
-class Bench:
+class Workspace:
     """A folder for a target's files, and valid content that is made once."""
 
     folder: Path
@@ -121,10 +121,10 @@ class Bench:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
+def workspace() -> Iterator[Workspace]:
     """Provide a bench in memory."""
     with tempfile.TemporaryDirectory(prefix="resharder-fuzz-", dir="/dev/shm") as folder:
-        yield Bench(Path(folder))
+        yield Workspace(Path(folder))
 
 
 # The daemon's files
@@ -144,25 +144,25 @@ security:
 """
 
 
-def configuration(random: Random, bench: Bench) -> str:
+def configuration(random: Random, workspace: Workspace) -> str:
     """Read the daemon's configuration."""
-    path = bench.fresh() / "config.yaml"
+    path = workspace.fresh() / "config.yaml"
     content = _CONFIG
     if random.random() < 0.5:
         lines = content.split(b"\n")
         at = random.randrange(len(lines))
-        lines[at] = lines[at].partition(b":")[0] + b": " + dumped(random.choice(_VALUES))
+        lines[at] = lines[at].partition(b":")[0] + b": " + encoded_json(random.choice(_VALUES))
         content = b"\n".join(lines)
     else:
         content = spoil(random, content)
     path.write_bytes(content)
     try:
         config.load(path, {})
-        said = ACCEPTED
+        outcome = ACCEPTED
     except config.ConfigError as error:
-        said = str(error)
-    assert "\n" not in said, f"expected one line, got {said}"
-    return ACCEPTED if said == ACCEPTED else "ConfigError"
+        outcome = str(error)
+    assert "\n" not in outcome, f"expected one line, got {outcome}"
+    return ACCEPTED if outcome == ACCEPTED else "ConfigError"
 
 
 def _store(folder: Path) -> Path:
@@ -182,10 +182,10 @@ def _store(folder: Path) -> Path:
 _NOT_TENSORS = ("claim.json", "history.jsonl", "resharder.json", "config.json", "nonce")
 
 
-def store_folder(random: Random, bench: Bench) -> str:
+def store_folder(random: Random, workspace: Workspace) -> str:
     """Start a store whose small files are damaged: versions that are whole stay READY, and no number is used again."""
-    folder = bench.fresh() / "store"
-    shutil.copytree(bench.once("template", _store), folder)
+    folder = workspace.fresh() / "store"
+    shutil.copytree(workspace.once("template", _store), folder)
     names = sorted(path for path in folder.rglob("*") if path.name in _NOT_TENSORS and "retired" not in path.parts)
     damaged = set(random.sample(names, random.choice((1, 1, 2))))
     for path in damaged:
@@ -209,18 +209,18 @@ def store_folder(random: Random, bench: Bench) -> str:
     return ACCEPTED
 
 
-def version_manifest(random: Random, bench: Bench) -> str:
+def version_manifest(random: Random, workspace: Workspace) -> str:
     """Read a manifest that hashes to its own hash, and has other fields."""
-    source = next((bench.once("template", _store) / "models/policy/versions").iterdir())
-    folder = bench.fresh() / source.name
+    source = next((workspace.once("template", _store) / "models/policy/versions").iterdir())
+    folder = workspace.fresh() / source.name
     shutil.copytree(source, folder)
     content = manifest.load(folder)
     for _ in range(random.choice((1, 2))):
-        content = spoiled(random, content)
+        content = spoiled_value(random, content)
     if isinstance(content, dict):
         content |= {"blake3": manifest._blake3(content, without="blake3")}
     try:
-        (folder / manifest.MANIFEST_FILE).write_bytes(dumped(content))
+        (folder / manifest.MANIFEST_FILE).write_bytes(encoded_json(content))
         found = manifest.read(folder)
     except manifest.BadManifest:
         return "BadManifest"
@@ -230,19 +230,19 @@ def version_manifest(random: Random, bench: Bench) -> str:
     return ACCEPTED
 
 
-def archive_marker(random: Random, bench: Bench) -> str:
+def archive_marker(random: Random, workspace: Workspace) -> str:
     """Decode the marker of an archived version."""
     files = {"config.json": checkpoints.File(2, "00"), "model.safetensors": checkpoints.File(9, "11")}
     archived = checkpoints.Archived("policy", 1, "file:///x", 9, "fingerprint", 1.0, 1, files)
     content = json.loads(checkpoints._encode(archived))
     if random.random() < 0.5:
-        content = spoiled(random, content)
+        content = spoiled_value(random, content)
         if isinstance(content, dict):
             content.pop("blake3", None)
             content["blake3"] = checkpoints._blake3(content)
-        raw = dumped(content)
+        raw = encoded_json(content)
     else:
-        raw = spoil(random, dumped(content))
+        raw = spoil(random, encoded_json(content))
     try:
         found = checkpoints._decode(raw, "file:///x")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -251,9 +251,9 @@ def archive_marker(random: Random, bench: Bench) -> str:
     return ACCEPTED
 
 
-def fleets(random: Random, bench: Bench) -> str:
+def fleets(random: Random, workspace: Workspace) -> str:
     """Load the files of fleets: each that is whole is there, and the count of starts goes on."""
-    folder = bench.fresh()
+    folder = workspace.fresh()
     whole = Fleet("whole", "policy")
     (folder / "whole.json").write_bytes(stored(whole, 5.0))
     (folder / "other.json").write_bytes(spoil(random, stored(Fleet("other", "policy"), 5.0)))
@@ -269,9 +269,9 @@ def fleets(random: Random, bench: Bench) -> str:
     return ACCEPTED if len(found) == 2 else "fleet_unreadable"
 
 
-def events(random: Random, bench: Bench) -> str:
+def events(random: Random, workspace: Workspace) -> str:
     """Open a log of events with damaged lines: the others are there, and new ones follow."""
-    folder = bench.fresh()
+    folder = workspace.fresh()
     log = Events(folder)
     for name in "abc":
         log.add("fleet", f"fleets/{name}", "changed", "reason", key="value")
@@ -309,10 +309,10 @@ def _checkpoint(folder: Path) -> Path:
     return folder
 
 
-def checkpoint(random: Random, bench: Bench) -> str:
+def checkpoint(random: Random, workspace: Workspace) -> str:
     """Open a checkpoint to import, and read all of its tensors."""
-    folder = bench.fresh() / "checkpoint"
-    shutil.copytree(bench.once("checkpoint", _checkpoint), folder)
+    folder = workspace.fresh() / "checkpoint"
+    shutil.copytree(workspace.once("checkpoint", _checkpoint), folder)
     path = random.choice(sorted(folder.iterdir()))
     content = path.read_bytes()
     if path.suffix == ".safetensors" and random.random() < 0.8:
@@ -334,12 +334,12 @@ def checkpoint(random: Random, bench: Bench) -> str:
     return ACCEPTED
 
 
-def mapped_version(random: Random, bench: Bench) -> str:
+def mapped_version(random: Random, workspace: Workspace) -> str:
     """Map the tensors of a version's folder, as a rank or a worker on the daemon's host does."""
     from resharder.converters.storage.files import read_layout
 
-    folder = bench.fresh() / "checkpoint"
-    shutil.copytree(bench.once("checkpoint", _checkpoint), folder)
+    folder = workspace.fresh() / "checkpoint"
+    shutil.copytree(workspace.once("checkpoint", _checkpoint), folder)
     path = random.choice(sorted(folder.glob("*.safetensors")))
     path.write_bytes(damage(random, path.read_bytes()))
     try:
@@ -356,7 +356,7 @@ def mapped_version(random: Random, bench: Bench) -> str:
 # Messages
 
 
-def chunk_frame(random: Random, bench: Bench) -> str:
+def chunk_frame(random: Random, workspace: Workspace) -> str:
     """Read a frame of the data stream."""
     header = ChunkHeader(*(random.getrandbits(bits) for bits in (64, 64, 32, 32, 64)))
     content = frame(header, random.randbytes(random.choice((0, 1, 127, 128, 300))), random.choice(("", "policy")))
@@ -379,7 +379,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(np.prod(shape[at + 1 :])) for at in range(len(shape)))
 
 
-def direct_message(random: Random, bench: Bench) -> str:
+def direct_message(random: Random, workspace: Workspace) -> str:
     """Read a layout or copies of the direct path."""
     if random.random() < 0.6:
         made: Any = direct_pb2.MemoryLayout()
@@ -396,9 +396,9 @@ def direct_message(random: Random, bench: Bench) -> str:
     return ACCEPTED
 
 
-def shared_page(random: Random, bench: Bench) -> str:
+def shared_page(random: Random, workspace: Workspace) -> str:
     """Read and write a server's page in shared memory, which another process has overwritten."""
-    page = version_page.Page(bench.fresh() / "page", lambda: 5.0)
+    page = version_page.Page(workspace.fresh() / "page", lambda: 5.0)
     try:
         for rank in range(3):
             page.write(rank, 7)

@@ -51,7 +51,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def named(command: tuple[str, ...]) -> str:
+def command_id(command: tuple[str, ...]) -> str:
     return "-".join(word for word in command[:2] if word.isascii() and word.isprintable()) or "hostile"
 
 
@@ -135,6 +135,6 @@ class Hostile(FakeOperator):
         return operator_pb2.ForgetServerResponse()
 
 
-def acting(text: str) -> set[str]:
+def control_characters(text: str) -> set[str]:
     """Characters that act on a terminal instead of being shown; a line break ends a line of the command's own."""
     return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}

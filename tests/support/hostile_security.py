@@ -8,7 +8,7 @@ from resharder.client.rpc.secure_channel import SecureChannel
 from resharder.client.rpc.tls import Tls
 from resharder.server.security.files import Pems, SecurityFilesError, Watched, hash_of, read_pems, read_tokens, server_credentials
 
-from tests.support.hostile_files import ACCEPTED, Bench, spoil
+from tests.support.hostile_files import ACCEPTED, Workspace, spoil
 from tests.support.secure import Authority
 
 _FILES = ("ca.pem", "daemon.pem", "daemon.key")
@@ -38,9 +38,9 @@ def _damaged(random: Random, files: dict[str, bytes]) -> dict[str, bytes]:
     return files | {name: changed}
 
 
-def tls_files(random: Random, bench: Bench) -> str:
+def tls_files(random: Random, workspace: Workspace) -> str:
     """Read certificates and keys, at the start and while in use, as the daemon and as a client."""
-    valid, folder = bench.once("authority", _valid), bench.fresh()
+    valid, folder = workspace.once("authority", _valid), workspace.fresh()
     ca, certificate, key = (folder / name for name in _FILES)
 
     def write(files: dict[str, bytes]) -> None:
@@ -74,9 +74,9 @@ def tls_files(random: Random, bench: Bench) -> str:
         client.close()
 
 
-def token_files(random: Random, bench: Bench) -> str:
+def token_files(random: Random, workspace: Workspace) -> str:
     """Read the daemon's list of tokens and a client's token, at the start and while in use."""
-    valid, folder = bench.once("authority", _valid), bench.fresh()
+    valid, folder = workspace.once("authority", _valid), workspace.fresh()
     (folder / "ca.pem").write_bytes(valid["ca.pem"])
     listed, own = folder / "tokens", folder / "token"
     lines = f"# of the team\nalice sha256:{hash_of('a' * 40)}\nbob-2 sha256:{hash_of('b' * 40)} # until May\n".encode()

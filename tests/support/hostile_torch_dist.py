@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from tests.support import fakepg, tiny_hf
-from tests.support.hostile_files import ACCEPTED, Bench, spoil
+from tests.support.hostile_files import ACCEPTED, Workspace, spoil
 from tests.support.megatron_models import build_model
 
 # isort: split
@@ -41,10 +41,10 @@ def _pickle_spoiled(random: Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def torch_dist(random: Random, bench: Bench) -> str:
+def torch_dist(random: Random, workspace: Workspace) -> str:
     """Open a checkpoint, and read all of its tensors."""
-    folder = bench.fresh() / "checkpoint"
-    shutil.copytree(bench.once("torch_dist", _saved), folder)
+    folder = workspace.fresh() / "checkpoint"
+    shutil.copytree(workspace.once("torch_dist", _saved), folder)
     path = random.choice([folder / ".metadata", folder / ".metadata", *sorted(folder.iterdir())])
     chance = random.random()
     if chance < 0.1:

@@ -37,16 +37,16 @@ Listener = Callable[[str, bytes], None]  # path, message
 class Refused(grpc.RpcError):  # type: ignore[misc]
     def __init__(self, code: grpc.StatusCode, message: str, metadata: tuple[tuple[str, bytes], ...]) -> None:
         super().__init__(f"{code.name}: {message}")
-        self._said = code, message, metadata
+        self._status = code, message, metadata
 
     def code(self) -> grpc.StatusCode:
-        return self._said[0]
+        return self._status[0]
 
     def details(self) -> str:
-        return self._said[1]
+        return self._status[1]
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        return self._said[2]
+        return self._status[2]
 
 
 class _Context:
@@ -73,7 +73,7 @@ class _Context:
         raise Refused(code, message, metadata)
 
 
-class Door:
+class InProcessChannel:
     """A channel to a server's handlers.
 
     `asked` is told of every request that came by a stub, `answered` of every answer.
@@ -171,7 +171,7 @@ class _Answers:
 
 
 @contextmanager
-def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
+def in_process_daemon(**options: Any) -> Iterator[tuple[Daemon, InProcessChannel]]:
     """`options` are the daemon's configuration. Nothing waits for long."""
     wait = Dispatcher.wait
 
@@ -193,4 +193,4 @@ def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
         daemon = Daemon(Config(**chosen | options))
         daemon.start()
         held.callback(daemon.stop)
-        yield daemon, Door(daemon.server)
+        yield daemon, InProcessChannel(daemon.server)

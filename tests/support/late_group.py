@@ -7,7 +7,7 @@ from resharder.client.direct.base import DirectGroup
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 
 
-class Late:
+class DelayedGroup:
     """Group whose round `at`, counted from 1, begins with a call of `act`."""
 
     def __init__(self, group: DirectGroup, at: int, act: Callable[[], object]) -> None:
@@ -21,7 +21,7 @@ class Late:
         return self._group.post(*parts)
 
 
-class LatePairs:
+class DelayedPairs:
     """Pairs whose memory is computed, and read by others, after a call of `act`."""
 
     def __init__(self, pairs: PeerPairs, act: Callable[[], object]) -> None:

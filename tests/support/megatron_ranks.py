@@ -94,7 +94,7 @@ def late_gather(folder: Path) -> dict[str, Any]:
 def replicas(folder: Path) -> dict[str, str]:
     """What is said of replicas: when all are equal, and after one value of one rank was changed. By pipeline stage, the tied
     output layer is a replica on another stage."""
-    config, said = json.loads((folder / "config.json").read_text()), {}
+    config, results = json.loads((folder / "config.json").read_text()), {}
     for case, layout, local, rank in (
         ("data parallel", {"tp": 2}, "0.decoder.layers.2.mlp.linear_fc2.weight", 3),
         ("tied", {"tp": 2, "pp": 2}, "0.output_layer.weight", 2),
@@ -102,22 +102,22 @@ def replicas(folder: Path) -> dict[str, str]:
         chunks = build_model(config, **layout)
         fill_from_hf(chunks, config, tiny_hf.load_checkpoint(folder))
         held, tensors = local_layout(chunks, config)
-        said[f"{case}, equal"] = complaint(held, tensors)
+        results[f"{case}, equal"] = complaint(held, tensors)
         if dist.get_rank() == rank:
             tensors[local].detach()[-1, 5] += 1e-7
-        said[f"{case}, changed"] = complaint(held, tensors)
-    return said
+        results[f"{case}, changed"] = complaint(held, tensors)
+    return results
 
 
 def complaint(held: Layout, tensors: Mapping[str, torch.Tensor]) -> str:
     """Error of `check_replicas` on this rank, the same as on every other."""
-    said, everyone = "", [""] * dist.get_world_size()
+    message, everyone = "", [""] * dist.get_world_size()
     try:
         check_replicas(held, tensors)
     except ReplicasDiffer as error:
-        said = str(error)
-    dist.all_gather_object(everyone, said)
-    return said if set(everyone) == {said} else f"ranks say different things: {everyone}"
+        message = str(error)
+    dist.all_gather_object(everyone, message)
+    return message if set(everyone) == {message} else f"ranks say different things: {everyone}"
 
 
 def step(wrapped: Any) -> None:

@@ -48,16 +48,16 @@ def wait_serving(daemon: Daemon, version: int, timeout: float = 300) -> resource
 
 
 @contextmanager
-def leaving(daemon: Daemon) -> Iterator[None]:
+def expect_leaving(daemon: Daemon) -> Iterator[None]:
     """Expect the only server to serve before the block, and to have left after it, without ever having been LOST."""
     with Operator(daemon.endpoint) as operator:
         wait_until(lambda: [server.state for server in operator.servers()] == [Server.State.SERVING], "it serves")
         (before,) = list(operator.events(last=1))
         yield
         wait_until(lambda: operator.servers() == [], "it has left")
-        said = [event.what for event in operator.events(last=100) if event.kind == "server" and event.id > before.id]
-    assert said[-1] == "left"
-    assert "lost" not in said
+        changes = [event.what for event in operator.events(last=100) if event.kind == "server" and event.id > before.id]
+    assert changes[-1] == "left"
+    assert "lost" not in changes
 
 
 def export(daemon: Daemon, version: str, folder: Path) -> None:

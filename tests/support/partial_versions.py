@@ -35,7 +35,7 @@ def missing_of(
     return MissingPieces(held, checksums, frozenset(nodes))
 
 
-def blot(
+def overwrite_pieces(
     folder: Path, numbering: PieceNumbering, pieces: Iterable[int], layouts: Sequence[FileLayout], value: int = 0xEE
 ) -> None:
     """Overwrite pieces of a version's files, apart from headers."""
@@ -61,11 +61,11 @@ def publish_partial(
             digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
     content = contents(folder, LAYOUTS)
     missing = missing_of(content, LAYOUTS, lacks, nodes)
-    blot(folder, number_pieces(LAYOUTS), lacks, LAYOUTS)
+    overwrite_pieces(folder, number_pieces(LAYOUTS), lacks, LAYOUTS)
     return store.lifecycle.commit(record, digests, ((0, "00"),), missing=missing), content
 
 
-def deliver(partial: PartialVersion, content: dict[str, bytes], pieces: Iterable[int]) -> None:
+def deliver_pieces(partial: PartialVersion, content: dict[str, bytes], pieces: Iterable[int]) -> None:
     """Write pieces as they arrive from nodes."""
     for piece in pieces:
         for part in partial.numbering.parts(piece):

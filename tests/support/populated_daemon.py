@@ -45,7 +45,7 @@ def serves(operator: Operator, ids: Sequence[str], version: int) -> bool:
 
 
 @contextmanager
-def scene(daemon: Daemon) -> Iterator[None]:
+def populated(daemon: Daemon) -> Iterator[None]:
     """All of it, for as long as the context lasts."""
     with ExitStack() as stack, Operator(daemon.endpoint) as operator:
         policy, draft = job(daemon, "policy"), job(daemon, "draft", "draft-7")

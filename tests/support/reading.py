@@ -5,7 +5,7 @@ import time
 from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import Mirror
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import get_manifest
+from resharder.client.versions.manifest import get_manifest
 from resharder.converters.geometry.layout import full_box
 from resharder.converters.wire.windows import boxes_request
 

@@ -24,13 +24,15 @@ def serving(version: int, *, world_size: int = 2) -> Server:
     server = Server("s", "m", "m", "life", 0.0, versions(version))
     server, _ = step(server, Claimed(boot=True), 0, SETTINGS)
     for rank in range(world_size):
-        server = hear(server, rank, resources_pb2.Worker.BOOTED, version, "")
+        server = report_worker(server, rank, resources_pb2.Worker.BOOTED, version, "")
     server, _ = step(server, Attached("a", world_size), 0, SETTINGS)
     server, _ = step(server, Reported("a", "life-0", server_pb2.Order.RESUME), 0, SETTINGS)
     assert server.serving == version
     return server
 
 
-def hear(server: Server, rank: int, state: resources_pb2.Worker.State, version: int, install: str, process: str = "") -> Server:
+def report_worker(
+    server: Server, rank: int, state: resources_pb2.Worker.State, version: int, install: str, process: str = ""
+) -> Server:
     worker = Worker(rank, state, version, install, process=process or f"p{rank}", fingerprint=fingerprint(version))
     return step(server, WorkerReported(worker), 1, SETTINGS)[0]

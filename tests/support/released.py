@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 
-class Released:
+class ImmediateReleases:
     def __init__(self) -> None:
         self.files: list[str] = []
 

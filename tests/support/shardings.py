@@ -24,11 +24,11 @@ def sharding(draw: st.DrawFn, shape: tuple[int, ...]) -> list[list[Box]]:
         parts = _split(n, draw)
         boxes = [(*box, part) for box in boxes for part in parts]
     ranks = draw(st.integers(1, 4))
-    held: list[list[Box]] = [[] for _ in range(ranks)]
+    held_boxes: list[list[Box]] = [[] for _ in range(ranks)]
     for box in draw(st.permutations(boxes)):
-        held[draw(st.integers(0, ranks - 1))].append(box)
-    return held
+        held_boxes[draw(st.integers(0, ranks - 1))].append(box)
+    return held_boxes
 
 
-def held(boxes: list[list[Box]]) -> list[Held]:
+def held_boxes(boxes: list[list[Box]]) -> list[Held]:
     return [Held(rank, i, box, False) for rank, mine in enumerate(boxes) for i, box in enumerate(mine)]

@@ -137,13 +137,13 @@ class SimulatedServers(RuleBasedStateMachine):
         if plant.attachment is not None:
             plant.attachment.close()
         settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=False)
-        self.tell(plant)
+        self.report_state(plant)
         plant.lease_until = self.now + SETTINGS.lease
         attached = Attached(f"control-{plant.nonce}", 1, power=plant.power, serving=plant.shows(self.now))
         plant.attachment = self.fleets.attach(name, attached)
         plant.attachment.orders = CheckedOrders(plant.attachment.orders, self.check_order)
 
-    def tell(self, plant: ServerModel) -> None:
+    def report_state(self, plant: ServerModel) -> None:
         """The worker's own report."""
         if plant.cut:
             return
@@ -199,7 +199,7 @@ class SimulatedServers(RuleBasedStateMachine):
                 assert plant.power not in ASLEEP, "nothing is staged while asleep"
                 plant.install, plant.staged, plant.ahead = order.install, order.version if ok else 0, bool(order.ahead_of)
                 plant.state = resources_pb2.Worker.STAGED if ok else resources_pb2.Worker.FAILED
-                self.tell(plant)
+                self.report_state(plant)
                 ok = True
             case server_pb2.Order.APPLY:
                 if now >= plant.lease_until:
@@ -217,7 +217,7 @@ class SimulatedServers(RuleBasedStateMachine):
                     plant.state = resources_pb2.Worker.APPLIED if ok else resources_pb2.Worker.FAILED
                     plant.staged = 0
                     plant.answered[order.install] = ok
-                    self.tell(plant)
+                    self.report_state(plant)
             case server_pb2.Order.RESUME:
                 if now >= plant.lease_until:
                     return self.connect(plant.id)
@@ -231,7 +231,7 @@ class SimulatedServers(RuleBasedStateMachine):
                 plant.gate = 0
                 if order.power == Power.ASLEEP_2:
                     plant.holds, plant.state, plant.install = None, resources_pb2.Worker.EMPTY, ""
-                    self.tell(plant)
+                    self.report_state(plant)
                 plant.power = order.power if ok else plant.power
             case server_pb2.Order.WAKE:
                 plant.power = order.power if ok else plant.power

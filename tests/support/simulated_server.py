@@ -50,7 +50,7 @@ class SimulatedServer:
     @in_flight.setter
     def in_flight(self, count: int) -> None:
         self._in_flight = count
-        self._say()
+        self._report_control()
 
     def _claim(self, boot: bool) -> server_pb2.Claim:
         request = server_pb2.ClaimServerRequest(server=self.id, model=self._model, fleet=self._fleet, boot=boot, wait_seconds=60)
@@ -59,15 +59,15 @@ class SimulatedServer:
     def _attach(self) -> None:
         self._report(self._held)
         self._reports = Reports()
-        self._say(world_size=1, address="127.0.0.1:1")
-        self._call = self._stub.Attend(self._said(self._reports))
+        self._report_control(world_size=1, address="127.0.0.1:1")
+        self._call = self._stub.Attend(self._control_reports(self._reports))
 
-    def _said(self, reports: Reports) -> Iterator[server_pb2.ControlReport]:
+    def _control_reports(self, reports: Reports) -> Iterator[server_pb2.ControlReport]:
         while not self._ended.is_set() and reports is self._reports:
             try:
                 yield reports.get(timeout=self._beat)
             except queue.Empty:
-                self._say()
+                self._report_control()
 
     def _live(self) -> None:
         while not self._ended.is_set() and not self._dead:
@@ -84,27 +84,31 @@ class SimulatedServer:
             return
         if order.kind in self.dies_at:
             self._dead = True
-            self._say(failure="its engine died")
+            self._report_control(failure="its engine died")
             return
         if order.kind == Order.STAGE and order.version in self.broken:
-            self._say(install=order.install, done=order.kind, ok=False, error=self.error or f"no version {order.version} for me")
+            self._report_control(
+                install=order.install, done=order.kind, ok=False, error=self.error or f"no version {order.version} for me"
+            )
             return
         if order.kind == Order.APPLY and order.version in self.torn:
-            self._say(install=order.install, done=order.kind, ok=False, error=f"version {order.version} went in half-way")
+            self._report_control(
+                install=order.install, done=order.kind, ok=False, error=f"version {order.version} went in half-way"
+            )
             return
         if order.kind in (Order.SLEEP, Order.WAKE):
             self._power = order.power
         pause = self.pause_seconds if order.kind in (Order.APPLY, Order.RESUME) else 0.0
-        self._say(install=order.install, done=order.kind, ok=True, pause_seconds=pause)
+        self._report_control(install=order.install, done=order.kind, ok=True, pause_seconds=pause)
         if order.kind == Order.STAGE:
             self._report(self._worker(Worker.STAGED, order.version, order.install))
         if order.kind == Order.APPLY:
             self._held = self._worker(Worker.APPLIED, order.version, order.install)
             self._report(self._held)
 
-    def _say(self, **fields: object) -> None:
-        said = {"server": self.id, "control": f"control-{self.id}", "power": self._power, "in_flight": self._in_flight}
-        self._reports.put(server_pb2.ControlReport(**said, **fields))
+    def _report_control(self, **fields: object) -> None:
+        known = {"server": self.id, "control": f"control-{self.id}", "power": self._power, "in_flight": self._in_flight}
+        self._reports.put(server_pb2.ControlReport(**known, **fields))
 
     def _worker(self, state: int, version: int, install: str = "") -> resources_pb2.Worker:
         name = f"models/{self._model}/versions/{version}"

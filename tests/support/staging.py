@@ -3,7 +3,7 @@
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.source import Sources
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import Needs, get_manifest
+from resharder.client.versions.manifest import Needs, get_manifest
 from resharder.converters.geometry.layout import box_index, full_box
 from resharder.converters.storage.digest import digest
 from resharder.v1 import resources_pb2

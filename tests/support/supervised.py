@@ -91,7 +91,7 @@ def shared_memory() -> str:
     return os.environ.get(MEMORY, str(_SHARED))
 
 
-def lasting() -> str:
+def record_folder() -> str:
     """Return the folder for temporary files that outlive a supervised command, such as the record of a run."""
     return os.environ.get(_LASTING, tempfile.gettempdir())
 

@@ -14,7 +14,7 @@ COLUMNS = 80
 _COMMAND = "resharder.client.cli"
 
 
-class Seen(NamedTuple):
+class Screen(NamedTuple):
     code: int
     text: str
     """Output, standard error included, with its escape sequences."""
@@ -25,7 +25,7 @@ class Seen(NamedTuple):
         return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text).replace("\r\n", "\n").splitlines()]
 
 
-def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None, typed: str = "") -> Seen:
+def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None, typed: str = "") -> Screen:
     """Run `resharder` with a terminal for its output and errors, and for its input where something is typed."""
     ours, theirs = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
@@ -46,7 +46,7 @@ def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None
                 seen += os.read(ours, 1 << 16)
             except OSError:  # no process has the terminal open any more
                 break
-        return Seen(process.wait(60), seen.decode())
+        return Screen(process.wait(60), seen.decode())
     finally:
         process.kill()
         os.close(ours)

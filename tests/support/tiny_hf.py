@@ -190,9 +190,9 @@ def _transformers_config(config: dict[str, Any]) -> PretrainedConfig:
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
     """Token `i` is the word `ti`."""
-    words = Tokenizer(models.WordLevel(vocab={f"t{i}": i for i in range(vocab_size)}, unk_token="t3"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3")
+    levels = Tokenizer(models.WordLevel(vocab={f"t{i}": i for i in range(vocab_size)}, unk_token="t3"))
+    levels.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=levels, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(directory)
 

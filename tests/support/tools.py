@@ -20,6 +20,6 @@ def tool(name: str, package: str) -> str:
 def checked(*command: object) -> str:
     """What it prints, on both outputs; fails with that if it exits with anything but 0."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output

@@ -6,7 +6,7 @@ from typing import Any
 from resharder.server.infra.change_signal import Pause, result_of
 
 
-def items(stream: Iterable[Any]) -> Iterator[Any]:
+def without_pauses(stream: Iterable[Any]) -> Iterator[Any]:
     """The items of a stream, without its pauses, which block."""
     for item in stream:
         if isinstance(item, Pause):

@@ -8,7 +8,7 @@ from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.install import Installed
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon

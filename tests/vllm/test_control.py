@@ -30,7 +30,7 @@ def test_who_leads_learns_from_the_workers_how_awake_they_are_and_has_the_daemon
     side = Side(leads=False)
     side.engine.slumber.begin(1)
     assert side.do(LEAD) is None
-    assert side.told == [side.control.state.power] == [Power.ASLEEP_1]
+    assert side.reported_power == [side.control.state.power] == [Power.ASLEEP_1]
 
 
 @pytest.mark.parametrize("found", [2, 0])

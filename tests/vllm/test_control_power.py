@@ -40,7 +40,7 @@ def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_p
     assert side.do(wake(change="p3")) == Outcome(Order.WAKE, "p3")
     assert side.engine.calls[1:] == [("wake", "weights", STAY_PAUSED), ("wake", "kv_cache", STAY_PAUSED)]
     assert (side.gate.position, side.engine.paused) == (Position.SHUT, True)
-    assert side.told == [
+    assert side.reported_power == [
         Power.AWAKE,
         Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1,
         Power.WEIGHTS_AWAKE,
@@ -189,7 +189,7 @@ def test_whoever_drops_the_weights_nothing_is_served_from_what_the_memory_then_h
     run(by_others())
     assert side.engine.positions["sleep"] is Position.SHUT
     assert (side.gate.position, side.engine.paused, side.control.state.power) == (Position.SHUT, True, Power.AWAKE)
-    assert Power.ASLEEP_2 in side.told
+    assert Power.ASLEEP_2 in side.reported_power
     refused = side.do(resume(1, "i2"))
     assert refused is not None
     assert not refused.ok

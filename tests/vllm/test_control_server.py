@@ -15,7 +15,7 @@ from resharder.v1 import resources_pb2
 from vllm.v1.engine.core import EngineCore
 
 from tests.support.command import answer
-from tests.support.observing import leaving, servers, wait_serving, wait_until
+from tests.support.observing import expect_leaving, servers, wait_serving, wait_until
 from tests.support.vllm_deployment import LEASE, PROMPT, Deployment, deployment
 from tests.support.vllm_server import Answer, Token, VllmServer
 
@@ -131,7 +131,7 @@ def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_version
 
 def test_a_server_that_ends_by_sigterm_leaves_and_is_never_lost(single: Deployment) -> None:
     """The last of its tests."""
-    with leaving(single.daemon):
+    with expect_leaving(single.daemon):
         single.server.stop()
 
 
@@ -168,14 +168,14 @@ def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_work
 ) -> None:
     wait_serving(double.daemon, double.version)
     before = double.server.generate(PROMPT, 8)
-    said = answer("profile", "install", "policy", "--out", tmp_path, "--endpoint", double.daemon.endpoint)["profiles"]
-    assert [(one["rank"], one["error"]) for one in said] == [(0, ""), (1, "")]
-    for one in said:
+    profiles = answer("profile", "install", "policy", "--out", tmp_path, "--endpoint", double.daemon.endpoint)["profiles"]
+    assert [(one["rank"], one["error"]) for one in profiles] == [(0, ""), (1, "")]
+    for one in profiles:
         events = json.loads(gzip.decompress(Path(one["trace"]).read_bytes()))["traceEvents"]
         assert "resharder: copy and digest" in {event["name"] for event in events}
         assert "Self CPU" in Path(one["table"]).read_text()
     server = wait_serving(double.daemon, double.version)
-    assert {one["install"] for one in said} == {server.install.id}
+    assert {one["install"] for one in profiles} == {server.install.id}
     phases = [[timing.phase for timing in worker.timings if timing.phase != "verify"] for worker in server.workers]
     assert phases == [["stage", "apply"]] * 2
     after = double.server.generate(PROMPT, 8)

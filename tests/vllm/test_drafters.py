@@ -8,7 +8,7 @@ import torch
 from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart, needs, shared_modules
-from resharder.client.versions.remote import VersionManifest
+from resharder.client.versions.manifest import VersionManifest
 from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon

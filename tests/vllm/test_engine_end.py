@@ -106,12 +106,12 @@ def test_an_engine_core_on_another_host_is_not_looked_for() -> None:
 
 def test_a_sigterm_to_a_healthy_server_is_an_order_although_its_workers_end_first() -> None:
     engine = Engine(Process())
-    said: list[int] = []
+    signals: list[int] = []
 
     async def serve() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         engine.end.watch_signals(loop)
-        loop.add_signal_handler(signal.SIGUSR1, lambda number: (said.append(number), ended.set()), 3)
+        loop.add_signal_handler(signal.SIGUSR1, lambda number: (signals.append(number), ended.set()), 3)
         os.kill(os.getpid(), signal.SIGUSR1)
         await ended.wait()
 
@@ -119,7 +119,7 @@ def test_a_sigterm_to_a_healthy_server_is_an_order_although_its_workers_end_firs
     engine.errored = True
     engine.engine_core.resources.engine_manager.processes[0].exitcode = 1  # type: ignore[union-attr]
     engine.engine_core.shutdown()
-    assert (engine.end.failure, engine.failures, said) == ("", 0, [3])
+    assert (engine.end.failure, engine.failures, signals) == ("", 0, [3])
 
 
 def test_a_sigterm_to_a_server_whose_engine_has_died_is_no_order() -> None:

@@ -19,7 +19,7 @@ from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL, ModelPart, ModelParts
 from resharder.client.trainer import connect
-from resharder.client.versions.remote import VersionManifest
+from resharder.client.versions.manifest import VersionManifest
 from resharder.converters.geometry.layout import Layout, TensorSpec
 from resharder.converters.wire.boxes import fingerprint_of
 from resharder.v1 import resources_pb2

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSou
 
 from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.daemon import Daemon
-from tests.support.observing import leaving, wait_serving
+from tests.support.observing import expect_leaving, wait_serving
 from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import Response, VllmServer, completion
 
@@ -184,5 +184,5 @@ def test_a_trainers_pause_holds_requests_until_it_resumes(scene: Scene) -> None:
 
 def test_two_api_servers_that_are_given_time_leave_by_sigterm_and_are_never_lost(scene: Scene) -> None:
     """The last test. Without --shutdown-timeout, vLLM kills several API servers at once."""
-    with leaving(scene.daemon):
+    with expect_leaving(scene.daemon):
         scene.server.stop()

@@ -61,15 +61,15 @@ def server(daemon: Daemon) -> Iterator[Profiling]:
 def test_an_operator_gets_a_trace_and_a_table_of_an_install_as_any_other(
     daemon: Daemon, server: Profiling, tmp_path: Path
 ) -> None:
-    (said,) = answer("profile", "install", "left", "--out", tmp_path, "--endpoint", daemon.endpoint)["profiles"]
-    assert (said["server"], said["rank"], said["error"]) == ("left", 0, "")
-    assert said["install"] == server.installs
+    (profile,) = answer("profile", "install", "left", "--out", tmp_path, "--endpoint", daemon.endpoint)["profiles"]
+    assert (profile["server"], profile["rank"], profile["error"]) == ("left", 0, "")
+    assert profile["install"] == server.installs
     events = json.loads(gzip.decompress((tmp_path / "left-rank0.json.gz").read_bytes()))["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
     assert "aten::mm" in (tmp_path / "left-rank0.txt").read_text()
     wait_serving(daemon, 1)
     (seen,) = servers(daemon)
-    assert (seen.install.id, seen.install.version) == (said["install"], 1)
+    assert (seen.install.id, seen.install.version) == (profile["install"], 1)
     assert resources_pb2.Install.State.Name(seen.install.state) == "COMMITTED"
 
 

@@ -41,7 +41,7 @@ def test_a_control_side_that_need_not_pause_or_resume_says_nothing_of_it() -> No
     assert phases(side.do(ControlOrder(Order.RESUME, "i", 1))) == []
 
 
-def told(daemon: Daemon, state: int) -> list[str]:
+def reported_phases(daemon: Daemon, state: int) -> list[str]:
     """The phases that the daemon knows of the worker, once it is in this state."""
 
     def now() -> list[Worker]:
@@ -55,16 +55,16 @@ def test_a_worker_says_how_long_it_staged_and_applied(daemon: Daemon, monkeypatc
     agent, _ = booted(daemon)
     version = publish(daemon, 2)
     agent.stage({}, "an-install", version)
-    assert told(daemon, Worker.STAGED) == ["stage"]
+    assert reported_phases(daemon, Worker.STAGED) == ["stage"]
     monkeypatch.setattr(agent, "_install", lambda *given: None)
     agent.apply({}, "an-install")
-    assert told(daemon, Worker.APPLIED) == ["stage", "apply"]
+    assert reported_phases(daemon, Worker.APPLIED) == ["stage", "apply"]
 
 
 def test_a_worker_that_fails_says_how_far_it_came(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     agent, _ = booted(daemon)
     agent.stage({}, "an-install", publish(daemon, 2))
-    assert told(daemon, Worker.STAGED) == ["stage"]
+    assert reported_phases(daemon, Worker.STAGED) == ["stage"]
 
     def fail(*given: object) -> None:
         raise ValueError("no such box")
@@ -73,4 +73,4 @@ def test_a_worker_that_fails_says_how_far_it_came(daemon: Daemon, monkeypatch: p
     with pytest.raises(ValueError, match="no such box"):
         agent.apply({}, "an-install")
     agent.failed("an-install", "no such box")
-    assert told(daemon, Worker.FAILED) == ["stage", "apply"]
+    assert reported_phases(daemon, Worker.FAILED) == ["stage", "apply"]

@@ -48,9 +48,9 @@ class Scene:
         part.route = Route((piece,), frozenset(["l"]), frozenset(["loaded"]), ())
         self.part, self.why = part, ""
         self.altered: list[Verification] = []
-        self.told: list[Verification] = []
+        self.verifications: list[Verification] = []
         self.verifier = Verifier(
-            {MODEL: part}, torch.device("cpu"), 1, lambda: 3, lambda: self.why, self.altered.append, self.told.append
+            {MODEL: part}, torch.device("cpu"), 1, lambda: 3, lambda: self.why, self.altered.append, self.verifications.append
         )
 
     def install(self) -> None:
@@ -76,7 +76,7 @@ def test_memory_as_it_was_installed_is_verified_in_full(scene: Scene) -> None:
     assert found.covered_bytes == found.total_bytes == 4 * (6 * 8 + 4 * 4)
     assert found.digested_bytes == 4 * 6 * 8, "what went through a loader is compared with what the install left"
     assert not found.uncompared
-    assert (scene.told, scene.altered) == ([found], [])
+    assert (scene.verifications, scene.altered) == ([found], [])
 
 
 def test_what_was_not_compared_is_counted_with_the_reason(scene: Scene) -> None:
@@ -182,6 +182,6 @@ def test_an_install_that_comes_meanwhile_ends_the_verification(scene: Scene, mon
 
 def test_verifications_come_by_themselves_and_on_request(scene: Scene) -> None:
     scene.verifier.start({MODEL: scene.model}, 0.05)
-    wait_until(lambda: len(scene.told) > 1)
+    wait_until(lambda: len(scene.verifications) > 1)
     scene.verifier.request("r1")
-    wait_until(lambda: any(found.request == "r1" for found in scene.told))
+    wait_until(lambda: any(found.request == "r1" for found in scene.verifications))

@@ -36,7 +36,7 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
-def heard(daemon: Daemon, holds: Callable[[Worker], bool], what: str) -> Worker:
+def worker_when(daemon: Daemon, holds: Callable[[Worker], bool], what: str) -> Worker:
     """What the daemon knows of the worker, once it is so."""
 
     def now() -> list[Worker]:
@@ -55,7 +55,7 @@ def heard(daemon: Daemon, holds: Callable[[Worker], bool], what: str) -> Worker:
 
 def test_a_worker_that_booted_says_which_version_by_number_and_fingerprint(daemon: Daemon) -> None:
     _, manifest = booted(daemon)
-    worker = heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    worker = worker_when(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
     assert (worker.version, worker.fingerprint, worker.process) == (1, manifest.fingerprint, PROCESS)
     assert len(manifest.fingerprint) == 64
     assert (worker.verified_tensors, worker.stage_seconds) == (7, 0.5)
@@ -63,24 +63,26 @@ def test_a_worker_that_booted_says_which_version_by_number_and_fingerprint(daemo
 
 def test_a_daemon_started_anew_hears_what_the_worker_holds_and_not_what_it_staged(daemon: Daemon) -> None:
     agent, manifest = booted(daemon)
-    heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    worker_when(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
     agent._report(Worker.STAGED, install="an-install", version=2)
-    heard(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
+    worker_when(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
     daemon.kill()
     daemon.start()
-    worker = heard(daemon, lambda _: True, "the worker found the daemon")
+    worker = worker_when(daemon, lambda _: True, "the worker found the daemon")
     assert (worker.state, worker.version, worker.install) == (Worker.BOOTED, 1, "")
     assert worker.fingerprint == manifest.fingerprint
 
 
 def test_a_worker_that_outlives_the_store_is_not_believed_to_hold_its_new_version_of_that_number(daemon: Daemon) -> None:
     booted(daemon)
-    heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    worker_when(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
     daemon.kill()
     shutil.rmtree(daemon.store)
     daemon.start()
     assert publish(daemon, 2) == "models/policy/versions/1"
-    worker = heard(daemon, lambda w: "of fingerprint" in w.error and "none READY" not in w.error, "the worker is a stranger")
+    worker = worker_when(
+        daemon, lambda w: "of fingerprint" in w.error and "none READY" not in w.error, "the worker is a stranger"
+    )
     assert (worker.state, worker.version) == (Worker.EMPTY, 0)
 
 
@@ -88,10 +90,10 @@ def test_an_install_that_broke_half_way_is_said_to_every_later_daemon(daemon: Da
     agent, _ = booted(daemon)
     agent.version = 0  # as apply has it once it writes
     agent.failed("an-install", "stopped half-way")
-    heard(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    worker_when(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
     daemon.kill()
     daemon.start()
-    worker = heard(daemon, lambda _: True, "the worker found the daemon")
+    worker = worker_when(daemon, lambda _: True, "the worker found the daemon")
     assert (worker.state, worker.error) == (Worker.FAILED, "stopped half-way")
 
 
@@ -99,10 +101,10 @@ def test_an_install_that_broke_half_way_is_said_to_every_later_daemon(daemon: Da
 def test_an_install_that_never_began_leaves_what_the_worker_holds(daemon: Daemon) -> None:
     agent, manifest = booted(daemon)
     agent.failed("an-install", "is not staged here")
-    heard(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    worker_when(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
     daemon.kill()
     daemon.start()
-    worker = heard(daemon, lambda _: True, "the worker found the daemon")
+    worker = worker_when(daemon, lambda _: True, "the worker found the daemon")
     assert (worker.state, worker.fingerprint) == (Worker.BOOTED, manifest.fingerprint)
 
 
@@ -115,7 +117,7 @@ def test_a_worker_that_refuses_to_stage_reports_it_each_time_that_it_is_asked(
     for _ in range(2):
         with pytest.raises(InstallError, match="its modules are unknown"):
             agent.stage({}, "an-install", manifest.name)
-    worker = heard(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    worker = worker_when(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
     assert (worker.install, worker.error) == ("an-install", "InstallError: its modules are unknown")
 
 
@@ -123,7 +125,7 @@ def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(
     publish(daemon, 1)
     agent = agent_of(daemon)
     assert agent.describe()["version"] == 0
-    worker = heard(daemon, lambda _: True, "the worker introduced itself")
+    worker = worker_when(daemon, lambda _: True, "the worker introduced itself")
     assert (worker.state, worker.version, worker.fingerprint) == (Worker.EMPTY, 0, "")
 
 
@@ -131,10 +133,10 @@ def test_a_worker_takes_back_what_it_staged_and_before_weights_are_dropped_what_
     agent, _ = booted(daemon)
     agent.staging.current = StagedInstall("an-install")
     agent._report(Worker.STAGED, install="an-install", version=2)
-    heard(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
+    worker_when(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
     agent.unstage("another")
     agent.unstage("an-install")
-    worker = heard(daemon, lambda w: w.state != Worker.STAGED, "the worker is STAGED no more")
+    worker = worker_when(daemon, lambda w: w.state != Worker.STAGED, "the worker is STAGED no more")
     assert (worker.state, worker.version, worker.install) == (Worker.BOOTED, 1, "")
 
     model = torch.nn.Linear(2, 2)
@@ -142,7 +144,7 @@ def test_a_worker_takes_back_what_it_staged_and_before_weights_are_dropped_what_
     assert agent.version == 1
     agent.fall_asleep({MODEL: model}, level=2)
     assert agent.version == 0
-    worker = heard(daemon, lambda w: w.state == Worker.EMPTY, "the worker is EMPTY")
+    worker = worker_when(daemon, lambda w: w.state == Worker.EMPTY, "the worker is EMPTY")
     assert (worker.version, worker.fingerprint) == (0, "")
 
 

@@ -117,15 +117,15 @@ def _first(mark: str) -> bool:
 
 
 def _action(name: str, kind: str) -> Callable[[], None]:
-    word, _, seconds = kind.partition(":")
-    if word == "kill":
+    effect, _, seconds = kind.partition(":")
+    if effect == "kill":
         return lambda: os.kill(os.getpid(), signal.SIGKILL)
-    if word == "stop":
+    if effect == "stop":
         return lambda: stop(float(seconds))
-    if word == "delay":
+    if effect == "delay":
         return lambda: time.sleep(float(seconds))
-    if word in STATUS_OF_ERRORS and name in FILE_POINTS:
-        return lambda: refuse(STATUS_OF_ERRORS[word], name)
+    if effect in STATUS_OF_ERRORS and name in FILE_POINTS:
+        return lambda: refuse(STATUS_OF_ERRORS[effect], name)
     raise ValueError(
         f"expected kill, stop:SECONDS, delay:SECONDS, or eio or enospc before a file operation, got {kind!r} at {name}"
     )

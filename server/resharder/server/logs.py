@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import structlog
 from resharder.converters.printable import printable, unescaped
-from resharder.server.infra.descriptors import FewWords
+from resharder.server.infra.descriptors import DescriptorErrorFilter
 from resharder.server.infra.event_log import Event
 
 _GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped", "store_lost"}
@@ -30,7 +30,7 @@ def configure_logs(form: str, level: str) -> None:
     lines = _Lines(unescaped(sys.stderr))
     structlog.configure(
         processors=[
-            FewWords(),
+            DescriptorErrorFilter(),
             structlog.stdlib.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -74,5 +74,5 @@ def _escaped_lines(text: str) -> str:
 
 def log_event(event: Event) -> None:
     """Log an event of the journal: as a warning if a server, version or move failed, else as information."""
-    say = _log.warning if event.what in _GRAVE else _log.info
-    say(f"{event.kind}_{event.what}", subject=event.subject, reason=event.reason, **event.details)
+    log = _log.warning if event.what in _GRAVE else _log.info
+    log(f"{event.kind}_{event.what}", subject=event.subject, reason=event.reason, **event.details)

@@ -32,6 +32,7 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.worker_requests import Profiles, Verifications
+from resharder.server.holding.tls import certificate_of
 from resharder.server.infra.addresses import is_loopback, reachable_at
 from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
@@ -42,10 +43,10 @@ from resharder.server.logs import configure_logs, log_event
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.records import DrainedNodes, LostNodes
 from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.store_fetch import StoreFetcher
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.options import flags_of, version_option
-from resharder.server.own_fetcher import certificate_of, fetcher, node_tls
 from resharder.server.rpc.convert import Views
 from resharder.server.rpc.direct_service import DirectService
 from resharder.server.rpc.dispatch import Dispatcher
@@ -58,6 +59,7 @@ from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.limits import Limits
+from resharder.server.security.settings import node_tls
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.server import Settings
 from resharder.server.state.version import READY, VersionRecord
@@ -139,7 +141,7 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.version_ended.connect(traced.version_ended)
             self.fleets.server_stepped.connect(traced.server_stepped)
-        self.fetcher = fetcher(self.store, self.nodes, tls, config.digest_threads)
+        self.fetcher = StoreFetcher(self.store.lifecycle, self.store.reader, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
@@ -262,10 +264,10 @@ class Daemon:
         failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
-            say, whom = (
+            log, whom = (
                 (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "that reaches the port")
             )
-            say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
+            log("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         records = (record for model in self.store.catalogue.models() for record in self.store.catalogue.versions(model))
         self.nodes.replication.start(record.name for record in records if record.state == READY)
         self._ticker.start()

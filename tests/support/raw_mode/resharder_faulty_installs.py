@@ -32,7 +32,7 @@ def faulty(install):  # type: ignore[no-untyped-def]
         from resharder.client.inference.engine import InstallError
 
         wait_at("apply")
-        if source.manifest.number > said().get("torn_after", source.manifest.number):
+        if source.manifest.number > settings().get("torn_after", source.manifest.number):
             for model in models.values():
                 next(model.parameters()).data.fill_(float("nan"))
             raise InstallError("torn half-way by the test")
@@ -42,11 +42,11 @@ def faulty(install):  # type: ignore[no-untyped-def]
 
 
 def wait_at(where):  # type: ignore[no-untyped-def]
-    while said().get("held") == where:
+    while settings().get("held") == where:
         time.sleep(0.02)
 
 
-def said():  # type: ignore[no-untyped-def]
+def settings():  # type: ignore[no-untyped-def]
     try:
         return json.loads(Path(os.environ["FAULTY_INSTALLS"]).read_text())
     except FileNotFoundError:

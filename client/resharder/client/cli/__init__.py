@@ -16,7 +16,7 @@ from resharder.client.cli import watch, nodes, fleets, versions, check  # the he
 
 # isort: on
 from resharder.client.cli.app import app
-from resharder.client.cli.terminal import tell
+from resharder.client.cli.terminal import print_stderr
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
 from resharder.converters.printable import OutputClosed, printable_output
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end(error: Exception, code: int) -> None:
-    tell(f"resharder: {error}")
+    print_stderr(f"resharder: {error}")
     sys.exit(code)
 
 

@@ -14,7 +14,7 @@ import typer
 from resharder.client import settings
 from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, app, command
-from resharder.client.cli.terminal import Columns, Row, console, count_up, paint, print_json, print_table, say, waiting
+from resharder.client.cli.terminal import Columns, Row, console, count_up, paint, print_json, print_line, print_table, waiting
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Fleet, Profile, Server, Verification, Version
@@ -135,7 +135,7 @@ def check(
         )
     if as_json:
         return print_json(asdict(report))
-    say(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
+    print_line(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
     sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
     print_table(
         Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0),
@@ -146,12 +146,12 @@ def check(
         ),
     )
     if report.traffic is not None:
-        say(f"the direct path: {report.copies} copies")
+        print_line(f"the direct path: {report.copies} copies")
         for line in checking.text_map(report.traffic):
-            say(line)
+            print_line(line)
     if report.through_load_weights:
         names = ", ".join(report.through_load_weights[:4])
-        say(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
+        print_line(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
 
 
 @command(Section.CHECK)
@@ -164,7 +164,7 @@ def architectures(as_json: AsJson = False) -> None:
         return print_json({"architectures": found, "not_built": NOT_BUILT})
     print_table(Columns(("model_type", "architecture", "proof")), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
     for name, why in NOT_BUILT.items():
-        say(f"not supported: {name}: {why}")
+        print_line(f"not supported: {name}: {why}")
 
 
 class ServerLag(NamedTuple):
@@ -210,7 +210,7 @@ def probe(
     if as_json:
         print_json({"ready": ready, "reason": reason, "lag_versions": lag.versions, "lag_seconds": lag.seconds})
     else:
-        say(f"{'ready' if ready else 'not ready'}{': ' if reason else ''}{reason}")
+        print_line(f"{'ready' if ready else 'not ready'}{': ' if reason else ''}{reason}")
     raise typer.Exit(0 if ready else _NOT_READY)
 
 
@@ -325,7 +325,7 @@ def verify(
         print_json({"verifications": [*map(plain, found)]})
     else:
         for one in found:
-            say(_verify_line(one))
+            print_line(_verify_line(one))
     if code := _verify_code(found):
         raise typer.Exit(code)
 
@@ -406,7 +406,7 @@ def install(
         print_json({"profiles": found})
     else:
         for one in found:
-            say(str(one["error"] or one["trace"]))
+            print_line(str(one["error"] or one["trace"]))
     if any(one["error"] for one in found):
         raise typer.Exit(4)
 
@@ -448,4 +448,4 @@ def _show_profiles(server: Server, profiles: Sequence[Profile]) -> None:
         f"{server.name}, worker {slowest.rank} of {len(profiles)}: version {server.version} applied in {seconds:.3f} s"
     )
     for line in slowest.table.split("\n"):
-        say(line)
+        print_line(line)

@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import WENT_WRONG, AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
 from resharder.client.cli.format import move_lines, time_of
-from resharder.client.cli.terminal import print_json, print_table, say, tell
+from resharder.client.cli.terminal import print_json, print_line, print_stderr, print_table
 from resharder.client.cli.watch import print_problems, watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
@@ -152,11 +152,11 @@ def show_(
         return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
     print_problems(servers)
     for title, value in _facts(found):
-        say(f"{title:<11} {value}")
-    say()
+        print_line(f"{title:<11} {value}")
+    print_line()
     if found.move and found.move.state not in (Move.State.DONE, Move.State.FAILED):
         for line in (*move_lines(found, servers), ""):
-            say(line)
+            print_line(line)
     print_table(format.SERVERS, format.server_rows(servers), wide)
 
 
@@ -169,7 +169,7 @@ def delete_(
     """Delete a fleet without servers. A model's default fleet has default settings from then on."""
     with Operator(endpoint) as operator:
         operator.delete_fleet(name)
-    print_json({"deleted": name}) if as_json else say(f"{name}: deleted")
+    print_json({"deleted": name}) if as_json else print_line(f"{name}: deleted")
 
 
 @command(Section.MOVE)
@@ -313,7 +313,7 @@ def forget(
     """Forget a lost server now, instead of `forget_seconds` after its loss. If it returns, it is registered again."""
     with Operator(endpoint) as operator:
         operator.forget(server)
-    print_json({"forgotten": server}) if as_json else say(f"{server}: forgotten")
+    print_json({"forgotten": server}) if as_json else print_line(f"{server}: forgotten")
 
 
 @command(Section.MAINTAIN)
@@ -439,7 +439,7 @@ def _show(fleet: Fleet, as_json: bool) -> None:
     """Print a fleet, as JSON or as a line about its target and version."""
     if as_json:
         return print_json(plain(fleet))
-    say(format.outcome(fleet))
+    print_line(format.outcome(fleet))
 
 
 def _maintain(
@@ -463,7 +463,7 @@ def _maintain(
     if as_json:
         print_json({"servers": [*map(plain, found)]})
     for each in found if not as_json else ():
-        say(f"{each.name} {format.state(each)}: {each.reason}")
+        print_line(f"{each.name} {format.state(each)}: {each.reason}")
     if any(each.name in before and each.state == Server.State.LOST for each in found):
         raise typer.Exit(WENT_WRONG)
 
@@ -486,7 +486,7 @@ def _on_change(line: Callable[[Fleet, Sequence[Server]], str], silent: bool) -> 
         nonlocal before
         now = line(fleet, servers)
         if now != before and not silent:
-            tell(now)
+            print_stderr(now)
         before = now
 
     return listener

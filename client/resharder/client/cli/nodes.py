@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from resharder.client.cli import complete
 from resharder.client.cli.app import AsJson, Endpoint, Section, Wide, command
-from resharder.client.cli.terminal import Columns, Row, paint, print_json, print_table, say
+from resharder.client.cli.terminal import Columns, Row, paint, print_json, print_line, print_table
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Node, NodeCopy
 from resharder.client.operator.convert import plain
@@ -48,7 +48,7 @@ def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False
         return print_json({"nodes": [*map(plain, found)], "shortages": [*map(plain, shortages)]})
     print_table(NODES, node_rows(found), wide)
     for each in shortages:
-        say(f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}")
+        print_line(f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}")
 
 
 @command(Section.MAINTAIN, "drain-node")
@@ -56,7 +56,7 @@ def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False)
     """Let a node take no further version, before maintenance, and drop those that no worker maps."""
     with Operator(endpoint) as operator:
         found = operator.drain_node(node)
-    print_json(plain(found)) if as_json else say(f"{found.name}: drained")
+    print_json(plain(found)) if as_json else print_line(f"{found.name}: drained")
 
 
 @command(Section.MAINTAIN, "resume-node")
@@ -64,4 +64,4 @@ def resume_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False
     """Let a node take versions again, after `drain-node`."""
     with Operator(endpoint) as operator:
         found = operator.resume_node(node)
-    print_json(plain(found)) if as_json else say(f"{found.name}: resumed")
+    print_json(plain(found)) if as_json else print_line(f"{found.name}: resumed")

@@ -52,12 +52,12 @@ def styled(text: str, style: str | Style = "") -> Text:
     return Text(shown(text), style=style)
 
 
-def say(line: str = "") -> None:
+def print_line(line: str = "") -> None:
     """Print a line on standard output, at once."""
     print(shown(line), flush=True)
 
 
-def tell(line: str) -> None:
+def print_stderr(line: str) -> None:
     """Print a line on standard error, at once."""
     print(shown(line, sys.stderr), file=sys.stderr, flush=True)
 

@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
 from resharder.client.cli.format import several, time_of
-from resharder.client.cli.terminal import Bar, Columns, print_json, print_table, say, shown, tell, waiting
+from resharder.client.cli.terminal import Bar, Columns, print_json, print_line, print_stderr, print_table, shown, waiting
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
@@ -39,7 +39,7 @@ def export(
             done = operator.export(wanted.number, folder, model=wanted.model, progress=progress.update)
     if as_json:
         return print_json({"version": wanted.name, "folder": str(folder), "files": done.files, "bytes": done.bytes})
-    say(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
+    print_line(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
 
 
 @command(Section.VERSIONS, "import")
@@ -82,7 +82,7 @@ def import_(
         model = model or _import_model(operator)
     if not as_json:
         purpose = "to be served" if serve else "skipped by `latest` unless it is the first"
-        tell(f"importing {folder} as a version of {model}, step {number}, {purpose}")
+        print_stderr(f"importing {folder} as a version of {model}, step {number}, {purpose}")
     with Bar(as_json, f"import into {model}", None) as progress, waiting("reading and checking the checkpoint", as_json) as begun:
 
         def update(done: int, total: int) -> None:
@@ -96,7 +96,7 @@ def import_(
     if as_json:
         return print_json(plain(done))
     skipped = f"; `latest` skips it: `resharder update {done.number}` serves it" if done.skipped else ""
-    say(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{skipped}")
+    print_line(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{skipped}")
 
 
 def _import_model(operator: Operator) -> str:
@@ -126,9 +126,9 @@ def fetch_config(
     missing = missing_files({name: (Path(folder) / name).read_bytes() for name in files})
     if as_json:
         return print_json({"model": model, "folder": folder, "files": files, "missing": missing})
-    say(f"{model}: {', '.join(files)} in {folder}")
+    print_line(f"{model}: {', '.join(files)} in {folder}")
     if missing:
-        tell(f"resharder: {missing}")
+        print_stderr(f"resharder: {missing}")
 
 
 @command(Section.VERSIONS)
@@ -139,7 +139,7 @@ def archive(version: VersionName, model: ModelName = "", endpoint: Endpoint = No
         done = operator.archive(wanted.number, model=wanted.model)
     if as_json:
         return print_json(plain(done))
-    say(f"{done.name}: {size(done.size_bytes)} at {done.url}")
+    print_line(f"{done.name}: {size(done.size_bytes)} at {done.url}")
 
 
 @command(Section.VERSIONS)
@@ -210,10 +210,10 @@ def gc(
 
 def _print_retired(answer: RetireVersionsResponse, what: str) -> None:
     for version in answer.kept:
-        say(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
+        print_line(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
     for version in answer.retired:
-        say(f"{version.name} (step {version.step}) {what}")
-    say(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
+        print_line(f"{version.name} (step {version.step}) {what}")
+    print_line(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
 
 
 def _last_resort(operator: Operator, model: str, foreseen: RetireVersionsResponse) -> str:

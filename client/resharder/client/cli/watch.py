@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, Wide, command
 from resharder.client.cli.format import event_line, move_lines, time_of
-from resharder.client.cli.terminal import console, end_with_reader, one_line, print_json, print_table, say, table
+from resharder.client.cli.terminal import console, end_with_reader, one_line, print_json, print_line, print_table, table
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Daemon, Fleet, Server
@@ -113,7 +113,7 @@ def events(
         try:
             for event in operator.events(last=last, subject=subject, follow=follow):
                 if as_json:
-                    say(one_line(plain(event)))
+                    print_line(one_line(plain(event)))
                 else:
                     console(wide=True).print(event_line(event))
                     sys.stdout.flush()
@@ -171,7 +171,7 @@ def _changes(look: Callable[[], Group], every: float) -> None:
         with (to := console()).capture() as captured:
             to.print(look())
         if (now := captured.get()) != before:
-            say(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}")
+            print_line(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}")
             to.file.write(f"{now}\n")
             to.file.flush()
             before = now
@@ -188,7 +188,7 @@ def _json_lines(look: Callable[[], dict[str, object]], every: float) -> None:
             now = {"error": str(error)}
         found = re.sub(r'"(reason|time|lease_expire_time)":"[^"]*"', "", one_line(now))
         if found != before:
-            say(one_line({"watched": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", **now}))
+            print_line(one_line({"watched": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", **now}))
             before = found
         time.sleep(every)
 

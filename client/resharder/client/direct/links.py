@@ -142,14 +142,14 @@ def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str
     An unreachable daemon is no such report.
     """
 
-    def heard(call: Any) -> None:
+    def done(call: Any) -> None:
         if not call.cancelled() and (error := call.exception()) is not None and (found := channel.error(error)).reason == _OVER:
             over(str(found))
 
     request = direct_pb2.GetGroupKeyRequest(group=group, key=_NEVER_SET, wait_seconds=min(seconds, _LONGEST))
     key = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey
     call: Any = channel.begin(key.future, request, timeout=seconds + _ASK)
-    call.add_done_callback(heard)
+    call.add_done_callback(done)
     try:
         yield
     finally:

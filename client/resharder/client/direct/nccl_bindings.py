@@ -145,8 +145,8 @@ class PairCommunicator:
 
     def _failed(self, what: str, code: int) -> DirectFailed:
         texts = (self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(self._communicator))
-        words = ", ".join(text.decode(errors="replace") for text in texts if text)
-        return DirectFailed(f"rank {self.rank}: NCCL ({what}): {words}")
+        message = ", ".join(text.decode(errors="replace") for text in texts if text)
+        return DirectFailed(f"rank {self.rank}: NCCL ({what}): {message}")
 
     def check(self) -> None:
         """Raise DirectFailed if the communicator was aborted or NCCL reports an error."""

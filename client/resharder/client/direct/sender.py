@@ -141,7 +141,7 @@ class Sender:
                     case direct_pb2.DirectTask.DROP:
                         self._drop(task.group)
                     case direct_pb2.DirectTask.DIGEST:
-                        self._say(request, task)
+                        self._put_digests(request, task)
         finally:
             call.cancel()
 
@@ -169,7 +169,7 @@ class Sender:
         logger.debug("sent over group %s: %s", group, took)
         finish(self._channel, member, group, seconds=took.total)
 
-    def _say(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
+    def _put_digests(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
         try:
             if task.HasField("sent"):
                 self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)

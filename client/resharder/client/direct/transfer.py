@@ -226,7 +226,7 @@ class Transfer:
         if wire:
             self._unpack_round(len(wire) - 1, wire[-1], deadline, follower)
         for number, mark in enumerate(copied):
-            self._tell(follower, len(self._exchanges) + number, mark)
+            self._notify(follower, len(self._exchanges) + number, mark)
         if meanwhile is not None:
             meanwhile()
         if wire:
@@ -247,10 +247,10 @@ class Transfer:
             with self._unpack.work():
                 self._tables[1].run(k, source_base=_slot(self._unpacked, k).data_ptr())
         mark = self._unpack.mark()
-        self._tell(follower, k, mark)
+        self._notify(follower, k, mark)
         return mark
 
-    def _tell(self, follower: Follower | None, number: int, mark: Mark) -> None:
+    def _notify(self, follower: Follower | None, number: int, mark: Mark) -> None:
         if follower is not None:
             self._follow.after(mark)
             with self._follow.work():

@@ -17,8 +17,8 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.ranges import PIECE_BYTES
 
 if TYPE_CHECKING:
+    from resharder.client.versions.manifest import VersionManifest
     from resharder.client.versions.port_reader import PortReader
-    from resharder.client.versions.remote import VersionManifest
 
 _NEW = 10.0  # seconds in which a process has the lock of a folder that it made
 

@@ -251,8 +251,8 @@ class Operator:
             NotFound: No such READY version.
         """
         with explained("client"):  # nothing else that operators ask for needs more than gRPC
+            from resharder.client.versions.manifest import get_manifest
             from resharder.client.versions.port_reader import PortReader
-            from resharder.client.versions.remote import get_manifest
         found = self.version(version, model=model)
         with appearing(folder) as beside:
             manifest, files = get_manifest(self._channel, found.name), self._files_of(found)

@@ -17,9 +17,9 @@ from resharder.client.operator.answers import Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.settings import ENDPOINT
 from resharder.client.transport.shared_memory import shares_memory
+from resharder.client.versions.manifest import get_manifest
 from resharder.client.versions.port_reader import PortReader
 from resharder.client.versions.read_plan import FileRange
-from resharder.client.versions.remote import get_manifest
 from resharder.converters.units import size_text
 from resharder.converters.wire.ranges import PIECE_BYTES
 

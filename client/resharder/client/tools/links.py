@@ -11,7 +11,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import Node, Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.units import size_text
 from resharder.converters.wire.port_probe import LIMIT_SECONDS, PortMeasurement, StreamRate, measure_port, parts_of
 from resharder.converters.wire.range_client import PartRequest

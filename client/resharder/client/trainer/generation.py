@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ASLEEP = {1: Power.ASLEEP_1, 2: Power.ASLEEP_2}
 
 Restore = Callable[[], None]
-_WORDS = ("entered", "offloaded", "settled", "left", "failed", "ended")
+_EVENTS = ("entered", "offloaded", "settled", "left", "failed", "ended")
 _meetings: Counter[str] = Counter()  # numbers, so that a key of the store has one meaning for the life of the process
 _ADVICE = (
     "they may use memory of this trainer's GPUs, so offloaded memory was not restored: put them to sleep or end them, then "
@@ -335,7 +335,7 @@ class Ranks:
     """Meeting of all ranks: on each of them, the `number`-th of its `scope`.
 
     Ranks report their progress as counters in the store of torch's default process group, without a collective. One short call
-    shows whether all ranks have reported. A rank reports each word once.
+    shows whether all ranks have reported. A rank reports each event once.
     """
 
     def __init__(self, store: "Store", rank: int, world_size: int, scope: str, number: int) -> None:
@@ -344,20 +344,20 @@ class Ranks:
         self._store, self._scope, self._number = store, scope, number
         self._mark, self._reported = str(number), set[str]()
 
-    def report(self, word: str) -> None:
-        """Report a word; a no-op if this rank has reported it."""
-        if word not in self._reported:
-            self._reported.add(word)
+    def report(self, event: str) -> None:
+        """Report an event; a no-op if this rank has reported it."""
+        if event not in self._reported:
+            self._reported.add(event)
             self._store.set(f"{self._scope}/rank {self._rank}", self._mark)
-            self._store.add(self._key(self._number, word), 1)
+            self._store.add(self._key(self._number, event), 1)
 
-    def reported(self, word: str) -> int:
-        """Return the number of ranks that have reported a word."""
-        return self._store.add(self._key(self._number, word), 0)
+    def reported(self, event: str) -> int:
+        """Return the number of ranks that have reported an event."""
+        return self._store.add(self._key(self._number, event), 0)
 
-    def all_reported(self, word: str) -> bool:
-        """Return whether all ranks have reported a word."""
-        return self.reported(word) == self._world_size
+    def all_reported(self, event: str) -> bool:
+        """Return whether all ranks have reported an event."""
+        return self.reported(event) == self._world_size
 
     def absent(self) -> str:
         """Return, as text, the ranks that have not reported anything at this meeting."""
@@ -367,11 +367,11 @@ class Ranks:
 
     def forget_earlier(self) -> None:
         """Delete the counters of the previous meeting. All ranks must have joined this one."""
-        for word in _WORDS:
-            self._store.delete_key(self._key(self._number - 1, word))
+        for event in _EVENTS:
+            self._store.delete_key(self._key(self._number - 1, event))
 
-    def _key(self, number: int, word: str) -> str:
-        return f"{self._scope}/{number}/{word}"
+    def _key(self, number: int, event: str) -> str:
+        return f"{self._scope}/{number}/{event}"
 
 
 def meet(identity: RankIdentity, model: str) -> Ranks:

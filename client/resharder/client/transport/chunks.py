@@ -250,7 +250,7 @@ class HttpChunks:
             except (*BROKEN, PortBusy) as error:
                 if not backoff.wait():
                     at = f"{self._address.host}:{self._address.port}"
-                    self._give_up(version, f"{at}: {error or type(error).__name__}")
+                    self._give_up(version, f"{at}: {str(error) or type(error).__name__}")
             except PartRefused as error:
                 self._give_up(version, str(error))
             left = streams.missing(left)

@@ -18,8 +18,8 @@ from resharder.client.errors import DATA_PORT, CorruptData, DaemonUnreachable, R
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import data_port
 from resharder.client.transport.shared_memory import copy_threads
+from resharder.client.versions.manifest import Arrived, VersionManifest, get_manifest
 from resharder.client.versions.read_plan import FileRange
-from resharder.client.versions.remote import Arrived, VersionManifest, get_manifest
 from resharder.converters.environment import PROXY
 from resharder.converters.geometry.chunking import Part
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index, box_shape, box_size
@@ -56,27 +56,21 @@ class DaemonPort:
     def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
         self._channel, self.manifest = channel, manifest
         self.address = self._of(manifest)
-        self._lock, self._proxy = threading.Lock(), PROXY.text()
 
     def renew(self) -> bool:
-        """Ask the daemon for the address after a failed connection; a restart may change it. Waits for an absent daemon.
+        """Look for another way after a failed connection, and return whether patience begins anew.
 
-        The first time, the way is through the proxy of calls instead, if there is one.
-
-        Returns whether there is another way now, or the daemon was absent, so that patience begins anew. Raises ResharderError.
+        The proxy of calls is the second way, if there is one. After that the daemon is asked for its address, which a restart
+        may change; an absent one is waited for. Raises ResharderError.
         """
-        with self._lock:
-            proxy, self._proxy = self._proxy, ""
-        if proxy:
-            self.address = replace(self.address, proxy=proxy)
+        before, proxy, absent = self.address, PROXY.text(), False
+        if proxy and not before.proxy:
+            self.address = replace(before, proxy=proxy)
             return True
-        before, absent = self.address, False
         try:
             found = get_manifest(self._channel, self.manifest.name, patience=0)
         except (DaemonUnreachable, WaitTimeout):
             found, absent = get_manifest(self._channel, self.manifest.name), True
-        if found.data_address == self.manifest.data_address and not absent:
-            return False
         self.address = replace(self._of(found), proxy=before.proxy)
         return absent or (self.address.host, self.address.port) != (before.host, before.port)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from resharder.client.versions.remote import Needs
+from resharder.client.versions.manifest import Needs
 from resharder.converters.geometry.layout import Box
 from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.files import FileLayout

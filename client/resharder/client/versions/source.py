@@ -15,8 +15,8 @@ from resharder.client.errors import CorruptData, NotFound, ResharderError, Usage
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
+from resharder.client.versions.manifest import Arrived, VersionManifest, expected_digests, get_manifest
 from resharder.client.versions.port_reader import PortReader
-from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index, full_box
 from resharder.converters.storage.digest import Array, digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout

@@ -276,7 +276,7 @@ def problem_of(error: BaseException, address: DataAddress, options: TlsOptions =
         return Problem(
             f"expected HTTP, got {type(error).__name__}: {str(error)[:60]!r}", "is this the port of --data-listen or --listen?"
         )
-    return Problem(f"{error or type(error).__name__}", "check the address, the network and firewalls")
+    return Problem(str(error) or type(error).__name__, "check the address, the network and firewalls")
 
 
 def _tls_problem(error: ssl.SSLError, address: DataAddress, options: TlsOptions) -> Problem:

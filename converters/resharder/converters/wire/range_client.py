@@ -187,7 +187,13 @@ class RangeConnection:
             raise WrongBytes(f"{boxes.version}: {error}") from error
         response.read()
 
-    def read_all(self, rest: Callable[[], Iterable[object]], patience: float) -> None:
+    def read_all(
+        self,
+        rest: Callable[[], Iterable[object]],
+        patience: float,
+        longest_pause: float = 2.0,
+        ends: Callable[[Exception], bool] = lambda error: isinstance(error, PartRefused),
+    ) -> None:
         """Read what is left, again after an error that another attempt may end.
 
         A port that is busy, or says that it has the rest later, makes progress elsewhere, which counts.
@@ -195,26 +201,25 @@ class RangeConnection:
         Args:
             rest: Function that reads what is left now, and yields after each progress.
             patience: Seconds without progress.
+            longest_pause: Bound on the seconds between two attempts.
+            ends: Returns whether an error of `BROKEN` or PartRefused is raised at once.
 
         Raises as `blocks` does: `BROKEN` once the patience is used up, WrongBytes for the second time.
         """
-        backoff, wrong = Backoff(patience), 0
+        backoff, wrong = Backoff(patience, longest=longest_pause), 0
         while True:
             progress = False
             try:
                 for _ in rest():
                     progress = True
             except (AskLater, PortBusy) as error:
-                backoff = Backoff(patience)
+                backoff = Backoff(patience, longest=longest_pause)
                 time.sleep(error.seconds if isinstance(error, AskLater) else _BUSY_SECONDS)
-            except BROKEN:
+            except (*BROKEN, PartRefused) as error:
                 self.close()
-                backoff = Backoff(patience) if progress else backoff
-                if not backoff.wait():
+                backoff = Backoff(patience, longest=longest_pause) if progress else backoff
+                if ends(error) or not backoff.wait():
                     raise
-            except PartRefused:
-                self.close()
-                raise
             except WrongBytes:
                 self.close()
                 wrong += 1

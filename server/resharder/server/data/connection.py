@@ -22,8 +22,7 @@ from resharder.converters.wire.chunk_frame import frame_head
 from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
-from resharder.server.data.pinned import PinnedVersion
-from resharder.server.data.versions import ServedVersions
+from resharder.server.data.versions import PinnedVersion, ServedVersions
 from resharder.server.infra.addresses import names_address
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.state.errors import (

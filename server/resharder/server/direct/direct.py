@@ -186,7 +186,7 @@ class Direct:
         for group in self._groups_of(offer):
             if group.verifies_ahead and not group.error:
                 group.verifies_ahead = False
-                offer.ask(group)
+                offer.queue_digests(group)
 
     def withhold(self, model: str, number: int) -> None:
         """Declare that no rank will offer a version, nor an earlier one that is not offered yet."""
@@ -358,7 +358,7 @@ class Direct:
         group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
         self._offered_versions.set_at_once(offer.model, self._disjoint_groups(offer))
-        offer.tell(group, direct_pb2.DirectTask.LINK, link=True)
+        offer.queue_task(group, direct_pb2.DirectTask.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
         return group
 
@@ -436,7 +436,7 @@ class Direct:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over: version {offer.number} is offered")
             group.verifies_ahead = True
             if group.reported_of != number:
-                offer.ask(group)
+                offer.queue_digests(group)
         while True:
             seen = self._changed.count
             with self._lock:
@@ -571,7 +571,7 @@ class Direct:
             if not group.error:
                 offer.running[group.id] = group
                 group.granted, group.began = group.install, self._clock()
-                offer.tell(group, direct_pb2.DirectTask.RUN)
+                offer.queue_task(group, direct_pb2.DirectTask.RUN)
                 _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
                 self._changed.emit()
 
@@ -610,7 +610,7 @@ class Direct:
         """End a group, which need not mean failure, and start the next queued transfers."""
         group.error = why
         for offer in self._offers_to(group):
-            offer.tell(group, direct_pb2.DirectTask.DROP)
+            offer.queue_task(group, direct_pb2.DirectTask.DROP)
             offer.running.pop(group.id, None)
             self._start_next(offer)
         self._changed.emit()

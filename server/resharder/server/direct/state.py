@@ -108,7 +108,7 @@ class Offer:
         """Return whether none of a group's ranks is sending."""
         return all(group.ranks.isdisjoint(other.ranks) for other in self.running.values())
 
-    def tell(self, group: Group, kind: direct_pb2.DirectTask.Kind, *, link: bool = False) -> None:
+    def queue_task(self, group: Group, kind: direct_pb2.DirectTask.Kind, *, link: bool = False) -> None:
         """Queue a task for each rank of a group that still offers the version; with `link`, including the rank's link."""
         for member in group.members[: group.senders]:
             there = self.ranks.get(member.rank)
@@ -116,7 +116,7 @@ class Offer:
                 there[2].append(Task(kind, group.id, group.link(member) if link else None))
         self.changed.emit()
 
-    def ask(self, group: Group) -> None:
+    def queue_digests(self, group: Group) -> None:
         """Queue a DIGEST task of this version for each rank of a group."""
         group.reported_of, group.reported = self.number, {}
         for member in group.members[: group.senders]:

@@ -1,9 +1,13 @@
-"""Certificates with which a host fetches pieces from data ports, and a node calls the daemon."""
+"""Certificates with which a node or the daemon fetches pieces from data ports, and a node calls the daemon."""
 
 import hashlib
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
+
+_log = structlog.get_logger("resharder.node")
 
 
 def certificate_id(der: bytes) -> str:
@@ -64,3 +68,31 @@ class NodeTls:
         context.load_verify_locations(self.ca)
         context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
         return context
+
+
+@dataclass(frozen=True)
+class DaemonTls(NodeTls):
+    """Certificates with which the daemon calls nodes.
+
+    Names are not compared: what arrives is checked by checksums that nodes have reported by calls of their own, and no secret is
+    sent. `verified`: whether `ca` is the authority of nodes, as `client_ca` is; without, they call by tokens.
+    """
+
+    verified: bool = True
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a connection to a node's data port. Raises OSError (ssl.SSLError)."""
+        context = super().context()
+        context.check_hostname = False
+        if not self.verified:
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+def certificate_of(tls: NodeTls | None) -> str:
+    """Return `sha256:HEX` of the daemon's certificate; empty if there is none, or it cannot be read now."""
+    try:
+        return tls.fingerprint() if tls is not None else ""
+    except (OSError, ValueError) as error:
+        _log.warning("certificate_not_read", reason=str(error))
+        return ""

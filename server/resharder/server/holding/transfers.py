@@ -239,7 +239,7 @@ class HttpTransfer:
         except BaseException as error:
             connection.close()
             if isinstance(error, (*BROKEN, PartRefused, WrongBytes)):
-                raise PieceFailed(f"{address}: {error or type(error).__name__}") from error
+                raise PieceFailed(f"{address}: {str(error) or type(error).__name__}") from error
             raise
         self._keep(connection, address)
 

@@ -46,7 +46,7 @@ class Descriptors:
         self._few = few
 
 
-class FewWords:
+class DescriptorErrorFilter:
     """Processor of log entries that lets one a minute pass of those whose error is that no descriptor is left.
 
     Such an entry has no traceback, and the number of those that were left out before it.

@@ -5,9 +5,8 @@ the whole tensors afterwards, and the daemon compares them with what the ranks h
 """
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, box_size
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_body import ReusedMemory
-from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, PortBusy, RangeConnection, WrongBytes
+from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, RangeConnection, WrongBytes
 from resharder.converters.wire.windows import BoxPart, Window, cut_windows, window_request
 from resharder.server.holding.part_files import FilesOnNode
 from resharder.server.holding.sources import LIMITS
@@ -24,7 +23,7 @@ from resharder.server.holding.transfers import FetchFailed, ReceivedBytes, data_
 from resharder.server.infra.filesystem import MediumRefused, touching
 
 _PATIENCE = 10.0  # seconds without a window from a node
-_PAUSE = 0.05  # until a node that has refused is asked again
+_PAUSE = 0.05  # at most, until a node that has refused is asked again: READY waits for it
 _CONNECTIONS = 4
 
 
@@ -45,11 +44,10 @@ class BoxGatherer:
     Args:
         tls: Certificates of this node; None connects without TLS.
         received: Counter of received bytes.
-        clock: Monotonic clock in seconds.
     """
 
-    def __init__(self, tls: NodeTls | None, received: ReceivedBytes, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tls, self._received, self._clock = tls, received, clock
+    def __init__(self, tls: NodeTls | None, received: ReceivedBytes) -> None:
+        self._tls, self._received = tls, received
 
     def gather(
         self, version: str, tag: str, folder: Path, own: FilesOnNode, sources: Mapping[str, str], stopped: Callable[[], bool]
@@ -102,28 +100,22 @@ class BoxGatherer:
         self, target: _Target, node: str, address: DataAddress, windows: Sequence[Window], stopped: Callable[[], bool]
     ) -> None:
         """Read windows over one connection. A node refuses until it has the order for a sealed set, and while it is busy."""
-        connection, memory = RangeConnection(address), ReusedMemory()
-        since, wrong, left = self._clock(), 0, deque(windows)
-        try:
+        connection, memory, left = RangeConnection(address), ReusedMemory(), deque(windows)
+
+        def rest() -> Iterator[None]:
             while left:
                 if stopped():
                     raise FetchFailed(f"{target.version} is no longer waited for")
-                try:
-                    self._read_window(target, connection, left[0], memory)
-                    left.popleft()
-                    since = self._clock()
-                except MediumRefused:
-                    raise
-                except PortBusy:
-                    since = self._clock()  # it delivers boxes to others
-                    time.sleep(_PAUSE)
-                except (PartRefused, WrongBytes, *BROKEN) as error:
-                    connection.close()
-                    wrong += isinstance(error, WrongBytes)
-                    if wrong > 1 or self._clock() - since > _PATIENCE:
-                        reason = f"nodes/{node} does not deliver boxes: {error or type(error).__name__}"
-                        raise FetchFailed(reason, node) from error
-                    time.sleep(_PAUSE)
+                self._read_window(target, connection, left[0], memory)
+                left.popleft()
+                yield
+
+        try:
+            connection.read_all(rest, _PATIENCE, _PAUSE, ends=lambda error: isinstance(error, MediumRefused))
+        except MediumRefused:
+            raise
+        except (PartRefused, WrongBytes, *BROKEN) as error:
+            raise FetchFailed(f"nodes/{node} does not deliver boxes: {str(error) or type(error).__name__}", node) from error
         finally:
             connection.close()
 

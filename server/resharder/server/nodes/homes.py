@@ -271,7 +271,7 @@ class HomeState:
             seconds = min(2 * seconds, _LONGEST_SUSPENSION) if same else _FIRST_SUSPENSION
             self.suspended[node] = found.report.instance, seconds, now + seconds
 
-    def tell(self, nodes: Iterable[str]) -> None:
+    def notify(self, nodes: Iterable[str]) -> None:
         """Notify nodes whose orders change, and all waiters."""
         for node in {*nodes} & self.nodes.keys():
             self.nodes[node].changed()
@@ -367,7 +367,7 @@ class HomeRegister:
                 raise FailedPrecondition("STALE_EPOCH", f"{publisher}: its reservation {reservation} on nodes/{node} has ended")
             if found.admitted.get(node) != caller:
                 found.admitted[node] = caller
-                self._state.tell(found.homes)  # other nodes admit it
+                self._state.notify(found.homes)  # other nodes admit it
             return found.nodes[node]
 
     def put_proof(
@@ -437,7 +437,7 @@ class HomeRegister:
                 found.state = node_pb2.FileSetOrder.READY
             else:
                 del self._state.versions[record.name]
-            self._state.tell(found.homes)
+            self._state.notify(found.homes)
 
     # Ingest
 
@@ -476,7 +476,7 @@ class HomeRegister:
             if by_node:
                 found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered))
                 self._state.reservations[publisher] = found
-            self._state.tell([*(former.homes if former else ()), *by_node])
+            self._state.notify([*(former.homes if former else ()), *by_node])
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
@@ -507,7 +507,7 @@ class HomeRegister:
                 each.proof = None if each.own.files else {}  # nothing to verify
             reservation.taken |= {each.set for each in taken.values()}
             self._state.versions[version] = WrittenVersion(taken, gathers)
-            self._state.tell(taken)
+            self._state.notify(taken)
             paths = {node: tuple(file.path for file in each.own.files) for node, each in taken.items()}
             return tuple(NodeHome(node, each.folder, paths[node], gathers) for node, each in taken.items())
 
@@ -527,7 +527,7 @@ class HomeRegister:
                 whole = taken.own.whole.files  # boxes of the others are gathered after the last seal
                 if own := [file.path for file in whole if file.path in {*files} - {*taken.closed}]:
                     taken.closed += tuple(own)
-                    self._state.tell([node])
+                    self._state.notify([node])
 
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files: all ranks have sealed."""
@@ -535,7 +535,7 @@ class HomeRegister:
             found = self._state.versions.get(version)
             if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING:
                 found.state = node_pb2.FileSetOrder.VERIFYING
-                self._state.tell(found.homes)
+                self._state.notify(found.homes)
 
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
         """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""

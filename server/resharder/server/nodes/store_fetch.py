@@ -12,9 +12,10 @@ import structlog
 from resharder.converters.storage.digest import Array
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.server.holding.memory import PieceClaims
-from resharder.server.holding.sources import PeerOffer
+from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
-from resharder.server.holding.transfers import PieceSource, PieceTarget
+from resharder.server.holding.tls import NodeTls
+from resharder.server.holding.transfers import HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
@@ -77,16 +78,18 @@ class StoreFetcher:
 
     Args:
         lifecycle: The store's versions, some of which lack pieces.
+        reader: Their checksums.
         nodes: The register of nodes.
-        make_swarm: Function that returns the swarm, which calls its argument after each piece.
+        tls: Certificates with which the daemon calls nodes; None connects without TLS.
         threads: Threads that digest.
     """
 
     def __init__(
         self,
         lifecycle: VersionLifecycle,
+        reader: VersionReader,
         nodes: NodeRegistry,
-        make_swarm: Callable[[Callable[[], object]], Swarm],
+        tls: NodeTls | None,
         threads: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,7 +98,8 @@ class StoreFetcher:
         self._ended = False
         self._copies: dict[str, StoreCopy] = {}
         self._settled: dict[str, tuple[int, float, int]] = {}  # pieces at the last attempt, when the next is due, and failures
-        self._swarm = make_swarm(self._wake)
+        transfer = HttpTransfer(CommittedChecksums(reader), tls, LIMITS.stalled)
+        self._swarm = Swarm(transfer, ReceivedBytes(), self._wake)
         self._loops = [
             threading.Thread(target=self._loop, args=(step,), name=name, daemon=True)
             for name, step in (("store-pieces", self.fetch), ("store-verify", self.settle))

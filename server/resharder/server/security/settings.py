@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from resharder.server.holding.tls import DaemonTls, NodeTls
 from resharder.server.security.roles import Roles
 
 
@@ -28,3 +29,11 @@ class Security(BaseModel):
         if self.client_ca is None and self.tokens is None:
             raise ValueError("no caller can be identified: set client_ca, tokens or both")
         return self
+
+
+def node_tls(security: Security | None) -> NodeTls | None:
+    """Return the certificates with which the daemon calls nodes; None without security."""
+    if security is None:
+        return None
+    own, authority = security.certificate, security.client_ca
+    return DaemonTls(authority or own, own, security.key, verified=authority is not None)

@@ -36,7 +36,7 @@ from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.settings import ON_CONFIG_CHANGE
-from resharder.client.versions.remote import get_manifest
+from resharder.client.versions.manifest import get_manifest
 from resharder.v1.resources_pb2 import Power
 from resharder.v1.server_pb2 import Order
 

@@ -26,7 +26,7 @@ from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPa
 from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.failpoints import failpoint
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader

@@ -136,9 +136,9 @@ def _read(model_config: Any) -> dict[str, Any]:
 @cache
 def _is_read(name: str, config_module: str) -> bool:
     """Return whether vLLM, or transformers' code of a model, has a name in its source."""
-    package, word = Path(str(vllm.__file__)).parent, re.compile(rf"\b{re.escape(name)}\b".encode())
+    package, pattern = Path(str(vllm.__file__)).parent, re.compile(rf"\b{re.escape(name)}\b".encode())
     folders = [package / folder for folder in _SOURCES]
     if file := getattr(sys.modules.get(config_module), "__file__", None):
         folders.append(Path(file).parent)
     files = (Path(root, name) for folder in folders for root, _, names in os.walk(folder) for name in names)
-    return any(word.search(file.read_bytes()) for file in files if file.suffix == ".py")
+    return any(pattern.search(file.read_bytes()) for file in files if file.suffix == ".py")

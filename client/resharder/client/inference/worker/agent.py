@@ -26,7 +26,7 @@ from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2

@@ -17,9 +17,9 @@ from pathlib import Path
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
+from resharder.client.versions.manifest import get_manifest
 from resharder.client.versions.port_reader import PortReader
 from resharder.client.versions.read_plan import ReadPlan, plan_reads
-from resharder.client.versions.remote import get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import box_index
 from resharder.converters.storage.digest import digest

@@ -17,7 +17,7 @@ from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
 from resharder.client.inference.worker.source import VersionSource
-from resharder.client.versions.remote import Needs, VersionManifest
+from resharder.client.versions.manifest import Needs, VersionManifest
 from resharder.converters.allowances import UNWRITTEN, VARIABLE, collecting, refuse
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, TensorSpec, box_size
 

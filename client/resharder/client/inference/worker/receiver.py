@@ -24,7 +24,7 @@ from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.remote import VersionManifest, get_manifest
+from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack

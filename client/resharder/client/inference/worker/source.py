@@ -28,8 +28,8 @@ from resharder.client.inference.worker.fetch import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.settings import HTTP
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
+from resharder.client.versions.manifest import Needs, VersionManifest, expected_digests
 from resharder.client.versions.read_plan import needed_pieces
-from resharder.client.versions.remote import Needs, VersionManifest, expected_digests
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.geometry.rows import box_rows

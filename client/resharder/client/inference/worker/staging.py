@@ -16,7 +16,7 @@ from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory,
 from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
-from resharder.client.versions.remote import VersionManifest, expected_digests, get_manifest
+from resharder.client.versions.manifest import VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
