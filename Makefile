@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -217,5 +217,24 @@ docs-picture: setup
 chart: setup
 	$(BIN)/python -m benchmarks.chart
 
+.venv-release/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install -q 'pip>=25.1'
+	.venv-release/bin/pip install -q --group release
+	touch $@
+
+# A release, in dist/: sdist and wheel, checked as PyPI does, the notes, and what the wheel brings when it is installed today (an SBOM of
+# the extras that need no torch). Nothing is uploaded: docs/releasing.md.
+DIST := dist
+dist: .venv-release/.ready
+	rm -rf $(DIST) build/installed
+	mkdir -p $(DIST)
+	.venv-release/bin/python -m tools.release notes > $(DIST)/NOTES.md
+	.venv-release/bin/python -m build --outdir $(DIST)
+	.venv-release/bin/twine check --strict $(DIST)/*.tar.gz $(DIST)/*.whl
+	$(PYTHON) -m venv --without-pip build/installed
+	.venv-release/bin/pip --python build/installed install -q --no-compile "$$(ls $(DIST)/*.whl)[server,client,archive,otel]"
+	.venv-release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o $(DIST)/sbom.cdx.json build/installed
+
 clean:
-	rm -rf $(VENV) .venv-proto .venv-vllm-* .venv-megatron-bridge .venv-trl .venv-verl
+	rm -rf $(VENV) .venv-* build dist
