@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +72,22 @@ proto: setup .venv-proto/.ready
 
 proto-check: proto
 	git diff --exit-code -- proto client/resharder/client/operator/answers.py
+
+# The pure tests with another Python, python3.12 on PATH: VERSION=3.12. Without vLLM, whose CPU build takes a torch that is not on
+# PyPI; tests that import it are skipped.
+ifneq ($(filter test-python,$(MAKECMDGOALS)),)
+$(if $(VERSION),,$(error VERSION=3.12, for example, is needed))
+endif
+
+.venv-python-%/.ready: pyproject.toml Makefile
+	python$* -m venv .venv-python-$*
+	.venv-python-$*/bin/pip install -q 'pip>=25.1'
+	.venv-python-$*/bin/pip install -q torch==2.13.0
+	.venv-python-$*/bin/pip install -q megatron-core==0.16.1 -e '.[server,client]' --group dev
+	touch $@
+
+test-python: .venv-python-$(VERSION)/.ready
+	.venv-python-$(VERSION)/bin/pytest -q -n 2 --dist worksteal -m "pure and not full" $(PYTEST)
 
 # The tests marked `compat` with a release of vLLM that has a CPU build: VERSION=0.30.0. Its wheel brings its torch. A venv has no
 # megatron, so only tests/vllm is collected. What the tests show goes to tests/vllm/releases; `make docs-releases` makes the table.
@@ -217,5 +233,24 @@ docs-picture: setup
 chart: setup
 	$(BIN)/python -m benchmarks.chart
 
+.venv-release/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install -q 'pip>=25.1'
+	.venv-release/bin/pip install -q --group release
+	touch $@
+
+# A release, in dist/: sdist and wheel, checked as PyPI does, the notes, and what the wheel brings when it is installed today (an SBOM of
+# the extras that need no torch). Nothing is uploaded: docs/releasing.md.
+DIST := dist
+dist: .venv-release/.ready
+	rm -rf $(DIST) build/installed
+	mkdir -p $(DIST)
+	.venv-release/bin/python -m tools.release notes > $(DIST)/NOTES.md
+	.venv-release/bin/python -m build --outdir $(DIST)
+	.venv-release/bin/twine check --strict $(DIST)/*.tar.gz $(DIST)/*.whl
+	$(PYTHON) -m venv --without-pip build/installed
+	.venv-release/bin/pip --python build/installed install -q --no-compile "$$(ls $(DIST)/*.whl)[server,client,archive,otel]"
+	.venv-release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o $(DIST)/sbom.cdx.json build/installed
+
 clean:
-	rm -rf $(VENV) .venv-proto .venv-vllm-* .venv-megatron-bridge .venv-trl .venv-verl
+	rm -rf $(VENV) .venv-* build dist

@@ -38,6 +38,8 @@ class Part:
     minutes: float
     beside: bool = False
     in_ci: bool = True
+    needs: str = ""
+    """A program without which the part is not run."""
 
 
 def make(name: str, minutes: float, target: str = "", *, beside: bool = False, in_ci: bool = True) -> Part:
@@ -59,6 +61,12 @@ def vllm(release: str) -> Part:
     return Part(f"vLLM {release}", ["make", "--no-print-directory", "test-vllm", f"VERSION={release}"], 30)
 
 
+def python(release: str) -> Part:
+    """The pure tests with another Python than that of `make setup`, where there is one."""
+    command = ["make", "--no-print-directory", "test-python", f"VERSION={release}"]
+    return Part(f"Python {release}", command, 60, in_ci=False, needs=f"python{release}")
+
+
 TEST = [
     make("proto-check", 5),  # not beside tests: it writes the generated files again
     *(make(name, 20, beside=True) for name in ("lint", "types", "docs")),
@@ -72,6 +80,7 @@ REST = [
     pytest("end to end, in full", "full and not storm", 25, "e2e", "chaos", "failpoints"),
     pytest("storms, in full", "full and storm", 25, "chaos", "failpoints", jobs=1),
     vllm(VLLM[0]),
+    *(python(release) for release in ("3.12", "3.13")),
     make("training frameworks", 40, "integrations", in_ci=False),
     make("transfer engine", 20, "test-mooncake", in_ci=False),
 ]
@@ -85,13 +94,17 @@ class Result:
     """None: its time was over."""
     cut: bool = False
     """The run's time was over, not its own."""
+    missing: bool = False
+    """What it needs is not here."""
 
     @property
     def failed(self) -> bool:
-        return self.status != 0 and not self.cut
+        return self.status != 0 and not self.cut and not self.missing
 
     @property
     def outcome(self) -> str:
+        if self.missing:
+            return f"not run: there is no {self.part.needs} here"
         if self.cut:
             return "cut off at the end of the run's time"
         if self.status is None:
@@ -142,6 +155,11 @@ class Run:
     def _one(self, part: Part) -> None:
         if self._ended:
             return
+        if part.needs and not runs(part.needs):
+            result = Result(part, 0.0, None, missing=True)
+            say(f"{part.name}: {result.outcome}")
+            self._results.append(result)
+            return
         say(f"{part.name} ...")
         began, log = time.monotonic(), LOGS / f"{part.name.replace(' ', '-').replace(',', '')}.log"
         left = max(1.0, min(part.minutes * MINUTE, self._end - self.seconds))
@@ -182,6 +200,13 @@ class Run:
         return int(self.failed)
 
 
+def runs(program: str) -> bool:
+    """Whether a program is there and starts: the launchers of version managers are on PATH for releases that are not chosen."""
+    with suppress(OSError):
+        return subprocess.run([program, "--version"], capture_output=True).returncode == 0
+    return False
+
+
 def end_session(process: subprocess.Popen[bytes]) -> None:
     """End what a part has left in its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -194,7 +219,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 def summary(part: Part) -> str:
     """The last line of pytest's output."""
     log = LOGS / f"{part.name.replace(' ', '-').replace(',', '')}.log"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
     return lines[-1].strip("= ") if lines and " in " in lines[-1] and "pytest" in part.command[0] else ""
 
 

@@ -1,8 +1,10 @@
 # vLLM's own image with the plugin. From the repository's root:
-#     docker build -f deploy/containers/vllm.Dockerfile -t resharder-vllm:0.1.0 .
-# README.md names the versions of vLLM that are tested.
-ARG VLLM=0.26.0
-FROM python:3.11-slim-bookworm AS build
+#     docker build -f deploy/containers/vllm.Dockerfile -t resharder-vllm:0.2.0 .
+# README.md names the versions of vLLM that are tested; `--build-arg VLLM=IMAGE` takes another one. `docker buildx imagetools inspect IMAGE`
+# prints an image's digest.
+ARG VLLM=vllm/vllm-openai:v0.26.0@sha256:ffb2d59b1c059a5bd8d781320c9f5189de8293693b7d95da54befddaa54abf52
+ARG PYTHON=python:3.11.16-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+FROM ${PYTHON} AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
@@ -12,7 +14,7 @@ COPY client client
 COPY deploy deploy
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM vllm/vllm-openai:v${VLLM}
+FROM ${VLLM}
 # What vLLM's image has stays as it is: a dependency that would change it ends the build.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze > /tmp/constraints.txt \

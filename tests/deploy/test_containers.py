@@ -41,6 +41,20 @@ def test_what_a_container_file_copies_is_there_and_let_in(file: Path) -> None:
     assert f"USER {USER}" in file.read_text()
 
 
+def test_images_of_others_are_named_by_their_digests() -> None:
+    images = []
+    for file in CONTAINERS:
+        arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", file.read_text(), re.MULTILINE))
+        images += [arguments[name] for name in re.findall(r"^FROM \$\{(\w+)\}", file.read_text(), re.MULTILINE)]
+        assert len(re.findall(r"^FROM ", file.read_text(), re.MULTILINE)) == 2
+    assert len(images) == 4
+    for file in (COMPOSE, NODE):
+        images += [service["image"] for service in yaml.safe_load(file.read_text())["services"].values()]
+    foreign = [image for image in images if not image.startswith(("resharderd:", "resharder-vllm:"))]
+    assert len(foreign) == 6
+    assert all(re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", image) for image in foreign), foreign
+
+
 def test_the_images_are_those_that_compose_starts(services: dict[str, Any]) -> None:
     for name, image in (("resharderd", "daemon"), ("vllm", "vllm")):
         build = services[name]["build"]

@@ -1,6 +1,7 @@
 """The runner of `make test`: what it does when a part fails or takes too long, and where continuous integration begins."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,24 @@ def test_a_command_that_is_not_there_fails(capfd: pytest.CaptureFixture[str]) ->
     run.all([Part("missing", ["/no/such/program"], 1.0), shell("next", "true")])
     assert run.report() == 1
     assert "/no/such/program" in capfd.readouterr().out
+
+
+def test_a_part_whose_program_is_not_here_or_does_not_start_is_said_not_to_have_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher = tmp_path / "python9.9"
+    launcher.write_text("#!/bin/sh\nexit 127\n")
+    launcher.chmod(0o755)
+    run = Run()
+    run.all([Part(needs, ["false"], 1.0, needs=needs) for needs in ("/no/such/program", str(launcher))])
+    run.all([Part("shell", ["true"], 1.0, needs=sys.executable)])
+    assert run.report() == 0
+    told = [line.split() for line in capfd.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [" ".join(line[2:]) for line in told] == [
+        "not run: there is no /no/such/program here",
+        f"not run: there is no {launcher} here",
+        "passed",
+    ]
 
 
 def test_a_run_of_parts_that_pass_passes() -> None:

@@ -33,7 +33,8 @@ _RECONNECTS = [
 class Daemon:
     """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2; None: not set.
 
-    `command` wraps its command line, as for a network namespace, of which `host` is the address.
+    `command` wraps its command line, as for a network namespace, of which `host` is the address. `program`: that of another
+    environment, in place of this one's.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Daemon:
         umask: int = -1,
         store: Path | None = None,
         command: tuple[str, ...] = (),
+        program: Path | None = None,
         **options: object,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir=shared_memory()))
@@ -54,7 +56,8 @@ class Daemon:
         self.environment: dict[str, str] = {}  # besides the options
         self.options = {"lease_seconds": LEASE_SECONDS} | options
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
-        self._umask, self._command = umask, command
+        own = (sys.executable, "-m", "resharder.server.main") if command else ()
+        self._umask, self._command = umask, [*command, *((program,) if program else own)]
         self._channel: grpc.Channel | None = None
 
     def connect(self, options: list[tuple[str, int]]) -> grpc.Channel:
@@ -99,8 +102,7 @@ class Daemon:
         with self.log.open("ab") as log:
             environment = os.environ | environment | self.environment
             if self._command:
-                command = [*self._command, sys.executable, "-m", "resharder.server.main"]
-                self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, umask=self._umask)
+                self.process = subprocess.Popen(self._command, env=environment, stdout=log, stderr=log, umask=self._umask)
             else:
                 self.process = start("resharder.server.main", environment, log, self._umask)
         return self.process

@@ -26,12 +26,18 @@ D = TypeVar("D", bound=Daemon)
 
 
 class Node:
-    """Node process. `options` become its environment; `command` wraps its command line, as for a network namespace."""
+    """Node process. `options` become its environment; `command` wraps its command line, as for a network namespace.
 
-    def __init__(self, endpoint: str, name: str, *, command: tuple[str, ...] = (), **options: object) -> None:
+    `program`: that of another environment, in place of this one's.
+    """
+
+    def __init__(
+        self, endpoint: str, name: str, *, command: tuple[str, ...] = (), program: Path | None = None, **options: object
+    ) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="resharder-node-test-", dir=shared_memory()))
         self.folder, self.log, self.name = self.root / "node", self.root / "log", name
-        self._command = command
+        own = (sys.executable, "-m", "resharder.server.node.main") if command else ()
+        self._command = [*command, *((program,) if program else own)]
         self._options = {"endpoint": endpoint, "name": name, "folder": self.folder, "listen": "127.0.0.1:0"} | options
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
@@ -42,8 +48,7 @@ class Node:
             given["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
             if self._command:
-                command = [*self._command, sys.executable, "-m", "resharder.server.node.main"]
-                self.process = subprocess.Popen(command, env=os.environ | given, stdout=log, stderr=log)
+                self.process = subprocess.Popen(self._command, env=os.environ | given, stdout=log, stderr=log)
             else:
                 self.process = start("resharder.server.node.main", os.environ | given, log)
         return self
