@@ -24,7 +24,8 @@ __all__ = ["ResharderWeightUpdater", "install"]
 
 def install(args: Any) -> None:
     """Have vime's actor of this process publish. vime calls this on every rank before it builds the model."""
-    import_module("vime.backends.megatron_utils.actor").create_weight_updater = ResharderWeightUpdater  # type: ignore[attr-defined]
+    actor: Any = import_module("vime.backends.megatron_utils.actor")
+    actor.create_weight_updater = ResharderWeightUpdater
 
 
 class ResharderWeightUpdater:
