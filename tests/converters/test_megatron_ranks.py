@@ -11,7 +11,7 @@ from tests.support.megatron_ranks import FAMILY, FORWARD
 from tests.support.ranks import forked
 from tests.support.variants import selected, variants
 
-FEW = 6
+FEW = 3
 
 
 @pytest.fixture(scope="module")
