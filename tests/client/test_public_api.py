@@ -48,6 +48,15 @@ def test_documents_import_from_the_client_package_alone_and_find_what_they_impor
             assert hasattr(import_module(module), name), f"{module} has no {name}"
 
 
+def test_documents_name_integrations_that_exist() -> None:
+    named = re.compile(r"resharder\.client\.integrations\.(\w+)(?:\.(\w+))?")
+    found = {use for path in DOCUMENTS for use in named.findall(path.read_text())}
+    assert found >= {("verl", ""), ("vime", "install")}
+    for module, name in found:
+        source = ast.parse((ROOT / "client" / "resharder" / "client" / "integrations" / f"{module}.py").read_text())
+        assert name in {"", *(node.name for node in source.body if isinstance(node, ast.FunctionDef | ast.ClassDef))}
+
+
 def test_every_exported_name_resolves_and_others_are_attribute_errors() -> None:
     pytest.importorskip("vllm", reason="`attach` and vLLM's backend need it")
     for name in resharder.client.__all__:
