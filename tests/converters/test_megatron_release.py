@@ -21,6 +21,8 @@ from resharder.converters.models import local_layout
 from resharder.converters.models.megatron import build, extras
 from resharder.converters.models.megatron.release import refuse_untested_release
 
+pytestmark = pytest.mark.compat("refusals")
+
 
 @pytest.mark.parametrize("release", ["0.16.0", "0.16.2rc1", "0.16.1+3f2a", "0.17.1", "0.18.2", "0.19.2"])
 def test_a_tested_release_is_taken(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
