@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-vllm test-vllm-sources test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -76,7 +76,7 @@ proto-check: proto
 
 # The tests marked `compat` with a release of vLLM that has a CPU build: VERSION=0.30.0. Its wheel brings its torch. A venv has no
 # megatron, so only tests/vllm is collected. What the tests show goes to tests/vllm/releases; `make docs-releases` makes the table.
-ifneq ($(filter test-vllm test-megatron,$(MAKECMDGOALS)),)
+ifneq ($(filter test-vllm test-vllm-sources test-megatron,$(MAKECMDGOALS)),)
 $(if $(VERSION),,$(error the release is needed: VERSION=0.30.0 of vLLM or VERSION=0.19.2 of megatron-core, for example))
 endif
 
@@ -90,6 +90,20 @@ endif
 
 test-vllm: $(if $(filter $(VLLM),$(VERSION)),$(VENV),.venv-vllm-$(VERSION))/.ready
 	$(dir $<)bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.support.release_results -m compat tests/vllm $(PYTEST)
+
+# The tests of tests/vllm that start nothing, with the Python of a release that has no CPU build (VERSION=0.33.0), over the packages
+# of make setup: its wheel without what is compiled for CUDA, and orjson, which it needs since 0.33.
+.venv-vllm-sources-%/.ready: $(VENV)/.ready
+	rm -rf .venv-vllm-sources-$*
+	$(BIN)/pip download -q --no-deps --only-binary=:all: -d .venv-vllm-sources-$* vllm==$*
+	$(BIN)/python -m zipfile -e .venv-vllm-sources-$*/vllm-*.whl .venv-vllm-sources-$*/sources
+	find .venv-vllm-sources-$* -name '*.whl' -delete -o -name '*.so' -delete
+	$(BIN)/pip install -q --no-deps --target .venv-vllm-sources-$*/sources orjson
+	touch $@
+
+test-vllm-sources: .venv-vllm-sources-$(VERSION)/.ready
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/.venv-vllm-sources-$(VERSION)/sources $(BIN)/python -m pytest -m pure \
+		--deselect tests/vllm/test_settings.py::test_the_vllm_that_the_tests_run_in_is_a_tested_one tests/vllm $(PYTEST)
 
 # Generated: what each release of vLLM and megatron-core has shown, in docs/vllm.md and docs/trainer.md, and the plugin's list of
 # tested ones.
