@@ -94,6 +94,7 @@ def run(config: dict[str, Any], folder: Path, *arguments: str) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_the_command_plans_a_trainer_and_a_server_without_cuda_or_transformer_engine(tmp_path: Path) -> None:
     config = tiny_hf.tiny_config("qwen3_moe", num_hidden_layers=2, vocab_size=1024)
     sizes = ("--world", "8", "--tp", "2", "--ep", "2", "--pp", "2", "--server-tp", "2", "--server-ep", "--dtype", "float32")

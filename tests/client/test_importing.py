@@ -131,6 +131,7 @@ def test_a_live_trainer_is_fenced_only_when_that_is_asked_for(daemon: Daemon, ch
     assert import_checkpoint(daemon.endpoint, checkpoint, "trained").number == 4, "an earlier import is nobody's trainer"
 
 
+@pytest.mark.full
 def test_a_trainer_that_is_gone_for_a_lease_is_in_nobodys_way(checkpoint: Path) -> None:
     config = tiny_hf.tiny_config("qwen3_tied")
     with Daemon(lease_seconds=8) as daemon, Operator(daemon.endpoint) as operator:

@@ -252,6 +252,7 @@ def test_kernels_are_compiled_when_a_model_is_attached_and_never_in_a_publish(da
     assert bool(list(tmp_path.rglob("*.nbi"))) == (cache == "empty")
 
 
+@pytest.mark.full
 def test_the_lease_outlives_a_step_that_takes_longer() -> None:
     lease = 8.0  # longer than a busy machine keeps ranks from renewing theirs
     with Daemon(lease_seconds=lease) as daemon:

@@ -14,7 +14,6 @@ from tests.client.models import CONFIG, declared, equal, exported, parts, spread
 from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_until
 from tests.support.remote import Remote
-from tests.support.variants import alone
 
 
 class Rank:
@@ -45,7 +44,8 @@ def ranks(daemon: Daemon, transport: str) -> Iterator[list[Remote]]:
         yield [first, second]
 
 
-@pytest.mark.parametrize("transport", alone(["shared-memory", "grpc"], ["shared-memory"]))
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["shared-memory", "grpc"])
 def test_a_rank_that_is_stopped_twice_costs_two_versions_and_nothing_else(transport: str, tmp_path: Path) -> None:
     with Daemon(lease_seconds=8) as daemon, ranks(daemon, transport) as (first, second):
         for step in (1, 2):

@@ -13,7 +13,7 @@ from tests.support.variants import selected, variants
 
 pytestmark = pytest.mark.compat("logits")
 
-FEW = 6
+FEW = 3
 
 
 @pytest.fixture(scope="module")

@@ -14,4 +14,7 @@ def test_a_fault_replaces_a_text_that_its_file_has_once_and_names_a_test_that_ex
     if sabotage.test:
         file, _, name = sabotage.test.partition("::")
         written = (ROOT / file).read_text()  # a whole file, or one test of it
-        assert not name or re.search(rf"^def {re.escape(name.partition('[')[0])}\(", written, re.MULTILINE)
+        if name:
+            found = re.search(rf"^def {re.escape(name.partition('[')[0])}\(", written, re.MULTILINE)
+            assert found
+            assert "mark.full" not in written[: found.start()].rpartition("\n\n\n")[2], "`make test` finds it"

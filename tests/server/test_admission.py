@@ -168,6 +168,7 @@ class Renewals:
         self._thread.join()
 
 
+@pytest.mark.full
 def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -> None:
     with Daemon(threads=64) as daemon, connection(daemon) as noisy, connection(daemon) as calm, ExitStack() as ended:
         weights = random_weights(SPECS, 1)

@@ -43,7 +43,8 @@ def place() -> Iterator[Bench]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.process] if name == "torch_dist" else []) for name in TARGETS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.process, pytest.mark.full] if name == "torch_dist" else []) for name in TARGETS],
 )
 def test_a_reader_of_damaged_content_fails_as_documented(name: str, place: Bench) -> None:
     ends = [try_seed(name, str(number), place) for number in range(INPUTS.get(name, 150))]

@@ -122,6 +122,7 @@ def test_a_worker_installs_although_its_own_node_dies_meanwhile(site: LinkedSite
     wait_until(lambda: site.install(version) == ARRIVED)
 
 
+@pytest.mark.full
 def test_a_killed_daemon_serves_the_version_again_after_its_restart(site: LinkedSite) -> None:
     site.attach("fifth")
     version, _ = site.publish(1)

@@ -101,6 +101,7 @@ def test_a_worker_maps_its_hosts_files_and_gets_the_rest_from_other_nodes(site: 
     assert site.nodes["a"].files(version.name) == stored(site.daemon, version.name)
 
 
+@pytest.mark.full
 def test_a_daemon_that_is_killed_copies_after_its_restart(site: Site) -> None:
     site.attach("fourth")
     site.daemon.stop()

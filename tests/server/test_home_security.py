@@ -94,8 +94,9 @@ def test_the_daemon_verifies_certificates_of_nodes_by_client_ca(tmp_path: Path, 
     assert (tls.context().verify_mode, tls.context().check_hostname) == (verifies, False)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
-@pytest.mark.parametrize("by", alone(["certificate", "token"], ["certificate"]))
+@pytest.mark.parametrize("by", ["certificate", "token"])
 def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, by: str) -> None:
     """Each host's rank has half of a tensor. A node of another model may not read what either has written."""
     authority, names = Authority(tmp_path / "pki"), ("a", "b", "other")

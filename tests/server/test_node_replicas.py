@@ -89,6 +89,7 @@ def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemo
             wait_until(lambda: len(whole_on(daemon, name)) == REPLICAS - 1 and not shortages(daemon))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("daemon", [4], indirect=True)
 def test_a_version_without_enough_nodes_is_aborted_with_the_reason(daemon: Daemon) -> None:
     with Node(daemon.endpoint, "a"), Node(daemon.endpoint, "full", limit_bytes=1 << 20):

@@ -102,6 +102,7 @@ def test_another_server_is_not_touched_and_one_that_names_the_daemon_alone_is_wa
     assert registered == []
 
 
+@pytest.mark.full
 def test_vllms_own_server_ends_with_the_sentence_before_it_loads_anything(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "RESHARDER_ENDPOINT")}
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))

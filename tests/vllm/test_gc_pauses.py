@@ -18,6 +18,7 @@ class Thing:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
+    gc.freeze()  # what the tests before have left is much
     yield
     gc.unfreeze()
     gc.enable()

@@ -191,7 +191,7 @@ def one_of_each_kind(names: Iterable[str]) -> list[str]:
     return [chance.choice(of_kind) for of_kind in kinds.values()]
 
 
-@pytest.mark.parametrize("family", alone(FAMILIES, KINDS))
+@pytest.mark.parametrize("family", alone(FAMILIES, ["qwen2_moe"]))
 def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters_that_it_would_fill(family: str) -> None:
     """One tensor, the half of one, an expert, or all experts of one of two workers."""
     config = published_config(family)
