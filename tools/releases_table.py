@@ -1,7 +1,8 @@
-"""Write what the tests marked `compat` have shown of each release of vLLM; a test compares.
+"""Write what the tests marked `compat` have shown of each release of vLLM and of megatron-core; a test compares.
 
-Run `python -m tools.releases_table`. It reads `tests/vllm/releases/*.json`, which `make test-vllm VERSION=0.30.0` writes. It
-writes the table in docs/vllm.md, the releases that pages name, and `TESTED` in the plugin. What has run on GPUs is in
+Run `python -m tools.releases_table`. It reads `tests/vllm/releases/*.json`, which `make test-vllm VERSION=0.30.0` writes, and
+`tests/converters/releases/*.json` of `make test-megatron VERSION=0.19.2`. It writes the tables in docs/vllm.md and
+docs/trainer.md, the releases of vLLM that pages name, and `TESTED` in the plugin. What has run on GPUs is in
 benchmarks/results/gpu_tests.md.
 """
 
@@ -12,11 +13,12 @@ from typing import Any
 
 from resharder.client.inference.vllm import in_words
 
-from tests.support.release_results import FEATURES, RELEASES
+from tests.support.release_results import MEGATRON, VLLM, Component
 
 ROOT = Path(__file__).parents[1]
-PAGE, PLUGIN = ROOT / "docs" / "vllm.md", ROOT / "client/resharder/client/inference/vllm/__init__.py"
-NAMING = (PAGE, ROOT / "docs" / "guarantees.md", ROOT / "README.md")
+PAGES = {VLLM: ROOT / "docs" / "vllm.md", MEGATRON: ROOT / "docs" / "trainer.md"}
+PLUGIN = ROOT / "client/resharder/client/inference/vllm/__init__.py"
+NAMING = (PAGES[VLLM], ROOT / "docs" / "guarantees.md", ROOT / "README.md")
 """Pages that name the tested releases: `0.28 to 0.32 on CPU, 0.26 on GPUs`."""
 GPU_RUNS = ROOT / "benchmarks" / "results" / "gpu_tests.md"
 BEGIN, END = "<!-- Table of releases, made by `python -m tools.releases_table`. -->", "<!-- End of the table. -->"
@@ -30,10 +32,10 @@ TITLES = {
 """Titles of columns that are not the feature's name."""
 
 
-def results() -> list[dict[str, Any]]:
+def results(component: Component) -> list[dict[str, Any]]:
     """Return the files of all releases, the oldest first."""
-    found = [json.loads(path.read_text()) for path in RELEASES.glob("*.json")]
-    return sorted(found, key=lambda each: _numbers(each["vllm"]))
+    found = [json.loads(path.read_text()) for path in component.folder.glob("*.json")]
+    return sorted(found, key=lambda each: _numbers(each[component.name]))
 
 
 def minor(release: str) -> tuple[int, int]:
@@ -42,9 +44,10 @@ def minor(release: str) -> tuple[int, int]:
     return first, second
 
 
-def on_cpus() -> list[tuple[int, int]]:
+def on_cpus(component: Component = VLLM) -> list[tuple[int, int]]:
     """Return the minors that have shown every feature, and failed no test, on CPUs."""
-    return [minor(each["vllm"]) for each in results() if all(map(_shown, map(each["features"].get, FEATURES)))]
+    releases = results(component)
+    return [minor(each[component.name]) for each in releases if all(map(_shown, map(each["features"].get, component.features)))]
 
 
 def on_gpus() -> list[tuple[int, int]]:
@@ -61,15 +64,19 @@ def _shown(found: dict[str, Any] | None) -> bool:
     return found is not None and found["passed"] > 0 and not found["failed"]
 
 
-def table() -> str:
+def table(component: Component) -> str:
     """Return the table, and what was skipped."""
-    rows = [["vLLM", "torch", *(TITLES.get(feature, feature) for feature in FEATURES)]]
+    if not results(component):
+        return "No run has been recorded yet."
+    rows = [[component.name, "Python", "torch", *(TITLES.get(feature, feature) for feature in component.features)]]
     rows.append(["---"] * len(rows[0]))
     skipped = list[str]()
-    for each in results():
-        rows.append([each["vllm"], each["torch"].partition("+")[0], *(_cell(each["features"].get(name)) for name in FEATURES)])
+    for each in results(component):
+        release, python = each[component.name], ".".join(each.get("python", "–").split(".")[:2])
+        cells = (_cell(each["features"].get(feature)) for feature in component.features)
+        rows.append([release, python, each["torch"].partition("+")[0], *cells])
         reasons = sorted({reason for found in each["features"].values() for reason in found["skipped"]})
-        skipped += [f"- {each['vllm']}: {reason}" for reason in reasons]
+        skipped += [f"- {release}: {reason}" for reason in reasons]
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return "\n\n".join([text, *(["Skipped:", "\n".join(skipped)] if skipped else [])])
 
@@ -90,16 +97,18 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def named() -> str:
-    """Return the tested releases as pages name them."""
+    """Return the tested releases of vLLM as pages name them."""
     return f"{in_words(on_cpus())} on CPU, {in_words(on_gpus())} on GPUs"
 
 
 def files() -> dict[Path, str]:
     """Return the text of each file that is made of the results."""
-    texts = {path: _NAMED.sub(named(), path.read_text()) for path in NAMING}
-    before, _, rest = texts[PAGE].partition(BEGIN)
-    texts[PAGE] = f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
-    texts[PLUGIN] = _plugin()
+    texts = {path: path.read_text() for path in (*NAMING, *PAGES.values())}
+    if results(VLLM):
+        texts = {path: _NAMED.sub(named(), text) for path, text in texts.items()} | {PLUGIN: _plugin()}
+    for component, page in PAGES.items():
+        before, _, rest = texts[page].partition(BEGIN)
+        texts[page] = f"{before}{BEGIN}\n\n{table(component)}\n\n{END}{rest.partition(END)[2]}"
     return texts
 
 

@@ -22,6 +22,8 @@ from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 
 from tests.support.command import resharder
 
+pytestmark = pytest.mark.compat("check")
+
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_tied", 8, {"tp": 2, "pp": 2}),
     ("qwen3", 8, {"tp": 2, "cp": 2}),

@@ -33,6 +33,8 @@ from tests.support.ports import free_port
 from tests.support.variants import alone
 from tests.support.weights import random_weights
 
+pytestmark = pytest.mark.compat("fill")
+
 Tensors = dict[str, torch.Tensor]
 
 

@@ -30,6 +30,8 @@ from tests.support.observing import wait_until
 from tests.support.ranks import forked
 from tests.support.weights import random_weights
 
+pytestmark = pytest.mark.compat("import")
+
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, dict[str, Any]] = {
     "dense": {

@@ -21,6 +21,8 @@ from tests.support.fp8_reference import FP8, cast
 from tests.support.ranks import forked, torchrun
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
+pytestmark = pytest.mark.compat("publish")
+
 FAMILIES = {
     "tied-padded-pipeline": "qwen3_tied", "experts-bf16-ddp": "qwen3_moe", "dense": "qwen3_tied", "experts": "qwen3_moe",
     "trained": "qwen3_tied",

@@ -19,6 +19,8 @@ from tests.support.daemon import Daemon
 from tests.support.observing import versions
 from tests.support.tiny_hf import tiny_config
 
+pytestmark = pytest.mark.compat("refusals")
+
 CONFIG = tiny_config("qwen3", vocab_size=203)
 TIED = tiny_config("qwen3_tied", vocab_size=203)
 

@@ -23,6 +23,8 @@ from tests.support.observing import versions
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.weights import random_weights
 
+pytestmark = pytest.mark.compat("refusals")
+
 CONFIG = tiny_config("qwen3")
 
 

@@ -22,6 +22,8 @@ from resharder.client.trainer.offload import eval_mode, keep_rng, offload_memory
 from tests.support.tiny_hf import tiny_config
 from tests.support.variants import alone
 
+pytestmark = pytest.mark.compat("offload")
+
 CONFIG = tiny_config("qwen3_moe")
 
 

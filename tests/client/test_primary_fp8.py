@@ -29,6 +29,8 @@ from tests.support.tiny_hf import tiny_config
 from tests.support.variants import alone
 from tests.support.weights import random_weights
 
+pytestmark = pytest.mark.compat("publish")
+
 AGREE = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 HEADS_OF_64 = AGREE | {"head_dim": 64}
 NARROW = AGREE | {"intermediate_size": 320}  # 160 rows for each rank

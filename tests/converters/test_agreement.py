@@ -18,7 +18,7 @@ from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compat("refusals")]
 
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")

@@ -40,6 +40,8 @@ from resharder.converters.models.megatron.layout import local_layout
 from resharder.converters.models.megatron.release import TESTED
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+pytestmark = pytest.mark.compat("refusals")
+
 Config = dict[str, Any]
 RELEASES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("megatron_arguments.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "agreement.md"

@@ -19,6 +19,8 @@ from resharder.converters.errors import UnsupportedModel
 from resharder.converters.models.megatron.extras import PostNormed, TEPostNormed
 from resharder.converters.models.megatron.layout import local_layout
 
+pytestmark = pytest.mark.compat("layouts")
+
 Chunks = list[torch.nn.Module]
 
 

@@ -22,6 +22,8 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
 from resharder.converters.models.tensor_io import read_piece
 
+pytestmark = pytest.mark.compat("layouts")
+
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 

@@ -22,6 +22,8 @@ from resharder.converters.models.tensor_io import read_piece
 
 from benchmarks.shapes import DEEPSEEK_V3, GLM_4_5, KIMI_K2
 
+pytestmark = pytest.mark.compat("layouts")
+
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:

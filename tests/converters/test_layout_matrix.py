@@ -30,7 +30,7 @@ from resharder.converters.geometry.layout import box_index, format_box
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
 from resharder.converters.models.tensor_io import read_piece
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compat("layouts")]
 
 Settings = dict[str, Any]
 Tensors = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from resharder.converters.architectures.table import Rows, Table, Weight
 
 from tests.support.megatron_logits import difference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compat("logits")]
 
 Checkpoint = dict[str, torch.Tensor]
 Model = tuple[dict[str, Any], Checkpoint]

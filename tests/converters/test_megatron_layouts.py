@@ -18,6 +18,8 @@ from resharder.converters.geometry.plan import plan
 from resharder.converters.models.megatron.layout import gather_parameters, local_layout, stale_parameters
 from resharder.converters.models.tensor_io import read_piece, view_of
 
+pytestmark = pytest.mark.compat("layouts")
+
 
 @pytest.mark.parametrize("spec", ["local", "te"])
 def test_dense_and_expert_layers_may_alternate(spec: Spec) -> None:

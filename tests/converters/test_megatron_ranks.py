@@ -11,6 +11,8 @@ from tests.support.megatron_ranks import FAMILY, FORWARD
 from tests.support.ranks import forked
 from tests.support.variants import selected, variants
 
+pytestmark = pytest.mark.compat("logits")
+
 FEW = 3
 
 

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformer_engine.pytorch.float8_tensor import Float8Tensor
 
+pytestmark = pytest.mark.compat("refusals")
+
 
 @pytest.fixture
 def chunk() -> Any:

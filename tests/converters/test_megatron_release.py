@@ -1,7 +1,11 @@
 """Releases and options of megatron-core that arrange tensors as no test has seen are refused by name."""
 
+import re
+import sys
 from dataclasses import make_dataclass
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +22,10 @@ from resharder.converters.allowances import collecting
 from resharder.converters.architectures.computation import UNSUPPORTED
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.models import local_layout
-from resharder.converters.models.megatron import build, extras
+from resharder.converters.models.megatron import build, extras, torch_dist, worlds
 from resharder.converters.models.megatron.release import refuse_untested_release
+
+pytestmark = pytest.mark.compat("refusals")
 
 
 @pytest.mark.parametrize("release", ["0.16.0", "0.16.2rc1", "0.16.1+3f2a", "0.17.1", "0.18.2", "0.19.2"])
@@ -44,14 +50,30 @@ def test_an_untested_release_is_refused_by_name_unless_allowed(monkeypatch: pyte
     assert [text for text in texts if f"megatron-core {release} is not tested" in text] == texts != []
 
 
-def test_a_release_whose_modules_changed_is_no_traceback_in_check(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [AttributeError("'functools.partial' object has no 'submodules'"), NameError("name 'TELinear' is not defined"), IndexError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_release_whose_modules_changed_is_no_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def specs(layers: object, *given: object) -> None:
-        partial(print).submodules  # type: ignore[attr-defined]  # noqa: B018
+        raise error
 
     monkeypatch.setattr(build, "change_specs", specs)
+    message = f"{type(error).__name__}: {re.escape(str(error))}$"
     fakepg.leave()
-    with pytest.raises(UnsupportedModel, match=r"megatron-core refuses this: AttributeError: 'functools\.partial' object has no"):
+    with pytest.raises(UnsupportedModel, match=f"^megatron-core refuses this: {message}"):
         check.check(tiny_hf.tiny_config("llama"), check.parallel(2, tp=2, pp=1, vpp=0, cp=1, ep=1, etp=0))
+    files: Any = SimpleNamespace(stored={}, folder=Path("checkpoint"))
+    fakepg.enter(0, 1)
+    with pytest.raises(UnsupportedModel, match=f"^megatron-core cannot build this model here: {message}"):
+        torch_dist._build(tiny_hf.tiny_config("llama"), files)
+
+
+def test_a_release_without_a_module_is_no_traceback_in_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, worlds.__name__, None)
+    with pytest.raises(UnsupportedModel, match=r"^megatron-core refuses this: ModuleNotFoundError: "):
+        check.parallel(2, tp=2, pp=1, vpp=0, cp=1, ep=1, etp=0)
 
 
 def with_option(name: str, default: Any) -> Any:

@@ -6,6 +6,8 @@ from resharder.converters.architectures.table import Rows, Weight, hf_shapes
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import Range, box_index
 
+pytestmark = pytest.mark.compat("layouts")
+
 EXPERTS, HIDDEN, FFN = 3, 5, 4
 
 

@@ -13,6 +13,8 @@ from resharder.converters.models.megatron.worlds import Parallel
 
 from benchmarks import shapes
 
+pytestmark = pytest.mark.compat("layouts")
+
 
 @pytest.mark.parametrize(
     ("config", "tensors", "gib", "trainer", "options"),

@@ -14,6 +14,8 @@ from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.models.megatron.layout import local_layout
 
+pytestmark = pytest.mark.compat("layouts")
+
 Settings = dict[str, Any]
 YARN = {
     "factor": 40.0,

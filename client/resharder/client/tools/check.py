@@ -128,7 +128,8 @@ def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int)
     from resharder.converters.models.megatron.release import refuse_untested_release
 
     refuse_untested_release()
-    from resharder.converters.models.megatron.worlds import Parallel
+    with _refused_by("megatron-core"):
+        from resharder.converters.models.megatron.worlds import Parallel
 
     return Parallel(world, tp, pp, vpp or None, cp, ep, etp or None)
 
@@ -251,10 +252,11 @@ def _whole(specs: Mapping[str, TensorSpec], names: tuple[str, ...] | None = None
 
 def _ranks(config: Config, trainer: "Parallel", dtype: str, options: Mapping[str, Any], progress: Progress) -> Pieces[int]:
     import torch
-    from resharder.converters.models.megatron.worlds import world_layouts
 
     layouts = {}
     with _refused_by("megatron-core"):
+        from resharder.converters.models.megatron.worlds import world_layouts
+
         for rank, layout in world_layouts(config, trainer, dtype=getattr(torch, dtype), **options):
             layouts[rank] = layout
             progress("trainer ranks", len(layouts), trainer.world)
@@ -263,12 +265,12 @@ def _ranks(config: Config, trainer: "Parallel", dtype: str, options: Mapping[str
 
 @contextmanager
 def _refused_by(who: str) -> Iterator[None]:
-    """Convert the errors with which `who` refuses sizes, settings and models to UnsupportedModel."""
+    """Convert errors of `who`, which may be of any class for a release whose modules have changed, to UnsupportedModel."""
     try:
         yield
     except ConversionError:
         raise
-    except (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         raise UnsupportedModel(f"{who} refuses this: {type(error).__name__}: {error}") from error
 
 
