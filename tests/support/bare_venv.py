@@ -75,7 +75,7 @@ class InstalledVenv(BareVenv):
 
     def program(self, name: str, *arguments: object, **variables: str) -> str:
         """Run an installed program, and return what it prints."""
-        done = self._run(self.folder / "bin" / name, *arguments, timeout=300, **variables)
+        done = self._run(self.folder / "bin" / name, *arguments, timeout=1800, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
