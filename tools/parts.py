@@ -72,7 +72,8 @@ MEGATRON = "0.19.2"
 
 
 def megatron(release: str) -> Part:
-    return Part(f"megatron-core {release}", ["make", "--no-print-directory", "test-megatron", f"VERSION={release}"], 40, in_ci=False)
+    command = ["make", "--no-print-directory", "test-megatron", f"VERSION={release}"]
+    return Part(f"megatron-core {release}", command, 40, in_ci=False)
 
 
 TEST = [
