@@ -119,6 +119,7 @@ def started(folder: Path, config: dict[str, Any], **options: Any) -> EngineConfi
     return EngineConfig(SimpleNamespace(model_config=model, speculative_config=None))
 
 
+@pytest.mark.process  # vLLM looks at a model's class in one, if no run before has
 def test_a_value_that_the_server_overrides_is_not_compared(tmp_path: Path) -> None:
     config = on_disk("llama")
     other_rope = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
