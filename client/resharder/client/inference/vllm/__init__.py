@@ -13,7 +13,7 @@ from typing import Any
 from resharder.client import settings
 
 OLDEST = (0, 26)  # the first release with endpoint plugins
-TESTED = ((0, 26), (0, 28), (0, 32))
+TESTED = ((0, 26), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32))
 """Made by `python -m tools.releases_table` of what the tests have shown."""
 
 
