@@ -82,6 +82,7 @@ class InstalledVenv(BareVenv):
 
 def _closure(own: Distribution, extras: set[str]) -> list[Distribution]:
     found: dict[str, Distribution] = {}
+    wanted_of: dict[str, set[str]] = {}  # one may require a package, and another an extra of it
     waiting: list[tuple[Distribution, set[str]]] = [(own, extras)]
     while waiting:
         of, wanted = waiting.pop()
@@ -93,10 +94,11 @@ def _closure(own: Distribution, extras: set[str]) -> list[Distribution]:
             name = re.sub(r"[-_.]+", "-", requirement.name).lower()
             if name == "resharder":
                 waiting.append((own, set(requirement.extras)))
-            elif name not in found:
+            elif name not in found or requirement.extras - wanted_of[name]:
                 with suppress(PackageNotFoundError):  # the Makefile removes some of vLLM's
                     found[name] = distribution(name)
-                    waiting.append((found[name], set(requirement.extras)))
+                    wanted_of[name] = wanted_of.get(name, set()) | requirement.extras
+                    waiting.append((found[name], wanted_of[name]))
     return list(found.values())
 
 
