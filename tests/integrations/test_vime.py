@@ -30,7 +30,7 @@ from tests.support.ports import free_port
 from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import VllmServer
 
-pytestmark = pytest.mark.integrations
+pytestmark = [pytest.mark.integrations, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("RESHARDER_TEST_VIME")
