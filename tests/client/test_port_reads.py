@@ -153,7 +153,20 @@ def test_a_port_that_moves_and_moves_back_is_followed(monkeypatch: pytest.Monkey
     for number, moved in ((2, True), (2, False), (1, True), (1, False)):
         now = replace(first, data_address=f"d:{number}")
         monkeypatch.setattr(port_reader, "get_manifest", lambda *_, now=now, **__: now)
-        assert (port.renew(), port.address.port) == (moved, number)
+        assert (port.renew(port.address), port.address.port) == (moved, number)
+
+
+def test_of_connections_that_fail_together_one_turns_to_the_proxy_and_none_asks_the_daemon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RESHARDER_PROXY", "http://proxy:3128")
+    monkeypatch.setattr(port_reader, "get_manifest", None)
+    first = VersionManifest("models/policy/versions/1", 1, "f", "", {}, {}, (), "d:1")
+    port = DaemonPort(SimpleNamespace(endpoint="d:7677", tls=None), first)  # type: ignore[arg-type]
+    failed = port.address
+    assert port.renew(failed)
+    assert port.renew(failed)
+    assert (port.address.host, port.address.proxy) == ("d", "http://proxy:3128")
 
 
 def test_a_version_of_another_store_is_refused(channel: Channel) -> None:

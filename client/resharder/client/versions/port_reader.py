@@ -57,13 +57,15 @@ class DaemonPort:
         self._channel, self.manifest = channel, manifest
         self.address = self._of(manifest)
 
-    def renew(self) -> bool:
-        """Look for another way after a failed connection, and return whether patience begins anew.
+    def renew(self, failed: DataAddress) -> bool:
+        """Look for another way than the address that failed, and return whether patience begins anew.
 
         The proxy of calls is the second way, if there is one. After that the daemon is asked for its address, which a restart
         may change; an absent one is waited for. Raises ResharderError.
         """
         before, proxy, absent = self.address, PROXY.text(), False
+        if _way(before) != _way(failed):  # another connection has found one
+            return True
         if proxy and not before.proxy:
             self.address = replace(before, proxy=proxy)
             return True
@@ -72,7 +74,7 @@ class DaemonPort:
         except (DaemonUnreachable, WaitTimeout):
             found, absent = get_manifest(self._channel, self.manifest.name), True
         self.address = replace(self._of(found), proxy=before.proxy)
-        return absent or (self.address.host, self.address.port) != (before.host, before.port)
+        return absent or _way(self.address) != _way(before)
 
     def _of(self, manifest: VersionManifest) -> DataAddress:
         address = data_port(self._channel, manifest.data_address)
@@ -83,6 +85,10 @@ class DaemonPort:
                 DATA_PORT,
             )
         return address
+
+
+def _way(address: DataAddress) -> tuple[str, int, str]:
+    return address.host, address.port, address.proxy
 
 
 class PortConnection:
@@ -153,7 +159,7 @@ class PortConnection:
                 self._connection.address = self._port.address
                 yield from rest()
             except NotConnected:
-                if self._port.renew():
+                if self._port.renew(self._connection.address):
                     yield  # an absence of the daemon is not the port's
                 raise
 

@@ -152,9 +152,8 @@ class LeaseThread:
         try:
             self._claim()
             failpoint("control.attend")
-            call = self._channel.begin(self._stub.Attend, self._reports(number))
-            with self._changed:
-                self._call = call
+            with self._changed:  # the first report waits for it: `leave` finds the call of every report that the daemon has
+                call = self._call = self._channel.begin(self._stub.Attend, self._reports(number))
             if self._closing.is_set():  # `close` may have run before `_call` was set
                 call.cancel()
             for message in self._channel.stream(call):
