@@ -1,5 +1,7 @@
 """Public names are documented."""
 
+import pytest
+
 from tools.docstrings import incomplete, sources, undocumented
 
 
@@ -9,4 +11,5 @@ def test_definitions_have_docstrings() -> None:
 
 
 def test_the_public_api_names_arguments_and_results() -> None:
+    pytest.importorskip("vllm", reason="a part of the public API needs it")
     assert [f"{file}:{line}: {rule}" for file, line, rule in incomplete()] == []

@@ -8,6 +8,8 @@ import yaml
 
 from tests.support.vllm_places import cli_args
 
+pytest.importorskip("vllm", reason="its parser is needed")
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
