@@ -105,7 +105,7 @@ class Result:
     cut: bool = False
     """The run's time was over, not its own."""
     missing: bool = False
-    """What it needs is not here."""
+    """The program that it needs is not installed."""
 
     @property
     def failed(self) -> bool:

@@ -50,7 +50,7 @@ def use(checkout: Path) -> None:
 
 
 def train(model: torch.nn.Module) -> None:
-    """What the step between two versions does to the weights."""
+    """Change the weights, as an optimizer step between two versions does."""
     with torch.no_grad():
         model.get_parameter("lm_head.weight").mul_(-1)
 

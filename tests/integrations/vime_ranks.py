@@ -56,7 +56,7 @@ def own_update(checkout: Path) -> Callable[[Any], None]:
 
 
 def same_update(actor: Any) -> None:
-    """What vime's method does with the updater."""
+    """Call the updater as vime's `update_weights` does."""
     actor.weight_updater.connect_rollout_engines([None], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
     dist.barrier()
     actor.weight_updater.update_weights()

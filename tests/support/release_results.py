@@ -23,7 +23,7 @@ _NAME = "compat"
 
 
 class Component(NamedTuple):
-    """What the tests run with in several releases: its builds, what of it tests show, and the folder of what they have shown."""
+    """A package that is tested in several releases: its names on PyPI, what tests show of it, and the folder of results."""
 
     name: str
     builds: tuple[str, ...]
