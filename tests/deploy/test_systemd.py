@@ -1,5 +1,6 @@
 """The units, by systemd's own tools, in a root of their own in which the programs that they start exist."""
 
+import configparser
 import re
 import shutil
 from pathlib import Path
@@ -43,6 +44,14 @@ def test_the_units_are_what_systemd_takes(root: Path) -> None:
 def test_the_units_are_closed(root: Path, unit: str, exposure: float) -> None:
     analyze = tool("systemd-analyze", "systemd")
     checked(analyze, "security", "--offline=true", f"--threshold={int(10 * exposure)}", f"--root={root}", "--no-pager", unit)
+
+
+@pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.iterdir()))
+def test_a_unit_is_started_again_however_often_it_has_ended(unit: str) -> None:
+    found = configparser.RawConfigParser(strict=False, comment_prefixes=("#",), delimiters=("=",))
+    found.read_string((UNITS / unit).read_text())
+    assert found["Service"]["Restart"] == "always"
+    assert found["Unit"]["StartLimitIntervalSec"] == "0", "systemd gives up after five starts within ten seconds"
 
 
 def test_there_is_time_to_drain() -> None:
