@@ -67,7 +67,7 @@ def test_a_node_has_time_to_wait_for_copies_of_what_it_alone_holds() -> None:
     deploy, least = UNITS.parent, NodeConfig().drain_seconds + 15
     bounds = {
         "systemd/resharder-node.service": r"^TimeoutStopSec=(\d+)$",
-        "compose/node.yaml": r"resharder-node[\s\S]*?stop_grace_period: (\d+)s",
+        "compose/compose.yaml": r"resharder-node[\s\S]*?stop_grace_period: (\d+)s",
         "kubernetes/components/nodes/node.yaml": r"terminationGracePeriodSeconds: (\d+)",
     }
     for file, bound in bounds.items():

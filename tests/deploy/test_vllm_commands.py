@@ -20,8 +20,8 @@ def of_kubernetes() -> list[str]:
     return command
 
 
-def of_compose(file: str) -> list[str]:
-    service = yaml.safe_load((DEPLOY / "compose" / file).read_text())["services"]["vllm"]
+def of_compose(name: str) -> list[str]:
+    service = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())["services"][name]
     assert 'exec vllm serve /model/config "$$@"' in service["entrypoint"][2]
     return ["vllm", "serve", "/model/config", *service["command"]]
 
@@ -32,7 +32,7 @@ def of_systemd() -> list[str]:
     return shlex.split(line.replace("$VLLM_OPTIONS", "--port 8000"))
 
 
-@pytest.mark.parametrize("command", [of_kubernetes(), of_compose("compose.yaml"), of_compose("node.yaml"), of_systemd()])
+@pytest.mark.parametrize("command", [of_kubernetes(), of_compose("vllm"), of_compose("node-vllm"), of_systemd()])
 def test_vllm_knows_every_option(command: list[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
