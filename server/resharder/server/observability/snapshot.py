@@ -50,6 +50,7 @@ class Snapshot:
     nodes: Sequence[NodeView] = ()
     missing_pieces: int = 0  # of READY versions in the store
     shortages: Sequence[ReplicaShortage] = ()
+    available: Mapping[str, int] = field(default_factory=dict)  # bytes for versions after the READY ones, by model
     store_problem: str = ""  # why the daemon can no longer use its store
     stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path
 
@@ -91,6 +92,7 @@ def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[],
         nodes.views(),
         nodes.own.missing(),
         nodes.replication.shortages(),
+        store.capacity.available_bytes(),
         store.folder.problem(),
         {str(path): size for model in store.catalogue.stored() for path, size in list(model.stuck.items())},
     )

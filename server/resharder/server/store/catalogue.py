@@ -113,10 +113,14 @@ class StoredModel:
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
-        live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, UPLOADING))
+        ready = sum(record.size_bytes for record in self.of(READY))
+        return ready + self.unpublished() + self.leaving + sum(self.stuck.values()) + self.arriving
+
+    def unpublished(self) -> int:
+        """Return the bytes of UPLOADING versions and of the files laid out for later ones."""
         reserved = self.reservation
         ahead = reserved.size * (len(reserved.pool) + reserved.pending) if reserved else 0
-        return live + ahead + self.leaving + sum(self.stuck.values()) + self.arriving
+        return sum(record.size_bytes for record in self.of(UPLOADING)) + ahead
 
     def committed(self) -> int:
         """Return the bytes that the model occupies or may occupy under its reservation."""

@@ -50,6 +50,14 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         "Time at which it became READY, in seconds since 1970",
         labels=["model"],
     )
+    sizes = GaugeMetricFamily("resharder_newest_version_bytes", "Size of the newest READY version", labels=["model"])
+    available = GaugeMetricFamily(
+        "resharder_available_bytes",
+        "Bytes for versions after the READY ones: uploads, files laid out, and what the limit and the medium leave to the model",
+        labels=["model"],
+    )
+    for model, size in now.available.items():
+        available.add_metric([model], size)
     stuck = GaugeMetricFamily(
         "resharder_versions_not_retired", "READY versions beyond retention whose files cannot be moved", labels=["model"]
     )
@@ -62,7 +70,8 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         newest.add_metric([model], last.number if last else 0)
         if last:
             ready.add_metric([model], last.ready_time)
-    yield from (states, newest, ready, stuck)
+            sizes.add_metric([model], last.size_bytes)
+    yield from (states, newest, ready, sizes, available, stuck)
 
 
 def _number(record: VersionRecord) -> int:
