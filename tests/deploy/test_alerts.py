@@ -47,8 +47,7 @@ def prometheus(
     roomy: Daemon, tight: Daemon, replicated: Daemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
-    sooner = {"ResharderFleetLags": "> 900 -> > 1"}
-    with Prometheus(folder, [roomy, tight, replicated], sooner) as running:
+    with Prometheus(folder, [roomy, tight, replicated], {"ResharderFleetLags": ("> 900", "> 1")}) as running:
         yield running
 
 
