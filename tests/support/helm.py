@@ -20,10 +20,12 @@ RELEASE = NAMESPACE = "resharder"
 _PROGRAM = """
 import json, sys
 import helm_python
-path, values, name, namespace = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
+what, path, values, name, namespace = sys.argv[1:]
 try:
-    with helm_python.Chart.load(path) as chart:
-        print(json.dumps([chart.render(values, name=name, namespace=namespace), helm_python.lint(path, values, strict=True)]))
+    if what == "lint":
+        print(json.dumps(helm_python.lint(path, json.loads(values), strict=True)))
+    else:
+        print(json.dumps(helm_python.Chart.load(path).render(json.loads(values), name=name, namespace=namespace)))
 except helm_python.HelmError as error:
     sys.exit(str(error))
 """
@@ -34,32 +36,32 @@ class Refused(Exception):
 
 
 @cache
-def _rendered(values: str, release: str) -> tuple[dict[str, str], dict[str, Any]]:
+def _helm(what: str, values: str, release: str = RELEASE) -> dict[str, Any]:
     if find_spec("helm_python") is None:
         pytest.skip("no Helm on this machine: make setup installs it where there is a wheel (PyPI: helm-python-sdk)")
-    command = [sys.executable, "-c", _PROGRAM, str(CHART), values, release, NAMESPACE]
+    command = [sys.executable, "-c", _PROGRAM, what, str(CHART), values, release, NAMESPACE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == 1 and "Traceback" not in done.stderr:
         raise Refused(done.stderr)
     assert done.returncode == 0, done.stderr
-    manifests, report = json.loads(done.stdout)
-    return manifests, report
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def resources(values: Mapping[str, Any], release: str = RELEASE) -> list[dict[str, Any]]:
     """Everything that the chart makes of these values."""
-    manifests, _ = _rendered(json.dumps(values), release)
+    manifests = _helm("render", json.dumps(values), release)
     found = [one for name, text in manifests.items() if name.endswith(".yaml") for one in yaml.safe_load_all(text)]
     return [one for one in found if one is not None]
 
 
 def notes(values: Mapping[str, Any]) -> str:
     """What an installation prints."""
-    manifests, _ = _rendered(json.dumps(values), RELEASE)
-    return manifests["resharder/templates/NOTES.txt"]
+    found: str = _helm("render", json.dumps(values))["resharder/templates/NOTES.txt"]
+    return found
 
 
 def findings(values: Mapping[str, Any]) -> list[str]:
     """Errors and warnings of Helm's own linter."""
-    _, report = _rendered(json.dumps(values), RELEASE)
+    report = _helm("lint", json.dumps(values))
     return [message["error"] for message in report["messages"] if message["severity"] > 1]
