@@ -13,6 +13,7 @@ from tests.support import helm
 from tests.support.helm import Refused
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yaml"
+PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 Resource = dict[str, Any]
 TWO = [
     {"name": "policy", "model": "policy", "args": ["--tensor-parallel-size=2"], "gpus": 2},
@@ -56,6 +57,13 @@ def roles(resources: list[Resource], secret: str) -> list[str]:
 
 def test_helms_linter_has_nothing_to_say() -> None:
     assert helm.findings({"fleets": TWO, "trainer": TRAINER, "serviceMonitor": {"enabled": True}}) == []
+
+
+def test_the_values_of_the_page_are_ones_that_the_chart_takes() -> None:
+    (values,) = re.findall(r"^```yaml\n(# values\.yaml\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    resources = helm.resources(yaml.safe_load(values))
+    assert of(resources, "StatefulSet").keys() == {"resharder-daemon", "resharder-fleet-policy", "resharder-fleet-judge"}
+    assert len(of(resources, "ServiceMonitor")) == 2
 
 
 @pytest.mark.parametrize(
