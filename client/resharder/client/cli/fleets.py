@@ -131,7 +131,17 @@ def set_(
             model=model,
             accept_refused=accept_refused,
         )
-    _show(asked, as_json)
+    if as_json:
+        return print_json(plain(asked))
+    print_line(f"{format.outcome(asked)}; set: {_confirmed(asked, target, strategy, pause_mode, max_skew, ahead)}")
+
+
+def _confirmed(fleet: Fleet, *given: object) -> str:
+    """Return what a fleet has now of the settings that were given, in the order of `set_fleet`'s arguments."""
+    facts = dict(_facts(fleet))
+    titles = ("wants", "moves", "pause mode", "max skew", "serves")
+    named = [f"{title} {facts[title]}" for title, value in zip(titles, given, strict=True) if value is not None]
+    return "; ".join(named) or f"model {fleet.model}"
 
 
 @fleet.command("show")
@@ -150,7 +160,7 @@ def show_(
         servers = operator.servers(found.name)
     if as_json:
         return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
-    print_problems(servers)
+    print_problems(servers, [found])
     for title, value in _facts(found):
         print_line(f"{title:<11} {value}")
     print_line()
@@ -270,7 +280,7 @@ def _facts(fleet: Fleet) -> list[tuple[str, str]]:
     facts += [("power", fleet.power.value)]
     if move:
         facts += [(f"move {move.id}", f"{format.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
-        facts += [("failed", f"{server}: {error}") for server, error in sorted(move.failed.items())]
+        facts += [("failed", f"servers/{server}: {error}") for server, error in sorted(move.failed.items())]
     facts += [("refused", f"version {refusal.version}: {refusal.reason}") for refusal in fleet.refused]
     return [*facts, ("reason", fleet.reason)]
 
@@ -287,14 +297,17 @@ def sleep(
     server: ServerName = "",
     level: Annotated[
         int,
-        typer.Option("--level", min=1, max=2, help="Wake the weights from 1: host memory; 2: the daemon."),
+        typer.Option("--level", min=1, max=2, help="1 keeps the weights in host memory; 2 drops them, `wake` installs them."),
     ] = 1,
     wait: Wait = False,
     timeout: Timeout = 0,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Free the GPUs of servers: they answer 503 until `wake`. For a fleet, later servers sleep too."""
+    """Put servers to sleep: they free their GPU memory and answer 503 until `wake`.
+
+    The fleet's pause mode decides what happens to requests in progress. With --fleet, servers that join later sleep too.
+    """
     _require_name(fleet, server)
     power = Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2
     _maintain(
@@ -343,7 +356,10 @@ def drain(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accept no new requests, before maintenance; those in flight complete. --wait until the last one has."""
+    """Take servers out of service: they finish their requests and answer 503 to new ones until `resume`.
+
+    For maintenance: a drained server keeps its weights and GPU memory. --wait ends with the last request.
+    """
     _require_name(fleet, server)
     _maintain(
         Operator.drain,

@@ -1,5 +1,6 @@
 """Servers and fleets for display: their states, and why each is in its state, in one sentence."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from resharder.converters.units import size_text
@@ -280,6 +281,11 @@ def explain_serve_ahead(fleet: Fleet) -> str:
     return f"default of a fleet that moves {resources_pb2.UpdateStrategy.Kind.Name(fleet.strategy.kind)}{bound}"
 
 
+def _named(ids: Iterable[str]) -> str:
+    """Return servers by their resource names: an id alone may be any word, such as `left`."""
+    return ", ".join(f"servers/{id}" for id in ids)
+
+
 def _explain_move(move: Move, view: View) -> str:
     there = sum(server.serving == move.to for server in view.servers.values())
     ahead = " ahead of READY" if move.to in view.ahead else ""
@@ -293,10 +299,10 @@ def _explain_move(move: Move, view: View) -> str:
                 "for an operator's approval" if move.strategy.approval and not move.approved else "",
                 f"for check {move.strategy.check}" if move.checking else "",
             ]
-            canaries = ", ".join(move.canaries)
+            canaries = _named(move.canaries)
             return f"{way}; canaries {canaries} serve it and the rest waits {' and '.join(filter(None, waits)) or 'a moment'}"
         case resources_pb2.Move.TRYING:
-            return f"{way}; canaries {', '.join(move.canaries) or '(none is in service)'} go first"
+            return f"{way}; canaries {_named(move.canaries) or '(none is in service)'} go first"
         case resources_pb2.Move.STAGING:
             return f"{way}; all servers stage it before any applies{why}"
         case resources_pb2.Move.APPLYING:
@@ -307,5 +313,5 @@ def _explain_move(move: Move, view: View) -> str:
             if move.short:
                 return f"{way}; stopped: {move.reason}; it is done when they are back, `approve` ends it without them"
             return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"
-    failed = "".join(f"; {id} failed: {error}" for id, error in sorted(move.failed.items()))
+    failed = "".join(f"; servers/{id} failed: {error}" for id, error in sorted(move.failed.items()))
     return f"{way}{why}{failed}"

@@ -304,7 +304,7 @@ def _short(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 
 def _listed(errors: Mapping[str, str]) -> str:
-    return "; ".join(f"{id}: {error}" for id, error in sorted(errors.items()))
+    return "; ".join(f"servers/{id}: {error}" for id, error in sorted(errors.items()))
 
 
 def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
