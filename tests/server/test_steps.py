@@ -63,7 +63,7 @@ def test_a_version_is_aborted_when_a_rank_without_its_part_starts_a_later_step(s
     first = ranks[0].publish(1)
     second = ranks[1].publish(2)
     ended = site.store.catalogue.get("policy", first.number)
-    assert (ended.state, ended.reason) == ("ABORTED", "rank 1 has started step 2 without its part of step 1")
+    assert (ended.state, ended.reason) == ("ABORTED", "rank 1 went on to step 2 without sending its part of step 1")
     assert site.open() == [second]
     message = refused(lambda: ranks[2].seal(first), "VERSION_ABORTED")
     assert "rank 1 has started step 2" in message
@@ -116,7 +116,7 @@ def test_a_seal_that_comes_while_the_version_is_being_aborted_is_told_so(
 
     monkeypatch.setattr(site.store.lifecycle, "abort", slow)
     ranks[0].begin(2)
-    assert refusals == [f"{record.name} accepts no bytes: it is aborted"]
+    assert refusals == [f"{record.name} is aborted, and takes no more bytes"]
 
 
 def test_a_restarted_job_gets_the_places_of_its_former_processes_back(site: Site, ranks: list[Rank]) -> None:

@@ -137,7 +137,7 @@ def check(
         )
     if as_json:
         return print_json(asdict(report))
-    print_line(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
+    print_line(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element is sent exactly once")
     sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
     print_table(
         Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0, noun="bytes to send"),
@@ -153,7 +153,7 @@ def check(
             print_line(line)
     if report.through_load_weights:
         names = ", ".join(report.through_load_weights[:4])
-        print_line(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
+        print_line(f"{len(report.through_load_weights)} tensors are passed whole to load_weights: {names}")
 
 
 @command(Section.CHECK)
@@ -353,7 +353,7 @@ def _verify_line(one: Verification) -> str:
     elif _compared_nothing(one):
         result = f"not verified: nothing of version {one.version} could be compared"
     elif one.covered_bytes < one.total_bytes:
-        result = f"a part of version {one.version} was compared, and is correct"
+        result = f"the part of version {one.version} that could be compared is correct"
     else:
         result = f"holds version {one.version}"
     return "\n".join([f"worker {one.rank}: {result} ({covered})", *_left_out(one)])
@@ -362,7 +362,11 @@ def _verify_line(one: Verification) -> str:
 def _left_out(one: Verification) -> list[str]:
     """Return what was compared with the memory that the install left, and what was not compared, with the reasons."""
     weaker = one.covered_bytes - one.digested_bytes
-    lines = [f"  {size(weaker)} only with what the install left in memory: the engine has changed their form"] if weaker else []
+    lines = (
+        [f"  {size(weaker)} compared with their state after the install, because the engine has changed their format"]
+        if weaker
+        else []
+    )
     for left in one.uncompared:
         names = ", ".join(left.names[:3]) + (", …" if left.tensors > 3 else "")
         lines.append(f"  {size(left.bytes)} not compared ({left.tensors} tensors: {names}): {left.reason}")

@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import WENT_WRONG, AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
 from resharder.client.cli.format import move_lines, time_of
-from resharder.client.cli.terminal import print_json, print_line, print_stderr, print_table
+from resharder.client.cli.terminal import console, print_json, print_line, print_stderr, print_table
 from resharder.client.cli.watch import print_problems, watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
@@ -165,7 +165,7 @@ def show_(
         print_line(f"{title:<11} {value}")
     print_line()
     if found.move and found.move.state not in (Move.State.DONE, Move.State.FAILED):
-        for line in (*move_lines(found, servers), ""):
+        for line in (*move_lines(found, servers, console().width), ""):
             print_line(line)
     print_table(format.SERVERS, format.server_rows(servers), wide)
 

@@ -43,7 +43,6 @@ _TROUBLES = (Server.State.LOST, Server.State.FAILED)
 _WORST: tuple[Severity, ...] = ("bad", "warn", "busy", "good", "idle")
 _IN_SERVICE = (Server.State.SERVING, Server.State.STAGING, Server.State.APPLYING, Server.State.WAITING)
 VERSIONS = Columns(("model", "version", "state", "step", "size", "ready", "served by", "reason"), noun="versions")
-WIDTH = 80
 _BAR, _SERVER_BAR, _LONGEST_ID = 20, 12, 24
 _FULL, _EMPTY = "█", "·"
 
@@ -229,12 +228,13 @@ def event_line(event: Event) -> Text:
     return line.append_text(styled(f": {event.reason}" if event.reason else ""))
 
 
-def move_lines(fleet: Fleet, servers: Sequence[Server]) -> list[str]:
+def move_lines(fleet: Fleet, servers: Sequence[Server], width: int) -> list[str]:
     """Return the lines of a fleet's current or last move; none without a move.
 
     Args:
         fleet: The fleet.
         servers: Its servers.
+        width: Columns of the terminal, at which a line is cut off.
     """
     move = fleet.move
     if move is None:
@@ -244,7 +244,10 @@ def move_lines(fleet: Fleet, servers: Sequence[Server]) -> list[str]:
     there = sum(server.version == version and server.state == Server.State.SERVING for server in live)
     bar = _bar(sum(_done(server, version) for server in live) / max(1, len(live)), _BAR)
     head = f"move {move.id}  {number(move.from_version)} → {number(move.to_version)}  {move.state.value}"
-    return [f"{head}  {bar}  {there} of {len(live)} on version {number(version)}"[:WIDTH], *_server_lines(move, servers, version)]
+    return [
+        f"{head}  {bar}  {there} of {len(live)} on version {number(version)}"[:width],
+        *_server_lines(move, servers, version, width),
+    ]
 
 
 def _destination(move: Move) -> int:
@@ -278,7 +281,7 @@ def _wave(move: Move, server_id: str) -> str:
     return str((position - canaries) // (strategy.at_a_time or len(admitted)) + (2 if canaries else 1))
 
 
-def _server_lines(move: Move, servers: Sequence[Server], version: int) -> list[str]:
+def _server_lines(move: Move, servers: Sequence[Server], version: int, width: int) -> list[str]:
     order = {_id(name): position for position, name in enumerate(move.servers)}
     servers = sorted(servers, key=lambda server: (order.get(_id(server.name), len(order)), server.name))
     failed = {_id(name): error for name, error in move.failed.items()}
@@ -288,7 +291,7 @@ def _server_lines(move: Move, servers: Sequence[Server], version: int) -> list[s
         state = f"{server.state.value}, {failed[name]}" if name in failed else server.state.value
         rows.append((_short(name), _wave(move, name), _bar(_done(server, version), _SERVER_BAR), number(server.version), state))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    return ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]])[:WIDTH] for row in rows]
+    return ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]])[:width] for row in rows]
 
 
 def _bar(share: float, width: int) -> str:

@@ -55,7 +55,7 @@ def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False
 
 @command(Section.MAINTAIN, "drain-node")
 def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Let a node take no further version, before maintenance, and drop those that no worker maps."""
+    """Prepare a node for maintenance: it takes no further version, and drops those that no worker uses."""
     with Operator(endpoint) as operator:
         found = operator.drain_node(node)
     print_json(plain(found)) if as_json else print_line(f"{found.name}: drained")

@@ -214,6 +214,8 @@ def watch_move(fleet: str, endpoint: str | None) -> None:
 
         def look() -> Group:
             found = operator.fleet(fleet)
-            return Group(format.outcome(found), *(move_lines(found, operator.servers(found.name)) or ["no move yet"]))
+            return Group(
+                format.outcome(found), *(move_lines(found, operator.servers(found.name), console().width) or ["no move yet"])
+            )
 
         follow(look, every=1.0)

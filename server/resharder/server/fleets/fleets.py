@@ -265,7 +265,8 @@ class Fleets:
             if others and known.world_size != first.world_size:
                 raise FailedPrecondition(
                     "WORLD_SIZE",
-                    f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
+                    f"server {server} has {known.world_size} workers according to its other control sides, "
+                    f"and {first.world_size} according to this one",
                 )
             strategy = self.by_name[known.fleet].strategy.kind
             if first.passes_kv and strategy != resources_pb2.UpdateStrategy.ATOMIC:
@@ -393,9 +394,9 @@ class Fleets:
         model = model or (name if name in models else "")
         if not model:
             there = sorted({*self.by_name, *models})
-            raise ResourceNotFound("FLEET_UNKNOWN", f"fleet {name!r} is unknown, there are {there}; a new one needs a model")
+            raise ResourceNotFound("FLEET_UNKNOWN", f"there is no fleet {name!r}, only {there}; a new one needs a model")
         if model not in models:
-            raise ResourceNotFound("MODEL_UNKNOWN", f"model {model!r} is unknown; there are {models}")
+            raise ResourceNotFound("MODEL_UNKNOWN", f"there is no model {model!r}; the daemon has {models}")
         return self._default_fleet(name, model)
 
     def _default_fleet(self, name: str, model: str) -> Fleet:
@@ -715,7 +716,7 @@ class Fleets:
         """Return the view of a fleet. Raises ResourceNotFound (FLEET_UNKNOWN)."""
         views = {view.fleet.name: view for view in self.fleets()}
         if name not in views:
-            raise ResourceNotFound("FLEET_UNKNOWN", f"fleet {name!r} is unknown; there are {list(views)}")
+            raise ResourceNotFound("FLEET_UNKNOWN", f"there is no fleet {name!r}; the daemon has {list(views)}")
         return views[name]
 
     def _fleet_view(self, fleet: Fleet) -> FleetView:

@@ -5,6 +5,7 @@ from typing import Any
 
 from resharder.converters.badges import Badge, Health, ServerState, badge, health, publisher_badge, server_badge, trouble
 from resharder.converters.event_text import details_text
+from resharder.converters.units import size_text
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
@@ -57,7 +58,7 @@ def _problems(now: Snapshot) -> Iterator[str]:
     for model in now.versions:
         yield from (f"{record.name} is {record.reason}" for record in now.not_retired(model))
     for path, size in now.stuck.items():
-        yield f"{path} cannot be removed, and takes {size} bytes of the store: remove what protects it"
+        yield f"{path} cannot be removed, and takes {size_text(size)} of the store: remove what protects it"
     for node in now.nodes:
         if node.state == resources_pb2.Node.LOST:
             yield f"node {node.report.node} is LOST: it has not called within its lease"
