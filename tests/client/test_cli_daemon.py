@@ -56,7 +56,7 @@ def test_a_fleet_is_made_moved_pinned_and_rolled_back(daemon: Daemon) -> None:
     assert "there is no fleet moved" in resharder("update", 1, "--fleet", "moved").err
     assert (
         output("fleet", "set", "moved", "--model", "policy", "--want", 1)
-        == "moved targets version 1, is at 1: pinned to version 1; set: wants version 1\n"
+        == "moved targets version 1, is at 1: pinned to version 1; set: wants version 1; model policy\n"
     )
     with SimulatedServer(daemon, "moved-a", fleet="moved"), SimulatedServer(daemon, "moved-b", fleet="moved"):
         done = resharder("update", 2, "--fleet", "moved", *WAIT)

@@ -143,7 +143,8 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
         (("--want", 1, "--pause-mode", "wait"), "wants version 1; pause mode wait"),
         (("--max-skew", 0), "max skew no bound"),
         (("--no-serve-ahead",), "serves READY versions only"),
-        (("--accept-refused",), "model policy"),
+        (("--accept-refused",), "refused versions are allowed"),
+        (("--model", "policy", "--rolling", 1), "moves 1 at a time, stops after 1 failure; model policy"),
     ],
 )
 def test_fleet_set_confirms_what_it_has_set(fake: FakeOperator, options: tuple[object, ...], confirmed: str) -> None:

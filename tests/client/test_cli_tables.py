@@ -105,7 +105,7 @@ def test_a_check_that_finds_nothing_wrong_takes_one_line() -> None:
     checks = Columns(("", "check", "found", "hint"), texts=2)
     rows = [
         ("ok", "huge pages in shared memory", "huge=always at /dev/shm", ""),
-        ("warn", "clocks", "3 s apart", "run NTP on both"),
+        ("warn", "clocks", "3 s apart", "run NTP"),
     ]
     assert [line.plain for line in lines(checks, rows, 80)] == [
         "      check                        found",

@@ -66,7 +66,7 @@ def test_a_version_is_aborted_when_a_rank_without_its_part_starts_a_later_step(s
     assert (ended.state, ended.reason) == ("ABORTED", "rank 1 went on to step 2 without sending its part of step 1")
     assert site.open() == [second]
     message = refused(lambda: ranks[2].seal(first), "VERSION_ABORTED")
-    assert "rank 1 has started step 2" in message
+    assert "rank 1 went on to step 2" in message
 
 
 def test_a_rank_that_retries_while_another_has_gone_on_is_refused_until_it_goes_on_too(site: Site, ranks: list[Rank]) -> None:
@@ -271,7 +271,7 @@ def test_a_restarted_rank_without_boxes_begins_no_version_of_a_step_that_the_oth
     assert not site.open(), "it waits until the other rank calls, or is replaced"
     site.now += 1
     intake.publisher(name, 0)
-    assert "rank 0 has started step 2" in refused(lambda: next(back), "VERSION_ABORTED")
+    assert "rank 0 went on to step 2" in refused(lambda: next(back), "VERSION_ABORTED")
 
 
 def test_a_rank_that_has_not_registered_with_this_daemon_is_told_so(site: Site) -> None:

@@ -133,15 +133,11 @@ def set_(
         )
     if as_json:
         return print_json(plain(asked))
-    print_line(f"{format.outcome(asked)}; set: {_confirmed(asked, target, strategy, pause_mode, max_skew, ahead)}")
-
-
-def _confirmed(fleet: Fleet, *given: object) -> str:
-    """Return what a fleet has now of the settings that were given, in the order of `set_fleet`'s arguments."""
-    facts = dict(_facts(fleet))
+    facts = dict(_facts(asked))
     titles = ("wants", "moves", "pause mode", "max skew", "serves")
-    named = [f"{title} {facts[title]}" for title, value in zip(titles, given, strict=True) if value is not None]
-    return "; ".join(named) or f"model {fleet.model}"
+    done = [f"{title} {facts[title]}" for title, value in zip(titles, given, strict=True) if value is not None]
+    done += [f"model {asked.model}"] * bool(model) + ["refused versions are allowed"] * accept_refused
+    print_line(f"{format.outcome(asked)}; set: {'; '.join(done)}")
 
 
 @fleet.command("show")
