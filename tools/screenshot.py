@@ -70,7 +70,8 @@ if __name__ == "__main__":
         sys.exit()
     with tempfile.TemporaryDirectory() as made:
         take(Path(made))
-        for name in ("status", "status-narrow"):
+        for name, height in (("status", 1190), ("status-narrow", 1700)):  # down to the versions
             picture = ROOT / "docs" / "images" / f"{name}.png"
-            Image.open(Path(made) / f"{name}.png").convert("RGB").quantize(64).save(picture, optimize=True)
+            shot = Image.open(Path(made) / f"{name}.png").convert("RGB")
+            shot.crop((0, 0, shot.width, min(height, shot.height))).quantize(128).save(picture, optimize=True)
             print(picture)
