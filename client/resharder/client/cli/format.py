@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
-from resharder.client.cli.terminal import Columns, Row, alarm, paint, styled
+from resharder.client.cli.terminal import Cell, Columns, Row, alarm, paint, styled
 from resharder.client.operator.answers import (
     Event,
     Fleet,
@@ -74,8 +74,9 @@ def fleet_health(fleet: Fleet, servers: Iterable[Server]) -> Health:
         for s in servers
         if s.fleet == fleet.name
     }
-    state, failed = (fleet.move.state.value, [*map(_id, fleet.move.failed)]) if fleet.move else ("", [])
-    return health(of, fleet.wanted_version, state, failed)
+    if fleet.move is None:
+        return health(of, fleet.wanted_version)
+    return health(of, fleet.wanted_version, fleet.move.state.value, [*map(_id, fleet.move.failed)])
 
 
 def fleet_rows(fleets: Iterable[Fleet], servers: Sequence[Server]) -> Iterator[Row]:
@@ -83,7 +84,7 @@ def fleet_rows(fleets: Iterable[Fleet], servers: Sequence[Server]) -> Iterator[R
     found = [(fleet_health(fleet, servers), fleet) for fleet in fleets]
     for well, f in sorted(found, key=lambda each: _WORST.index(each[0].badge.severity)):
         selected = f" ({f.wanted_version})" if f.target.kind != VersionTarget.Kind.NUMBER and f.wanted_version else ""
-        moved = paint(badge("move", f.move.state.value), move(f.move)) if f.move else move(f.move)
+        moved: Cell = paint(badge("move", f.move.state.value), move(f.move)) if f.move else move(f.move)
         yield (
             f.name, paint(well.badge), f.model, target(f.target) + selected, number(f.settled_version),
             f"{well.serving}/{max(well.servers, len(f.servers))}", str(well.behind), strategy(f.strategy), moved, f.reason,

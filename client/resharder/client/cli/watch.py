@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, Wide, command
 from resharder.client.cli.format import event_line, move_lines, time_of
-from resharder.client.cli.terminal import console, end_with_reader, one_line, print_json, print_line, print_table, table
+from resharder.client.cli.terminal import alarm, console, end_with_reader, one_line, print_json, print_line, print_table, table
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Daemon, Fleet, Server
@@ -160,7 +160,7 @@ class Lasting:
         try:
             self._picture, self._seen = self._look(), datetime.now(UTC)
         except DaemonUnreachable as error:
-            away = format.alarm(f"the daemon last answered at {time_of(self._seen)}; below is what was known then: {error}")
+            away = alarm(f"the daemon last answered at {time_of(self._seen)}; below is what was known then: {error}")
             return Group(away, "", self._picture)
         return self._picture
 
