@@ -464,7 +464,7 @@ def test_a_version_that_cannot_come_back_leaves_everything_as_it_was(root: Path)
     before = store.catalogue.used_bytes()
     with pytest.raises(DataLoss, match="1 tensors are not what was published: a"):
         adopt(store, old, copy)
-    with pytest.raises(ResourceExhausted, match="no capacity for a version of"):
+    with pytest.raises(ResourceExhausted, match="no room for a version of"):
         store.lifecycle.adopt("policy", 9, "", store.capacity.limit_bytes, lambda folder: None)
     assert (numbers(store), store.catalogue.used_bytes()) == ([2, 3], before)
     assert not list((store.folder.root / "models/policy/staging").iterdir())

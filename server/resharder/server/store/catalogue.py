@@ -207,7 +207,7 @@ class Catalogue:
         """Return the record of a version. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
         record = self.model(name).records.get(number)
         if record is None:
-            raise ResourceNotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
+            raise ResourceNotFound("VERSION_UNKNOWN", f"there is no models/{name}/versions/{number}")
         return record
 
     def newest(self, name: str) -> VersionRecord | None:
@@ -239,7 +239,7 @@ class Catalogue:
         """Return the model. Raises InvalidArgument (MODEL_NAME), ResourceNotFound (MODEL_UNKNOWN)."""
         model = self._models.get(check_model_name(name))
         if model is None:
-            raise ResourceNotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
+            raise ResourceNotFound("MODEL_UNKNOWN", f"there is no model {name!r}; the daemon has {self.models()}")
         return model
 
     def add_model(self, name: str) -> StoredModel:
