@@ -159,7 +159,7 @@ def a_stopped_move(now: float) -> Scene:
 
 def a_store_almost_full(now: float) -> Scene:
     group = [server("rollout-0", 4), server("rollout-1", 4)]
-    return Scene(plain(now, group, fleet("policy", 4), store_used=int(7.6 * SIZE)), events(now, CAME))
+    return Scene(plain(now, group, fleet("policy", 4), store_used=8 * SIZE, available={"policy": SIZE // 2}), events(now, CAME))
 
 
 def a_daemon_away(now: float) -> Scene:

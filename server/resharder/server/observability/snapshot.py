@@ -58,6 +58,20 @@ class Snapshot:
         """Return the READY versions beyond retention whose files cannot be moved."""
         return [record for record in self.versions.get(model, ()) if record.state == READY and record.reason]
 
+    def newest(self, model: str) -> VersionRecord | None:
+        """Return the READY version with the highest number."""
+        ready = [record for record in self.versions.get(model, ()) if record.state == READY]
+        return max(ready, key=lambda record: record.number, default=None)
+
+    def without_room(self) -> list[str]:
+        """Return the models with a trainer for whose next version, as large as the newest one, there is no room.
+
+        What the store uses says nothing of that: it is at its limit as a rule, as files are laid out ahead.
+        """
+        trained = {publisher.model for publisher, live in self.publishers if live}
+        newest = {model: self.newest(model) for model in sorted(trained & self.available.keys())}
+        return [model for model, last in newest.items() if last and last.size_bytes > self.available[model]]
+
     def lag(self, view: FleetView) -> Lag:
         return lag(view, self.servers.get(view.fleet.name, ()), self.versions.get(view.fleet.model, ()))
 

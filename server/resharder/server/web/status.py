@@ -17,7 +17,6 @@ from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _VERSIONS = 12  # newest versions of each model
-_ALMOST_FULL = 0.9  # share of the store's limit
 _PROBLEMS = (resources_pb2.Server.LOST, resources_pb2.Server.FAILED)
 
 
@@ -50,6 +49,8 @@ def _problems(now: Snapshot) -> Iterator[str]:
     """Yield a sentence for each problem: of the store, fleets, publishers, versions, and nodes."""
     if now.store_problem:
         yield f"the store is lost: {now.store_problem}"
+    for model in now.without_room():
+        yield f"the store has no room for the next version of model {model}: raise --store-limit-bytes or lower --keep-count"
     for view in now.fleets:
         yield from _fleet_problems(now, view)
     for publisher, live in now.publishers:
@@ -111,7 +112,7 @@ def _store_badge(now: Snapshot) -> dict[str, str] | None:
         return _badge(Badge("LOST", "bad"))
     if now.store_used > now.store_limit:
         return _badge(Badge("FULL", "bad"))
-    return _badge(Badge("ALMOST FULL", "warn")) if now.store_used > _ALMOST_FULL * now.store_limit else None
+    return _badge(Badge("ALMOST FULL", "warn")) if now.without_room() else None
 
 
 def _badge(badge: Badge) -> dict[str, str]:
