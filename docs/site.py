@@ -1,8 +1,9 @@
-"""MkDocs hooks: make pages of files outside docs/, and turn links to files that have no page into text."""
+"""MkDocs hooks: make pages of files outside docs/, link to these, and turn links to files that have no page into text."""
 
 import logging
+import posixpath
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -16,7 +17,7 @@ PAGES = {
     "security-policy.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(#[^)]*)?\)")
+_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(?P<anchor>#[^)]*)?\)")
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -27,12 +28,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    def as_text(link: re.Match[str]) -> str:
-        if not (ROOT / "docs" / link["to"]).exists():
+    folder = PurePosixPath(page.file.src_uri).parent
+
+    def on_site(link: re.Match[str]) -> str:
+        to = posixpath.normpath(f"docs/{folder}/{link['to']}")
+        if to.startswith("docs/"):
+            return link[0]
+        if made := next((name for name, source in PAGES.items() if source == to), None):
+            return f"[{link['text']}]({posixpath.relpath(made, folder)}{link['anchor'] or ''})"
+        if not (ROOT / to).exists():
             _log.warning("%s: nothing is at %s", page.file.src_uri, link["to"])
         return link["text"]
 
-    return _LINK.sub(as_text, markdown)
+    return _LINK.sub(on_site, markdown)
 
 
 def _from_root(name: str) -> str:
