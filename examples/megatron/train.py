@@ -42,7 +42,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = build(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     with connect(model="policy") as publisher:  # at RESHARDER_ENDPOINT, by default 127.0.0.1:7677
         publisher.attach(model, CONFIG, options.tokenizer)
         for step in range(1, options.steps + 1):
