@@ -32,10 +32,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def on_site(link: re.Match[str]) -> str:
         to = posixpath.normpath(f"docs/{folder}/{link['to']}")
-        if to.startswith("docs/"):
-            return link[0]
-        if made := next((name for name, source in PAGES.items() if source == to), None):
-            return f"[{link['text']}]({posixpath.relpath(made, folder)}{link['anchor'] or ''})"
+        made = next((name for name, source in PAGES.items() if source == to), None)
+        if made or to.startswith("docs/"):
+            return f"[{link['text']}]({posixpath.relpath(made or to.removeprefix('docs/'), folder)}{link['anchor'] or ''})"
         if not (ROOT / to).exists():
             _log.warning("%s: nothing is at %s", page.file.src_uri, link["to"])
         return link["text"]
