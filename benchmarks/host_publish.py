@@ -33,7 +33,7 @@ from benchmarks.stores import fast_store
 from tests.support.daemon import Daemon
 from tests.support.home_rank import CONFIG
 from tests.support.namespaces import unavailable
-from tests.support.node import Node, joined
+from tests.support.node import Node, wait_live
 from tests.support.remote import Remote
 from tests.support.supervised import MEMORY, shared_memory
 
@@ -145,7 +145,7 @@ def rounds_of(way: str, asked: argparse.Namespace) -> list[Round]:
     with ExitStack() as stack:
         daemon = stack.enter_context(Daemon(data_listen="127.0.0.1:0", shared_memory=False, keep_count=1, replicas=replicas))
         nodes = [stack.enter_context(Node(daemon.endpoint, f"host-{number}")) for number in range(asked.hosts)]
-        joined(daemon, *(node.name for node in nodes))
+        wait_live(daemon, *(node.name for node in nodes))
         pool = stack.enter_context(ThreadPoolExecutor(asked.hosts))
         ranks = []
         for node in nodes:

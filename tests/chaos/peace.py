@@ -28,7 +28,7 @@ from tests.chaos.operations import FLEET, Operations
 from tests.chaos.system import KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, ClientAnswer, ask
 from tests.support.forked import end_sources
-from tests.support.node import stored
+from tests.support.node import stored_files
 
 ARRIVE = 90.0
 """Seconds in which everything arrives once every process runs; three attempts of an install are up to 60 s apart."""
@@ -210,7 +210,7 @@ def altered(system: System, name: str, nodes: Iterable[Node]) -> list[str]:
     for copy in copies:
         if copy.held_pieces == copy.pieces and not copy.uploading:
             try:
-                same = system.nodes[name].node.files(copy.version) == stored(system.daemon, copy.version)
+                same = system.nodes[name].node.files(copy.version) == stored_files(system.daemon, copy.version)
             except (OSError, ValueError) as error:
                 found.append(f"{name} reports {copy.version}: {type(error).__name__}: {error}")
             else:

@@ -32,7 +32,7 @@ from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.secure import PROBE, Authority, SecureDaemon
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ COLUMNS: list[tuple[str, Box]] = [
 NEEDS = {name: tuple(box for other, box in COLUMNS if other == name) for name, _ in COLUMNS}
 
 
-@pytest.fixture(params=alone(["plain", "mutual TLS"], ["mutual TLS"]))
+@pytest.fixture(params=sampled(["plain", "mutual TLS"], ["mutual TLS"]))
 def either(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Iterator[Channel]:
     """A channel to a daemon with a version of `SPECS`."""
     if request.param == "plain":

@@ -18,7 +18,7 @@ from resharder.server.node import main as node_main
 from tests.support.command import Done, running
 from tests.support.fake_operator import FakeOperator
 from tests.support.hostile_operator import COMMANDS, Hostile, command_id
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 FOLLOWING = (("watch",), ("watch", "--json"), ("watch", "--wide"), ("events", "--follow"), ("fleet", "show", "--watch"))
 HELP = (("--help",), ("--version",), ("gc", "--help"))
@@ -65,7 +65,7 @@ def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 SHELL = ['"$@" >&-', '"$@" >&- <&-', '"$@" >&- 2>&-']
 
 
-@pytest.mark.parametrize("line", alone(SHELL, SHELL[:1]))
+@pytest.mark.parametrize("line", sampled(SHELL, SHELL[:1]))
 def test_a_command_with_closed_outputs_does_its_work(daemon: Hostile, line: str) -> None:
     done = shell(line, "status", "--endpoint", daemon.endpoint)
     assert (done.returncode, done.stderr) == (0, "")

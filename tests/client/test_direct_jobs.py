@@ -16,7 +16,7 @@ from tests.support.direct_jobs import ConfiguredServer, Job
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.remote import Remote
 from tests.support.tiny_hf import tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 CONFIG = tiny_config("llama") | {"architectures": ["TeleChat3ForCausalLM"]}  # vLLM's, without a table here
 ENVIRONMENT = {"RESHARDER_PEER_MEMORY": "off"}
@@ -88,7 +88,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", alone(WRONG, ["another config"]))
+@pytest.mark.parametrize("kind", sampled(WRONG, ["another config"]))
 def test_a_version_that_is_not_the_servers_model_is_refused_by_name_before_anything_is_applied(
     site: Site, ahead: bool, kind: str
 ) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 DIRECT, CAST = "tests.client.direct_kernels", "tests.converters.cast_kernels"
 
 
-@pytest.mark.parametrize(("module", "rounds"), alone([(DIRECT, 1), (DIRECT, 3), (CAST, 1), (CAST, 2)], [(CAST, 1)]))
+@pytest.mark.parametrize(("module", "rounds"), sampled([(DIRECT, 1), (DIRECT, 3), (CAST, 1), (CAST, 2)], [(CAST, 1)]))
 def test_kernels_move_digest_and_cast_as_the_host_does(module: str, rounds: int) -> None:
     pytest.importorskip("triton", reason="the kernels run in Triton's interpreter")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.variants import alone
+from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
 STEPS = 20
@@ -227,7 +227,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("case", alone(CASES, KEPT), ids=lambda case: f"{case.job.__name__}-{case.family}")
+@pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=lambda case: f"{case.job.__name__}-{case.family}")
 def test_a_healthy_job_is_published_at_each_step_and_after_it_was_resumed_without_a_warning(
     case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import cast
 from tests.support.namespaces import unavailable
-from tests.support.node import Node, joined, nodes
+from tests.support.node import Node, nodes, wait_live
 from tests.support.ranks import forked
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
@@ -27,7 +27,7 @@ def test_pipeline_stages_on_two_hosts_publish_two_models_into_the_memory_of_thei
         Node(daemon.endpoint, "b") as second,
     ):
         (tmp_path / "nodes.json").write_text(json.dumps([str(first.root), str(second.root)]))
-        joined(daemon, "a", "b")
+        wait_live(daemon, "a", "b")
         forked("tests.client.home_ranks", daemon.endpoint, tmp_path)
         found = [json.loads((tmp_path / f"transports-{rank}.json").read_text()) for rank in range(4)]
         assert found == [["node", "node"]] * 4

@@ -20,7 +20,7 @@ from resharder.converters.wire.range_client import DataAddress
 from tests.chaos.proxy import Proxies
 from tests.support.command import answer, resharder
 from tests.support.daemon import Daemon
-from tests.support.node import Node, holds, joined, nodes
+from tests.support.node import Node, holds, nodes, wait_live
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole
@@ -79,7 +79,7 @@ def test_a_fast_a_slow_and_a_dead_link_are_told_apart(daemon: Daemon, version: s
         Node(daemon.endpoint, "far", **here) as far,
         Node(daemon.endpoint, "dead") as dead,
     ):
-        joined(daemon, "near", "far", "dead")
+        wait_live(daemon, "near", "far", "dead")
         hold(daemon, far, near, dead, version=version)
         slow.delay = 0.01  # of 16 KiB
         hold(daemon, near, far, dead, version=version)
@@ -150,7 +150,7 @@ def test_certificates_of_other_names_and_authorities_are_said_as_expected_and_fo
         tls = authority.tls("one.hosts.test")
         files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
         with Node(daemon.endpoint, "one", **files) as one:
-            joined(daemon, "one")
+            wait_live(daemon, "one")
             for name, value in authority.environment(PROBE).items():
                 monkeypatch.setenv(name, value)
             hold(daemon, one, version=version)

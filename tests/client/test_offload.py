@@ -20,7 +20,7 @@ from resharder.client.trainer import offload
 from resharder.client.trainer.offload import eval_mode, keep_rng, offload_memory
 
 from tests.support.tiny_hf import tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 pytestmark = pytest.mark.compat("offload")
 
@@ -56,7 +56,7 @@ def scramble(tensors: Sequence[torch.Tensor]) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("distributed_optimizer", alone([False, True], [True]))
+@pytest.mark.parametrize("distributed_optimizer", sampled([False, True], [True]))
 def test_a_megatron_model_under_ddp_comes_back_bit_for_bit_in_every_view(
     distributed_optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
 pytestmark = pytest.mark.compat("publish")
@@ -133,7 +133,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", alone(DIVIDED, ["replicas"]))
+@pytest.mark.parametrize("case", sampled(DIVIDED, ["replicas"]))
 def test_ranks_of_a_distributed_optimizer_cast_and_deliver_the_parts_of_the_master_weights_that_they_have(
     daemon: Daemon, case: str, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_until
 from tests.support.released import ImmediateReleases
 from tests.support.remote import Remote
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_step_that_one_rank_delivered_to_a_dead_daemon_holds_nobody_up(tmp_pat
         assert equal(exported(daemon.endpoint, "latest", tmp_path / "out"), weights(2))
 
 
-@pytest.mark.parametrize("transport", alone(["grpc", "shared-memory"], ["shared-memory"]))
+@pytest.mark.parametrize("transport", sampled(["grpc", "shared-memory"], ["shared-memory"]))
 def test_a_later_job_ends_an_earlier_one(daemon: Daemon, transport: str) -> None:
     (old,) = connected(daemon.endpoint, 1, "old", transport=transport)
     publish_all([old], 1, weights(1))[0].wait_ready(60)
@@ -185,7 +185,7 @@ class Copying:
         threading.Event().wait()
 
 
-@pytest.mark.parametrize("transport", alone(["grpc", "shared-memory"], ["shared-memory"]))
+@pytest.mark.parametrize("transport", sampled(["grpc", "shared-memory"], ["shared-memory"]))
 def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_one_publishes(
     transport: str, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
 CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {  # sizes whose parts are not whole blocks
@@ -58,7 +58,7 @@ def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     }  # as routers have it
 
 
-@pytest.mark.parametrize("case", alone(CASES, ["dense", "experts-of-several-ranks", "latent"]))
+@pytest.mark.parametrize("case", sampled(CASES, ["dense", "experts-of-several-ranks", "latent"]))
 def test_ranks_deliver_one_cast_of_the_whole_tensors(daemon: Daemon, case: str, tmp_path: Path) -> None:
     family, changes, world, layout = CASES[case]
     config = tiny_config(family, **changes)

@@ -21,13 +21,13 @@ from tests.support.fp8_reference import FP8, cast
 from tests.support.observing import wait_until
 from tests.support.remote import Gone, Remote
 from tests.support.tiny_hf import tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
 FAMILY = tiny_config("qwen3", intermediate_size=320)  # gate, up and down have blocks of both ranks
 
 
-@pytest.mark.parametrize("direct_wait", alone([0.0, 30.0], [0.0]))
+@pytest.mark.parametrize("direct_wait", sampled([0.0, 30.0], [0.0]))
 def test_the_trainers_tensors_and_their_cast_are_ready_together(daemon: Daemon, direct_wait: float, tmp_path: Path) -> None:
     models = f"keep-{direct_wait:g}", f"serve-{direct_wait:g}", f"again-{direct_wait:g}"
     options: dict[str, Any] = {"direct_wait": direct_wait, "also": {models[1]: FP8, models[2]: None}}

@@ -18,7 +18,7 @@ from tests.support.daemon import Daemon
 from tests.support.observing import servers, wait_until
 from tests.support.remote import Remote
 from tests.support.simulated_server import SimulatedServer
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 Server, Power = resources_pb2.Server, resources_pb2.Power
 
@@ -55,7 +55,7 @@ def state(daemon: Daemon, model: str) -> tuple[str, int, str]:
     return Server.State.Name(found.state), found.version, Power.Name(found.power)
 
 
-@pytest.mark.parametrize(("fleet", "earlier"), alone([("keep", 0), ("serve", 3), ("keep", 3), ("serve", 0)], [("serve", 3)]))
+@pytest.mark.parametrize(("fleet", "earlier"), sampled([("keep", 0), ("serve", 3), ("keep", 3), ("serve", 0)], [("serve", 3)]))
 def test_a_generation_lends_to_servers_of_either_model_with_its_own_version(daemon: Daemon, fleet: str, earlier: int) -> None:
     numbers = {"keep": earlier + 2, "serve": 2}
     with (
@@ -89,7 +89,7 @@ def test_a_fleet_of_a_third_model_takes_no_version_of_the_two(daemon: Daemon) ->
             assert (generation.version, len(generation.servers)) == (0, 1)
 
 
-@pytest.mark.parametrize("fleet", alone(["keep", "serve"], ["serve"]))
+@pytest.mark.parametrize("fleet", sampled(["keep", "serve"], ["serve"]))
 def test_on_the_direct_path_the_servers_of_one_model_wake_once_both_are_ready(daemon: Daemon, fleet: str, tmp_path: Path) -> None:
     with published(daemon, 2, direct_wait=8.0) as (publisher, model):
         server = served(daemon, fleet, tmp_path)

@@ -9,7 +9,7 @@ from resharder.client.errors import Conflict
 
 from tests.client.models import connected, declared, equal, exported, parts, publish_all, spread, together, weights
 from tests.support.daemon import Daemon
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def daemon() -> Iterator[Daemon]:
 pytestmark = pytest.mark.parametrize("transport", ["grpc", "http", "shared-memory"])
 
 
-@pytest.mark.parametrize("ranks", alone([1, 2, 3], [2]))
+@pytest.mark.parametrize("ranks", sampled([1, 2, 3], [2]))
 def test_what_is_exported_is_what_the_ranks_held_bit_for_bit(daemon: Daemon, transport: str, ranks: int, tmp_path: Path) -> None:
     full = weights(ranks)
     publishers = connected(daemon.endpoint, ranks, f"{transport} {ranks}", transport=transport)

@@ -19,7 +19,7 @@ from resharder.converters.architectures.computation import UNCOMPARED_FIELDS
 from resharder.converters.errors import ConversionError
 from resharder.converters.models.megatron.layout import local_layout
 
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 Config = dict[str, Any]
 LISTED = {name for names in UNCOMPARED_FIELDS.values() for name in names}
@@ -100,7 +100,7 @@ def test_another_value_is_refused_or_on_the_list(family: str) -> None:
     assert unlisted(config, taken(config)) == set()
 
 
-@pytest.mark.parametrize("family", alone(["qwen2_moe", "deepseek_v2_lite", "gpt_oss"], []))
+@pytest.mark.parametrize("family", sampled(["qwen2_moe", "deepseek_v2_lite", "gpt_oss"], []))
 def test_a_value_on_the_list_changes_no_logit(family: str, tmp_path: Path) -> None:
     """By transformers, whose model is what a server computes."""
     config = tiny_hf.tiny_config(family)

@@ -10,7 +10,7 @@ import torch
 
 from tests.support import fakepg, reference, tiny_hf
 from tests.support.megatron_models import build_model, fill_from_hf, wrap_float16
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 # isort: split
 from resharder.converters import architectures
@@ -104,8 +104,8 @@ def difference(folder: Path, family: str, count: int, spec: Any) -> float:
     return reference.difference(chunks, config, folder, tokens)
 
 
-@pytest.mark.parametrize("spec", alone(["local", "te"], ["te"]))
-@pytest.mark.parametrize("family", alone(PREDICTING, ["glm4_moe", "mimo"]))
+@pytest.mark.parametrize("spec", sampled(["local", "te"], ["te"]))
+@pytest.mark.parametrize("family", sampled(PREDICTING, ["glm4_moe", "mimo"]))
 def test_two_layers_that_predict_compute_what_transformers_does(
     folder_of: Callable[[str, int], Path], family: str, spec: str
 ) -> None:
@@ -168,7 +168,8 @@ WRONG: dict[str, tuple[str, str, Callable[[Weight], Weight]]] = {
 
 
 @pytest.mark.parametrize(
-    "mistake", alone(WRONG, ["latent and rotary rows swapped", "biases of experts off by one", "columns as DeepSeek has them"])
+    "mistake",
+    sampled(WRONG, ["latent and rotary rows swapped", "biases of experts off by one", "columns as DeepSeek has them"]),
 )
 def test_a_wrong_line_moves_the_logits(
     folder_of: Callable[[str, int], Path], mistake: str, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from resharder.client.cli import app
 from tests.support.bare_venv import ROOT, BareVenv
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 
 def commands(of: typer.Typer = app) -> Iterator[list[str]]:
@@ -51,7 +51,7 @@ def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
         assert f"pip install 'resharder[{extra}]'" in ended.stderr
 
 
-@pytest.mark.parametrize("name", alone(["connect", "fill", "import_checkpoint", "attach"], ["connect", "attach"]))
+@pytest.mark.parametrize("name", sampled(["connect", "fill", "import_checkpoint", "attach"], ["connect", "attach"]))
 def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: BareVenv, name: str) -> None:
     assert bare.run("-c", "from resharder.client import Tls, UsageError").stderr == ""
     last = bare.run("-c", f"from resharder.client import {name}").stderr.splitlines()[-1]
@@ -93,7 +93,7 @@ def test_commands_that_need_megatron_say_how_to_get_it(client: BareVenv, tmp_pat
         assert "pip install 'resharder[megatron]'" in ended.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("shared_memory", alone([True, False], [True]))
+@pytest.mark.parametrize("shared_memory", sampled([True, False], [True]))
 def test_a_safetensors_folder_is_imported_and_exported_without_torch(
     client: BareVenv, tmp_path: Path, shared_memory: bool
 ) -> None:

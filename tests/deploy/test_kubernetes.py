@@ -16,7 +16,7 @@ from resharder.server.config import Config, load
 from resharder.server.node.main import NodeConfig
 
 from tests.support.tools import checked, tool
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
@@ -77,7 +77,7 @@ def daemon_configuration(resources: list[Resource], folder: Path, monkeypatch: p
     return load(file, {})
 
 
-@pytest.mark.parametrize("version", alone(VERSIONS, VERSIONS[-1:]))
+@pytest.mark.parametrize("version", sampled(VERSIONS, VERSIONS[-1:]))
 def test_every_resource_is_one_that_kubernetes_takes(resources: list[Resource], version: str) -> None:
     known = [one for one in resources if one["apiVersion"] not in NOT_KUBERNETES]
     assert len(known) > 10

@@ -14,7 +14,7 @@ from resharder.client import connect
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.node import Node, joined
+from tests.support.node import Node, wait_live
 from tests.support.observing import export, wait_serving
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
@@ -71,7 +71,7 @@ def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: P
             assert transports(wait_serving(daemon, 1)) == {"shared-memory" if case.shared_memory else "http"}
             if not case.shared_memory:
                 stack.enter_context(Node(daemon.endpoint, "one"))
-                joined(daemon, "one")
+                wait_live(daemon, "one")
             publisher.publish_tensors(2, random_weights(config, 2, dtype).items()).wait_serving(120)
             installed = wait_serving(daemon, 2)
             updated = answers(server)

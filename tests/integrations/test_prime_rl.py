@@ -17,7 +17,7 @@ import torch
 from tests.integrations.prime_rl_ranks import STEPS, train, use
 from tests.support.daemon import Daemon
 from tests.support.ports import free_port
-from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import greedy_answer, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import VllmServer
 
 CHECKOUT = os.environ.get("RESHARDER_TEST_PRIME_RL", "")
@@ -37,10 +37,7 @@ def expected(folder: Path) -> list[tuple[int, ...]]:
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
     for _ in range(STEPS):
-        found = list(PROMPT)
-        for _ in range(TOKENS):
-            found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
-        answers.append(tuple(found[len(PROMPT) :]))
+        answers.append(greedy_answer(model, PROMPT, TOKENS))
         train(model)
     return answers
 

@@ -23,7 +23,7 @@ from vllm.v1.executor import Executor
 from tests.integrations.ray_cluster import start
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
-from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import greedy_answer, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import CPU_ENVIRONMENT
 
 pytestmark = pytest.mark.integrations
@@ -103,10 +103,7 @@ class TrainerActor:
         """Send changed weights; return transformers' greedy answer by them, and the version."""
         self.model.lm_head.weight.mul_(factor)
         self.engine.send_weights()
-        found = list(PROMPT)
-        for _ in range(8):
-            found.append(int(self.model(torch.tensor([found])).logits[0, -1].argmax()))
-        return found[len(PROMPT) :], str(self.engine.handle.version)
+        return list(greedy_answer(self.model, PROMPT)), str(self.engine.handle.version)
 
     def refusal(self) -> str:
         """Send the weights; return the error."""

@@ -14,7 +14,7 @@ pytest.importorskip("skyrl", reason="SkyRL is not installed: make integrations")
 
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_serving
-from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import greedy_answer, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import VllmServer
 
 pytestmark = pytest.mark.integrations
@@ -50,15 +50,6 @@ def gathered() -> Iterator[Any]:
     yield
 
 
-@torch.no_grad()
-def expected(module: torch.nn.Module, tokens: int = 8) -> tuple[int, ...]:
-    """Return the greedy answer of transformers."""
-    found = list(PROMPT)
-    for _ in range(tokens):
-        found.append(int(module(torch.tensor([found])).logits[0, -1].argmax()))
-    return tuple(found[len(PROMPT) :])
-
-
 def test_each_update_of_a_skyrl_worker_is_served_when_send_chunks_returns(
     worker_kind: Any, daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +65,7 @@ def test_each_update_of_a_skyrl_worker_is_served_when_send_chunks_returns(
         for version in (1, 2):
             worker.send()
             answer = server.generate(PROMPT, 8)
-            assert (answer.version, answer.token_ids) == (str(version), expected(module))
+            assert (answer.version, answer.token_ids) == (str(version), greedy_answer(module, PROMPT))
             with torch.no_grad():
                 module.lm_head.weight.mul_(-1)
         assert wait_serving(daemon, 2).version == 2

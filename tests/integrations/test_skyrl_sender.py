@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.daemon import Daemon
-from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import greedy_answer, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import VllmServer
 
 CHECKOUT = os.environ.get("RESHARDER_TEST_SKYRL", "")
@@ -48,15 +48,6 @@ def skyrl(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return found
 
 
-@torch.no_grad()
-def expected(module: torch.nn.Module) -> tuple[int, ...]:
-    """Return the greedy answer of transformers."""
-    found = list(PROMPT)
-    for _ in range(TOKENS):
-        found.append(int(module(torch.tensor([found])).logits[0, -1].argmax()))
-    return tuple(found[len(PROMPT) :])
-
-
 def test_each_sync_of_skyrl_is_served_when_send_weights_returns(
     skyrl: dict[str, ModuleType], daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +74,7 @@ def test_each_sync_of_skyrl_is_served_when_send_weights_returns(
         for version in (1, 2):
             engine.send_weights()
             answer = server.generate(PROMPT, TOKENS)
-            assert (answer.version, answer.token_ids) == (str(version), expected(module))
+            assert (answer.version, answer.token_ids) == (str(version), greedy_answer(module, PROMPT, TOKENS))
             with torch.no_grad():
                 module.get_parameter("lm_head.weight").mul_(-1)
         engine.shutdown()

@@ -27,22 +27,13 @@ from resharder.client.integrations.vime import ResharderWeightUpdater
 from tests.integrations.vime_ranks import LINE, PROMPT, TOKENS, options
 from tests.support.daemon import Daemon
 from tests.support.ports import free_port
-from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import greedy_answer, load_checkpoint, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.integrations, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("RESHARDER_TEST_VIME")
-
-
-@torch.no_grad()
-def expected(module: torch.nn.Module) -> list[int]:
-    """Return the greedy answer of transformers."""
-    found = list(PROMPT)
-    for _ in range(TOKENS):
-        found.append(int(module(torch.tensor([found])).logits[0, -1].argmax()))
-    return found[len(PROMPT) :]
 
 
 def test_each_update_of_vimes_actor_is_served_when_it_returns(daemon: Daemon, tmp_path: Path) -> None:
@@ -63,9 +54,9 @@ def test_each_update_of_vimes_actor_is_served_when_it_returns(daemon: Daemon, tm
         assert done.returncode == 0, done.stderr[-3000:] + server.log_tail()
     served = [json.loads(line.removeprefix(LINE)) for line in done.stdout.splitlines() if line.startswith(LINE)]
     module = load_model(folder)
-    first = expected(module)
+    first = list(greedy_answer(module, PROMPT, TOKENS))
     module.lm_head.weight.data.mul_(-1)
-    assert served == [{"version": "1", "tokens": first}, {"version": "2", "tokens": expected(module)}]
+    assert served == [{"version": "1", "tokens": first}, {"version": "2", "tokens": list(greedy_answer(module, PROMPT, TOKENS))}]
 
 
 def test_a_job_whose_trainer_gives_its_memory_to_the_servers_is_refused(tmp_path: Path) -> None:

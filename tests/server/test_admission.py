@@ -32,7 +32,7 @@ from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 READY = resources_pb2.Version.READY
 SPECS = [TensorSpec(f"layer{i}", "BF16", (2048, 1024)) for i in range(4)]  # 4 MiB each
@@ -239,10 +239,10 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         at_last.callback(ended.set)
         first, second = (sealed(intake, "noisy", shapes["noisy"], step) for step in (1, 2))
         calm = sealed(intake, "calm", shapes["calm"], 1)
-        assert settled(intake.wait_version, "calm", calm, 30, False).state == "READY"
+        assert completed(intake.wait_version, "calm", calm, 30, False).state == "READY"
         assert [store.catalogue.get("noisy", number).state for number in (first, second)] == ["UPLOADING", "UPLOADING"]
         ended.set()
-        assert [settled(intake.wait_version, "noisy", number, 30, False).state for number in (first, second)] == [
+        assert [completed(intake.wait_version, "noisy", number, 30, False).state for number in (first, second)] == [
             "READY",
             "READY",
         ]
@@ -268,7 +268,7 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
             )
             intake.register_slot(publisher.name, 0, "same", SPECS[:1], boxes)
         calm = sealed(intake, "calm", (32, 32), 1)
-        assert settled(intake.wait_version, "calm", calm, 30, False).state == "READY"
+        assert completed(intake.wait_version, "calm", calm, 30, False).state == "READY"
         assert not list((tmp_path / "store/models").glob("noisy*/pool/*/*.safetensors"))
 
 
@@ -276,7 +276,7 @@ def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int
     """A version of zeros, which new files hold already, as a rank in shared memory delivers it: its number."""
     publisher = intake.create_publisher(model, "job", 1, {"config.json": b"{}"})
     intake.register_slot(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
-    version = settled(intake.create_version, publisher.name, 0, step)
+    version = completed(intake.create_version, publisher.name, 0, step)
     return intake.seal_slot(model, version.number, version.epoch, 0, [0], mapped=True).number
 
 

@@ -24,7 +24,7 @@ from resharder.server.store.store import Store
 from resharder.v1 import direct_pb2
 
 from tests.support.store_versions import FILES, SIZE, SPECS, claim, numbers, publish
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 HALVES = [[("a", (Range(0, 32), Range(0, 64))), ("b", full_box((16,)))], [("a", (Range(32, 32), Range(0, 64)))]]
 WHOLE = [[(spec.name, full_box(spec.shape)) for spec in SPECS]]
@@ -58,7 +58,7 @@ class Site:
         return self.register(self.create(job, **options))
 
     def begin(self, publisher: PublisherRecord, step: int) -> VersionRecord:
-        record: VersionRecord = settled(self.intake.create_version, publisher.name, 0, step)
+        record: VersionRecord = completed(self.intake.create_version, publisher.name, 0, step)
         return record
 
     def deliver(self, record: VersionRecord) -> None:
@@ -69,7 +69,7 @@ class Site:
                 files.arrays[name][...] = record.step
                 digests.append(digest(files.arrays[name], box, files.arrays[name].shape))
         self.intake.seal_slot(record.model, record.number, record.epoch, 0, digests, True)
-        settled(self.intake.wait_version, record.model, record.number, 60.0, False)
+        completed(self.intake.wait_version, record.model, record.number, 60.0, False)
 
     def state(self, record: VersionRecord) -> str:
         return self.store.catalogue.get(record.model, record.number).state
@@ -240,10 +240,10 @@ def test_models_that_a_job_publishes_together_are_taken_over_together_or_not_at_
     keep, serve = (site.create("wrong", model=model, together=models) for model in models)
     site.register(keep)
     assert (keep.state, running[0].state) == ("REGISTERING", "ACTIVE")
-    assert "['serve']" in reason(lambda: settled(site.intake.assignment, keep.name, 0, 0.0))[1]
+    assert "['serve']" in reason(lambda: completed(site.intake.assignment, keep.name, 0, 0.0))[1]
     with pytest.raises(DaemonError, match="held by no rank"):
         site.register(serve, held=TORN)
-    assert reason(lambda: settled(site.intake.assignment, keep.name, 0, 0.0))[0] == "LAYOUT_MISMATCH"
+    assert reason(lambda: completed(site.intake.assignment, keep.name, 0, 0.0))[0] == "LAYOUT_MISMATCH"
     assert [publisher.state for publisher in running] == ["ACTIVE", "ACTIVE"]
     newer = [site.create("newer", model=model, together=models) for model in models]
     for publisher in newer:
@@ -297,7 +297,7 @@ def test_ranks_that_wait_while_the_daemon_checks_the_layout_are_told_so(site: Si
     last = threading.Thread(target=site.register, args=(publisher, 1, HALVES))
     last.start()
     assert checking.wait(60)
-    found, text = reason(lambda: settled(site.intake.assignment, publisher.name, 0, 0.0))
+    found, text = reason(lambda: completed(site.intake.assignment, publisher.name, 0, 0.0))
     go_on.set()
     last.join()
     assert found == "NOT_REGISTERED"

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from tests.support.daemon import Daemon
 from tests.support.forked import run
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 SPECS = [
     TensorSpec("embed", "BF16", (96, 40)),
@@ -107,7 +107,7 @@ FAILPOINTS = {  # where the daemon dies while step 2 is published -> the steps t
 KEPT = ("begin.after-rename@2", "commit.after-proof@2", "commit.after-rename@2", "leave.before-rename")
 
 
-@pytest.mark.parametrize("failpoint", alone(FAILPOINTS, KEPT))
+@pytest.mark.parametrize("failpoint", sampled(FAILPOINTS, KEPT))
 def test_a_daemon_that_dies_at_any_step_comes_back_with_whole_versions_only(unstarted: Daemon, failpoint: str) -> None:
     daemon = unstarted
     daemon.options["keep_count"] = 1

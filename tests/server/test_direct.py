@@ -14,7 +14,7 @@ from resharder.v1 import direct_pb2
 
 from tests.support.direct_site import LONG, Rank, Site, after_drops, linked, share_of_rows
 from tests.support.observing import wait_until
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> Non
     [future.result(LONG) for server, group in (("left", left), ("right", right)) for future in site.start(server, group)]
     site.direct.leave(ranks[3].offer, 3)
     with pytest.raises(FailedPrecondition, match=r"rank 3 of .* is gone"):
-        settled(site.direct.get_key, right, "never", 0.0)
-    assert settled(site.direct.get_key, left, "never", 0.0) is None
+        completed(site.direct.get_key, right, "never", 0.0)
+    assert completed(site.direct.get_key, left, "never", 0.0) is None
     for member in (site.rank(0), site.rank(1), site.worker("left", 0), site.worker("left", 1)):
         site.finish(member, left)
     assert ranks[0].offer.served == {"left"}
@@ -166,7 +166,7 @@ def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:
             future.result(LONG)
         assert ended.value.reason == "NOT_OFFERED"
     with pytest.raises(FailedPrecondition, match=r"rank 1 of .* is gone"):
-        settled(site.direct.get_key, group, "never", 0.0)
+        completed(site.direct.get_key, group, "never", 0.0)
 
 
 def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> None:
@@ -177,7 +177,7 @@ def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> 
     assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.DROP, group)] * 2
     assert [rank.task() for rank in ranks] == [None, None]  # nobody else wants it
     with pytest.raises(FailedPrecondition, match="failed before"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        completed(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
     assert linked(site, "left", site.offer(2), 2, "i-2") != group
 
 
@@ -188,7 +188,7 @@ def test_a_server_whose_groups_fail_again_and_again_is_left_in_peace_for_a_while
         site.finish(site.rank(0), group, "no GPU")
     site.offer(3)
     with pytest.raises(FailedPrecondition, match="2 transfers in a row failed; the next is due in 30 s"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
+        completed(site.direct.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
     site.now += 31.0
     assert linked(site, "left", site.offer(4), 4, "i-4")
 
@@ -199,7 +199,7 @@ def test_a_server_that_never_succeeds_is_tried_every_ten_minutes(site: Site) -> 
     site.finish(site.rank(0), linked(site, "left", site.offer()), "no GPU")
     site.offer(2)
     with pytest.raises(FailedPrecondition, match="5001 transfers in a row failed; the next is due in 600 s"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+        completed(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
@@ -240,7 +240,7 @@ def test_nobody_joins_or_offers_with_memory_that_is_not_declared(site: Site) -> 
     assert unknown.value.reason == "MEMORY_UNKNOWN"
     site.declare("left")
     with pytest.raises(FailedPrecondition) as unknown:
-        settled(site.direct.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
+        completed(site.direct.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
     assert unknown.value.reason == "MEMORY_UNKNOWN"
 
 
@@ -248,7 +248,7 @@ def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> Non
     site.known["left"] = {0: "left-0"}
     site.direct.declare(site.worker("left", 0), "memory", share_of_rows(0))
     with pytest.raises(FailedPrecondition, match="no publisher offers it"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        completed(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
 def test_a_version_that_its_publisher_withholds_is_not_waited_for_and_the_next_one_is(site: Site) -> None:
@@ -275,10 +275,10 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
     with pytest.raises(InvalidArgument, match="not a member"):
         site.finish(site.worker("right", 0), group)
     with pytest.raises(InvalidArgument, match="not a worker"):
-        settled(site.direct.start, site.rank(0), group, "i-1")
+        completed(site.direct.start, site.rank(0), group, "i-1")
     site.direct.set_key(group, "k", b"value")
-    assert settled(site.direct.get_key, group, "k", 0.0) == b"value"
-    assert settled(site.direct.get_key, group, "other", 0.0) is None
+    assert completed(site.direct.get_key, group, "k", 0.0) == b"value"
+    assert completed(site.direct.get_key, group, "other", 0.0) is None
     with pytest.raises(ResourceExhausted):
         site.direct.set_key(group, "large", bytes(1 << 17))
     with pytest.raises(FailedPrecondition, match="is over"):
@@ -402,9 +402,9 @@ def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
     with pytest.raises(InvalidArgument, match="not a sender"):
         site.direct.report(site.worker("left", 0), group, 1, [1, 2])
     with pytest.raises(InvalidArgument, match="not a worker"):
-        settled(site.direct.digests, ranks[0].member, group, 1)
+        completed(site.direct.digests, ranks[0].member, group, 1)
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.digests, site.worker("left", 0), group, 7)
+        completed(site.direct.digests, site.worker("left", 0), group, 7)
     site.direct.leave(ranks[1].offer, 1)  # without a word
     for future in asked:
         with pytest.raises(FailedPrecondition) as ended:

@@ -7,7 +7,7 @@ from resharder.v1 import direct_pb2
 
 from tests.support.direct_site import LONG, Rank, Site, linked
 from tests.support.observing import wait_until
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site
     site.now += 31.0
     assert [rank.task() for rank in ranks] == [None, None]
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+        completed(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_an_offer_to_servers_that_sleep_lasts_until_one_is_awaited_or_its_time_is_over(site: Site) -> None:
@@ -85,7 +85,7 @@ def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> No
     wait_until(lambda: site.direct._groups["left"].starting, "a worker is ready")
     site.now += 2.0
     ranks[0].look("READY")
-    settled(site.direct.start, site.worker("left", 1), group, "i-1")
+    completed(site.direct.start, site.worker("left", 1), group, "i-1")
     first.result(LONG)
     assert [rank.task() for rank in ranks] == [Task(direct_pb2.DirectTask.RUN, group)] * 2
 
@@ -123,7 +123,7 @@ def test_a_worker_that_comes_too_late_is_told_what_ended_the_offer(site: Site, e
     else:
         assert ranks[0].task("ABORTED" if end == "aborted" else "READY") is None
     with pytest.raises(FailedPrecondition, match=f"its offer is over: {why}"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        completed(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
 def test_an_offer_that_ends_before_a_transfer_begins_leaves_the_group_alone(site: Site) -> None:

@@ -14,7 +14,7 @@ from resharder.server.state.server_events import Attached, Reported
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.simulated_store import MODEL, SimulatedVersions
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 SETTINGS = Settings(lease=10, grace=10, boot=30, forget=1000)
 
@@ -35,7 +35,7 @@ class Desk:
             note=lambda *what, **details: self.notes.append((*what, details)),
             tick_seconds=0,
         )
-        settled(self.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
+        completed(self.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
 
     @property
     def server(self) -> Server:

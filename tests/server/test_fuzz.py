@@ -31,7 +31,7 @@ from resharder.v1 import direct_pb2, direct_pb2_grpc, operator_pb2, operator_pb2
 from tests.support.fuzz_daemon import MODELS, SPECS, World, fuzzed_daemon, started
 from tests.support.fuzzing import METHODS, UPLOAD, Bytes, chunk, requests
 from tests.support.publishing import Job, random_weights, read_folder, reason_of, whole
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 pytestmark = pytest.mark.slow
 
@@ -238,13 +238,13 @@ def test_an_offer_whose_memory_a_later_publisher_has_replaced_is_planned_for_nob
     direct, worker = _joined()
     direct.declare(Member("models/policy/publishers/2", 0, "rank"), "memory", _whole(0))
     with pytest.raises(FailedPrecondition) as caught:
-        settled(direct.join, worker, "memory", "policy", 1, "i-1")
+        completed(direct.join, worker, "memory", "policy", 1, "i-1")
     assert caught.value.reason == "MEMORY_UNKNOWN"
 
 
 def test_the_keys_of_a_group_are_bounded_all_together() -> None:
     direct, worker = _joined()
-    group = settled(direct.join, worker, "memory", "policy", 1, "i-1").group
+    group = completed(direct.join, worker, "memory", "policy", 1, "i-1").group
     for key in range(256):
         direct.set_key(group, str(key), bytes(1 << 16))
     with pytest.raises(ResourceExhausted):

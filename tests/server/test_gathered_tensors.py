@@ -16,7 +16,7 @@ from resharder.v1 import resources_pb2
 from tests.support.home_rank import Rows
 from tests.support.home_site import Site
 from tests.support.namespaces import unavailable
-from tests.support.node import joined, nodes
+from tests.support.node import nodes, wait_live
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 
@@ -136,7 +136,7 @@ def test_without_the_other_node_whole_tensors_stay_on_their_host(site: ParallelS
     assert transports(found) == ["node", "node", "http", "http"], "`embedding` is written on host a"
     settled_whole(site, version)
     site.nodes["b"].start()
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     wait_until(lambda: transports(site.publish(next(STEPS))[1]) == ["node"] * 4)
 
 
@@ -144,7 +144,7 @@ def test_without_the_other_node_whole_tensors_stay_on_their_host(site: ParallelS
 def test_a_node_that_dies_while_another_one_gathers_costs_one_version(site: ParallelSite) -> None:
     site.nodes["b"].stop()
     site.nodes["b"].start(failpoint="data.send@1=kill")
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     site.attach("fourth")
     version, _ = site.publish(1)
     assert version.state == ABORTED
@@ -152,7 +152,7 @@ def test_a_node_that_dies_while_another_one_gathers_costs_one_version(site: Para
     site.nodes["b"].wait()
     wait_until(lambda: nodes(site.daemon)["nodes/b"].state == resources_pb2.Node.LOST)
     site.nodes["b"].start()
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     site.attach("fifth")
     version, found = site.publish(1)
     assert transports(found) == ["node"] * 4
@@ -178,7 +178,7 @@ def test_after_a_node_could_not_be_reached_its_parts_go_to_the_daemon_for_some_t
     site = one_sided
     site.nodes["b"].stop()
     site.nodes["b"].start(environment={"RESHARDER_NODE_ADDRESS": f"127.0.0.1:{free_port()}"})
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     site.attach("second")
     version, found = site.publish(1)
     assert transports(found) == ["node"] * 3

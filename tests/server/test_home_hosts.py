@@ -10,7 +10,7 @@ from tests.support.daemon import Daemon
 from tests.support.home_rank import Ranks
 from tests.support.home_site import Site
 from tests.support.namespaces import Hosts, unavailable
-from tests.support.node import Node, joined, nodes, patient, stored
+from tests.support.node import Node, nodes, patient, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.remote import Remote
@@ -49,7 +49,7 @@ class LinkedSite(Site):
                 self.worker = ranks
             else:
                 self.ranks[name] = ranks
-        joined(self.daemon, *self.nodes)
+        wait_live(self.daemon, *self.nodes)
 
     def install(self, version: resources_pb2.Version) -> object:
         """Stage a version on host c, as its worker does."""
@@ -58,7 +58,7 @@ class LinkedSite(Site):
     def restart(self, name: str, failpoint: str = "") -> None:
         """Start a node that has ended, and wait until it is live."""
         self.nodes[name].start(failpoint=failpoint)
-        joined(self.daemon, name)
+        wait_live(self.daemon, name)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_what_two_hosts_publish_is_installed_on_a_third(site: LinkedSite) -> Non
     assert transports(found) == ["node"] * 4, found
     site.check(version)
     assert site.install(version) == ARRIVED
-    assert site.nodes["c"].files(version.name) == stored(site.daemon, version.name)
+    assert site.nodes["c"].files(version.name) == stored_files(site.daemon, version.name)
 
 
 def test_the_third_host_installs_after_the_death_of_one_that_has_published(site: LinkedSite) -> None:
@@ -86,7 +86,7 @@ def test_the_third_host_installs_after_the_death_of_one_that_has_published(site:
     site.check(version)
     site.nodes["a"].kill()
     assert site.install(version) == ARRIVED
-    assert site.nodes["c"].files(version.name) == stored(site.daemon, version.name)
+    assert site.nodes["c"].files(version.name) == stored_files(site.daemon, version.name)
     site.restart("a")
 
 
@@ -128,6 +128,6 @@ def test_a_killed_daemon_serves_the_version_again_after_its_restart(site: Linked
     version, _ = site.publish(1)
     site.daemon.kill()
     site.daemon.start()
-    joined(site.daemon, *site.nodes)
+    wait_live(site.daemon, *site.nodes)
     assert site.install(version) == ARRIVED
     site.check(site.version(version.name))

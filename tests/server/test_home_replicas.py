@@ -14,7 +14,7 @@ from resharder.v1 import resources_pb2
 from tests.support.home_rank import change_byte
 from tests.support.home_site import Site
 from tests.support.namespaces import unavailable
-from tests.support.node import joined, nodes, stored
+from tests.support.node import nodes, stored_files, wait_live
 from tests.support.observing import wait_until
 
 REASON = unavailable()
@@ -57,7 +57,7 @@ def test_the_daemon_copies_from_the_nodes_after_ready(site: Site) -> None:
         wait_until(lambda version=version: is_whole(site, version.name))
         assert lacked(site, version.name)
         site.check(version)
-    whole = stored(site.daemon, version.name)
+    whole = stored_files(site.daemon, version.name)
     for host in "ab":
         wait_until(lambda host=host: any(copy.held_pieces for copy in copies(site, host, version.name)))
         held = site.nodes[host].files(version.name)
@@ -98,7 +98,7 @@ def test_a_worker_maps_its_hosts_files_and_gets_the_rest_from_other_nodes(site: 
     arrived = site.ranks["a"].call("stage", site.daemon.endpoint, version.name)
     assert arrived == {"verified": True, "transport": "node", "reason": ""}
     wait_until(lambda: is_whole(site, version.name))
-    assert site.nodes["a"].files(version.name) == stored(site.daemon, version.name)
+    assert site.nodes["a"].files(version.name) == stored_files(site.daemon, version.name)
 
 
 @pytest.mark.full
@@ -106,13 +106,13 @@ def test_a_daemon_that_is_killed_copies_after_its_restart(site: Site) -> None:
     site.attach("fourth")
     site.daemon.stop()
     site.daemon.start(failpoint="node.piece@3=kill")  # the first two are requests before READY
-    joined(site.daemon, *site.nodes)
+    wait_live(site.daemon, *site.nodes)
     site.attach("fifth")
     for process in site.ranks.values():
         process.call("publish", 1)
     site.daemon.wait()
     site.daemon.start()
-    joined(site.daemon, *site.nodes)
+    wait_live(site.daemon, *site.nodes)
     newest = max(int(path.name) for path in (site.daemon.store / "models/policy/versions").iterdir())
     name = f"models/policy/versions/{newest}"
     assert site.version(name).state == READY
@@ -128,7 +128,7 @@ def test_a_version_whose_only_holder_dies_is_lost_and_the_one_before_is_the_newe
     node = site.nodes["b"]
     node.stop()
     node.start(failpoint="node.adopt=kill")
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     site.attach("seventh")
     version, _ = site.publish(1)
     node.wait()

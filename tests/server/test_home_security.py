@@ -15,11 +15,11 @@ from resharder.server.security.settings import Security, node_tls
 
 from tests.support.home_rank import Ranks, weights
 from tests.support.namespaces import unavailable
-from tests.support.node import Node, patient, stored
+from tests.support.node import Node, patient, stored_files
 from tests.support.observing import wait_until
 from tests.support.remote import Remote
 from tests.support.secure import PROBE, Authority, SecureDaemon
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 SHAPE = [1000, 1024]
 
@@ -32,7 +32,7 @@ def published(daemon: SecureDaemon, transport: str) -> tuple[str, dict[str, byte
     ranks.wait(1)
     assert used == transport
     wait_until(lambda: not list(daemon.store.glob("models/policy/versions/*/held")))
-    content = stored(daemon, version)
+    content = stored_files(daemon, version)
     assert weights("a", SHAPE, 1).view(torch.uint8).numpy().tobytes() in content["model.safetensors"]
     ranks.close()
     return version, content
@@ -41,7 +41,7 @@ def published(daemon: SecureDaemon, transport: str) -> tuple[str, dict[str, byte
 HELD = [("policy", "node", 2), ("policy", "node", 1), ("other", "http", 2)]
 
 
-@pytest.mark.parametrize(("fleet", "transport", "replicas"), alone(HELD, HELD[1:]))
+@pytest.mark.parametrize(("fleet", "transport", "replicas"), sampled(HELD, HELD[1:]))
 def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
     tmp_path: Path, fleet: str, transport: str, replicas: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
                 assert "may not call GetReservedFiles" in node.log.read_text()
 
 
-@pytest.mark.parametrize("replicas", alone([1, 2], [1]))
+@pytest.mark.parametrize("replicas", sampled([1, 2], [1]))
 def test_ranks_with_tokens_write_into_files_of_a_node_with_a_token(tmp_path: Path, replicas: int) -> None:
     """The daemon asks for no certificates, and shows its own to the node from which it fetches."""
     authority = Authority(tmp_path / "pki")
@@ -131,7 +131,7 @@ def test_a_node_sends_boxes_to_the_node_that_gathers_them_alone(tmp_path: Path, 
         version = used[0][0]
         hosts["a"].call("wait", 1)
         wait_until(lambda: not list(daemon.store.glob("models/policy/versions/*/held")))
-        assert weights("a", SHAPE, 1).view(torch.uint8).numpy().tobytes() in stored(daemon, version)["model.safetensors"]
+        assert weights("a", SHAPE, 1).view(torch.uint8).numpy().tobytes() in stored_files(daemon, version)["model.safetensors"]
         addresses = {node.name.removeprefix("nodes/"): node.data_address for node in operator.nodes()}
         other = authority.tls("other.test")
         intruder = NodeTls(Path(other.ca), Path(str(other.certificate)), Path(str(other.key)))

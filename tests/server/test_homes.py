@@ -13,9 +13,9 @@ from resharder.v1 import resources_pb2
 
 from tests.support.home_site import SPLIT, Site
 from tests.support.namespaces import unavailable
-from tests.support.node import joined, nodes, stored
+from tests.support.node import nodes, stored_files, wait_live
 from tests.support.observing import wait_until
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -49,7 +49,7 @@ def test_ranks_write_into_the_files_of_their_hosts_node_which_holds_them_from_re
         version, found = site.publish(step, once=step == 2)
         assert [transport for _, transport, _ in found] == ["node"] * 4, found
         site.check(version)
-    whole = stored(site.daemon, version.name)
+    whole = stored_files(site.daemon, version.name)
     for host in "ab":
         wait_until(
             lambda host=host: version.name in {c.version for c in nodes(site.daemon)[f"nodes/{host}"].copies if c.held_pieces}
@@ -68,7 +68,7 @@ def test_a_hosts_worker_maps_what_its_ranks_have_written_and_fetches_the_rest(si
     assert site.ranks["a"].call("stage", site.daemon.endpoint, version.name) == ARRIVED
     own = sum(len(content) for content in files_of(site, "a", version).values())
     assert received(site)["nodes/a"] - before <= version.size_bytes - own + (1 << 20)
-    assert site.nodes["a"].files(version.name) == stored(site.daemon, version.name)
+    assert site.nodes["a"].files(version.name) == stored_files(site.daemon, version.name)
 
 
 def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
@@ -81,13 +81,13 @@ def test_wrong_bytes_in_a_nodes_file_abort_the_version(site: Site) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("point", alone(["node.verify", "node.adopt", "while-writing"], ["while-writing"]))
+@pytest.mark.parametrize("point", sampled(["node.verify", "node.adopt", "while-writing"], ["while-writing"]))
 def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -> None:
     """Before READY the version is aborted with the reason; ranks then send to the daemon until they have read the new nonce."""
     node = site.nodes["b"]
     node.stop()
     node.start(failpoint=f"{point}=kill" if point != "while-writing" else "")
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     site.attach(f"dies in {point}")
     version = site.begin_and_kill(1) if point == "while-writing" else site.publish(1)[0]
     if point == "node.adopt":
@@ -103,12 +103,12 @@ def test_the_death_of_a_home_costs_one_version_at_most(site: Site, point: str) -
         site.check(version)
         assert [transport for _, transport, _ in found] == ["node", "node", "http", "http"]
     node.start()
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     wait_until(lambda: [transport for _, transport, _ in site.publish(next(STEPS))[1]] == ["node"] * 4)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ends", alone(["killed", "stopped"], ["killed"]))
+@pytest.mark.parametrize("ends", sampled(["killed", "stopped"], ["killed"]))
 def test_a_node_that_was_gone_before_a_restart_of_the_daemon_delays_no_rank(site: Site, ends: str) -> None:
     site.attach(f"after a node was {ends}")
     site.check(site.publish(1)[0])
@@ -123,7 +123,7 @@ def test_a_node_that_was_gone_before_a_restart_of_the_daemon_delays_no_rank(site
     assert [transport for _, transport, _ in used] == ["node", "node", "http", "http"]
     site.check(version)
     site.nodes["b"].start()
-    joined(site.daemon, "b")
+    wait_live(site.daemon, "b")
     site.daemon.kill()
     site.daemon.start()
     with site.waiting_for_nodes(300):

@@ -30,7 +30,7 @@ from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
 from tests.support.store_versions import ready_version
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 SPECS = [TensorSpec("a", "BF16", (16, 64)), TensorSpec("b", "F32", (8,))]
 TOP, BOTTOM, B = (Range(0, 8), Range(0, 64)), (Range(8, 8), Range(0, 64)), full_box((8,))
@@ -325,7 +325,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     for rank in (0, 1):
         boxes = pack((["a", "b"].index(name), box, False) for name, box, _ in TWO[rank])
         intake.register_slot(publisher.name, rank, str(rank), SPECS, boxes)
-    record = settled(intake.create_version, publisher.name, 0, 1)
+    record = completed(intake.create_version, publisher.name, 0, 1)
     now[0] += 8
     intake.publisher(publisher.name, 0)
     intake.publisher(publisher.name, 1)
@@ -340,7 +340,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     ended = store.catalogue.get("policy", record.number)
     assert ended.state == "ABORTED"
     assert "rank 1 was silent for 11.0 s" in ended.reason
-    assert settled(intake.create_version, publisher.name, 0, 1).number == record.number + 1
+    assert completed(intake.create_version, publisher.name, 0, 1).number == record.number + 1
     intake.drain(0)
     store.close()
 
@@ -358,10 +358,10 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
     monkeypatch.setattr(Fleets, "serving", lambda *arguments: asked.append(serving(*arguments)) or asked[-1])
     daemon = DaemonInProcess(config)
     record = ready_version(daemon.store)
-    settled(daemon.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
+    completed(daemon.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     control = daemon.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(settled, daemon.intake.wait_version, "policy", record.number, 60, True)
+        waiting = pool.submit(completed, daemon.intake.wait_version, "policy", record.number, 60, True)
         wait_until(lambda: bool(asked), "it looks")
         time.sleep(1.2)
         assert not waiting.done()

@@ -12,7 +12,7 @@ from resharder.server.state.server_events import Attached, Reported
 from resharder.v1 import resources_pb2
 
 from tests.support.simulated_store import SimulatedVersions
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 MODEL = "policy"
 LEASE, FORGET = 10.0, 100.0
@@ -45,7 +45,7 @@ class Site:
             self.claim()
 
     def claim(self, id: str = "s") -> None:
-        settled(self.fleets.claim, id, MODEL, "", wait_seconds=0, boot=False)
+        completed(self.fleets.claim, id, MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, id: str = "s", address: str = "") -> Attachment:
         return self.fleets.attach(id, Attached(nonce, 1, address))

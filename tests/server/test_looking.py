@@ -22,7 +22,7 @@ from resharder.v1 import resources_pb2
 
 from tests.support.digest_reference import compilations
 from tests.support.store_versions import FILES, LAYOUTS, claim, numbers, publish, ready_version, settle
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 PATIENCE = 60.0
 
@@ -33,7 +33,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     made = Daemon(Config(listen="127.0.0.1:0", web_listen="", store=tmp_path / "store", shared_memory=False, lease_seconds=600))
     record = ready_version(made.store)
     made.intake.create_publisher("policy", "job", 1, FILES)
-    settled(made.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
+    completed(made.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     made.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     made.fleets.report_worker("s", Worker(0, resources_pb2.Worker.BOOTED, 1, process="p", fingerprint=record.fingerprint))
     yield made
@@ -45,8 +45,8 @@ LOOKS: dict[str, Callable[[Daemon], object]] = {
     "a lease is renewed": lambda d: d.intake.publisher("models/policy/publishers/1", 0).name,
     "publishers are listed": lambda d: [publisher.name for publisher in d.intake.publishers()],
     "a version is looked at": lambda d: d.store.catalogue.get("policy", 1).state,
-    "a version is waited for": lambda d: settled(d.intake.wait_version, "policy", 1, 0, False).state,
-    "its servers are waited for": lambda d: settled(d.intake.wait_version, "policy", 1, 0, True).state,
+    "a version is waited for": lambda d: completed(d.intake.wait_version, "policy", 1, 0, False).state,
+    "its servers are waited for": lambda d: completed(d.intake.wait_version, "policy", 1, 0, True).state,
     "versions are listed": lambda d: [record.number for record in d.store.catalogue.versions("policy")],
     "the newest is asked for": lambda d: d.store.catalogue.newest("policy").number,  # type: ignore[union-attr]
     "who uses it": lambda d: d.store.lifecycle.holders("policy", 1),

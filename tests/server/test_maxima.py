@@ -13,7 +13,7 @@ from resharder.server.state.errors import DaemonError
 from resharder.server.store.store import Store
 from resharder.v1 import publisher_pb2
 
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 SPECS = [TensorSpec("a.weight_scale_inv", "F32", (3, 2)), TensorSpec("a.weight", "F8_E4M3", (3, 2))]
 
@@ -43,10 +43,10 @@ class Ranks:
             rows = [(tensor, (Range(rank, 1), Range(0, 2)), False) for tensor in range(2)]
             shared = RankBlocks(blocks(*self.SHARES[rank]), blocks(*self.SHARES[rank]))
             self.intake.register_slot(self.name, rank, str(rank), SPECS, pack(rows), f"process {rank}", shared)
-        self.version = settled(self.intake.create_version, self.name, 0, 1)
+        self.version = completed(self.intake.create_version, self.name, 0, 1)
 
     def exchange(self, rank: int, *values: float, wait: float = 0.0) -> list[float]:
-        found = settled(self.intake.exchange_maxima, "policy", self.version.number, self.version.epoch, rank, values, wait)
+        found = completed(self.intake.exchange_maxima, "policy", self.version.number, self.version.epoch, rank, values, wait)
         return list(found)
 
     def refused(self, rank: int, *values: float) -> DaemonError:

@@ -47,8 +47,8 @@ from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import Job, reason_of, whole
 from tests.support.store_versions import claim, publish
-from tests.support.variants import alone
-from tests.support.waits import settled
+from tests.support.variants import sampled
+from tests.support.waits import completed
 
 SPECS = [TensorSpec("a", "BF16", (8, 16)), TensorSpec("b", "F32", (4,))]
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
@@ -136,7 +136,7 @@ class Life:
         """One that the commit aborts says why, and comes again."""
         step = next(self._steps)
         for _ in range(2):
-            record = self.call(lambda: settled(self.intake.create_version, self.name, 0, step, max(self.numbers, default=0)))
+            record = self.call(lambda: completed(self.intake.create_version, self.name, 0, step, max(self.numbers, default=0)))
             self.numbers.append(record.number)
             done = self._deliver(record, step, mapped)
             settle(self.store)
@@ -168,7 +168,7 @@ class Life:
                 self.call(lambda header=header, chunk=chunk: self.intake.land(model, header, memoryview(chunk)))
         digests = [digest(values[spec.name], full_box(spec.shape), spec.shape) for spec in SPECS]
         self.call(lambda: self.intake.seal_slot(model, number, epoch, 0, digests, mapped))
-        done = settled(self.intake.wait_version, model, number, 20, False)
+        done = completed(self.intake.wait_version, model, number, 20, False)
         wait_until(lambda: not self.intake.uploads(), "the version has left the intake")
         return done
 
@@ -246,14 +246,14 @@ def lived(root: Path, at: int, number: int) -> Faults:
     return faults
 
 
-@pytest.mark.parametrize("number", alone(SWEPT, []), ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", sampled(SWEPT, []), ids=errno.errorcode.get)
 def test_every_file_operation_of_a_jobs_life_can_fail(root: Path, number: int) -> None:
     hit = sweep(root, number, 1)
     for place in TOUCHED[number]:
         assert any(fnmatch(operation, place) for operation in hit), place
 
 
-@pytest.mark.parametrize("number", alone(SWEPT, [errno.EIO]), ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", sampled(SWEPT, [errno.EIO]), ids=errno.errorcode.get)
 def test_some_file_operations_of_a_jobs_life_can_fail(root: Path, number: int) -> None:
     assert len(set(sweep(root, number, 7))) > 5
 
@@ -276,7 +276,7 @@ def sweep(root: Path, number: int, every: int) -> list[str]:
     return hit
 
 
-@pytest.mark.parametrize("number", alone(SWEPT, [errno.EIO]), ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", sampled(SWEPT, [errno.EIO]), ids=errno.errorcode.get)
 def test_every_file_operation_of_a_version_that_comes_back_can_fail(root: Path, store: Store, number: int) -> None:
     record = publish(store, claim(store), 7)
     archived = Archive(store, str(root / "archive")).archive_now("policy", 1)
@@ -345,7 +345,7 @@ def test_a_claim_that_fails_fences_nobody(root: Path) -> None:
     assert other.epoch == 2
     life.intake.register_slot(other.name, 0, "same", SPECS, pack((i, full_box(s.shape), False) for i, s in enumerate(SPECS)))
     with pytest.raises(FailedPrecondition, match="epoch 1 is over"):
-        settled(life.intake.create_version, life.name, 0, 9, 0)
+        completed(life.intake.create_version, life.name, 0, 9, 0)
     life.end()
 
 
@@ -356,14 +356,14 @@ def test_ranks_that_wait_are_told_that_the_medium_refused_the_registration_and_a
     boxes = [pack([(0, full_box(spec.shape), False)]) for spec in SPECS]
     intake.register_slot(name, 0, "0", SPECS[:1], boxes[0])
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as waiting:
-        asked = waiting.submit(settled, intake.assignment, name, 0, 60)
+        asked = waiting.submit(completed, intake.assignment, name, 0, 60)
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(Unavailable, match=r"models/policy.*: EIO"):
             intake.register_slot(name, 1, "1", SPECS[1:], boxes[1])
         with pytest.raises(Unavailable, match=r"models/policy.*: EIO"):
             asked.result(60)
     assert intake.register_slot(name, 0, "0", SPECS[:1], boxes[0]).state == ACTIVE
-    assert settled(intake.assignment, name, 1, 0)[1] == [0]
+    assert completed(intake.assignment, name, 1, 0)[1] == [0]
     store.close()
 
 

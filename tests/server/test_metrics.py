@@ -35,7 +35,7 @@ from tests.support.observing import wait_until
 from tests.support.populated_daemon import job, publish
 from tests.support.ports import free_port
 from tests.support.simulated_server import SimulatedServer
-from tests.support.waits import settled
+from tests.support.waits import completed
 from tools.metrics_page import PAGE, page
 
 SIZE = 4 * 4096 * 64 * 4  # of a version of `job`
@@ -317,7 +317,7 @@ def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_serve
     for number in (2, 3):
         for worker in workers:
             with pytest.raises(FailedPrecondition, match="goes to server a over the staged path"):
-                settled(direct.join, worker, "memory", "policy", number, f"install-{number}")
+                completed(direct.join, worker, "memory", "policy", number, f"install-{number}")
     assert story.value("fallbacks_total", reason="not_offered") == 2
     story.observed.transferred(0.5, None)
     assert story.value("direct_transfer_seconds_sum") == 0.5

@@ -13,7 +13,7 @@ from resharder.server.node.mooncake import MooncakeEngine
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.node import Node, holds, joined, nodes, stored
+from tests.support.node import Node, holds, nodes, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
 
@@ -49,7 +49,7 @@ def bring(daemon: Daemon, node: Node, version: str) -> None:
         return holds(daemon, node.name, version)
 
     wait_until(arrived)
-    assert node.files(version) == stored(daemon, version)
+    assert node.files(version) == stored_files(daemon, version)
 
 
 def by_engine(daemon: Daemon, node: Node) -> int:
@@ -58,7 +58,7 @@ def by_engine(daemon: Daemon, node: Node) -> int:
 
 def test_a_node_reads_pieces_from_the_memory_of_another_which_survives_the_retirement_of_versions(daemon: Daemon) -> None:
     with Node(daemon.endpoint, "one", **MOONCAKE) as one, Node(daemon.endpoint, "two", **MOONCAKE) as two:
-        joined(daemon, "one", "two")
+        wait_live(daemon, "one", "two")
         for step in range(1, 5):
             version = publish(daemon, step)
             before = by_engine(daemon, two)
@@ -73,7 +73,7 @@ def test_a_node_reads_pieces_from_the_memory_of_another_which_survives_the_retir
 def test_nodes_with_and_without_the_engine_exchange_pieces_by_http(daemon: Daemon) -> None:
     version = publish(daemon, 5)
     with Node(daemon.endpoint, "moon", **MOONCAKE) as moon, Node(daemon.endpoint, "plain") as plain:
-        joined(daemon, "moon", "plain")
+        wait_live(daemon, "moon", "plain")
         bring(daemon, moon, version)
         bring(daemon, plain, version)
         version = publish(daemon, 6)
@@ -89,7 +89,7 @@ def test_a_version_arrives_though_the_node_that_it_comes_from_dies_or_hangs(daem
     version = publish(daemon, 7 if sign is signal.SIGKILL else 8)
     name = sign.name.lower()
     with Node(daemon.endpoint, f"a-{name}", **MOONCAKE) as source, Node(daemon.endpoint, f"b-{name}", **MOONCAKE) as reader:
-        joined(daemon, source.name, reader.name)
+        wait_live(daemon, source.name, reader.name)
         bring(daemon, source, version)
         assert source.process is not None
         source.process.send_signal(sign)  # the daemon offers its session for the seconds of its lease
@@ -100,7 +100,7 @@ def test_a_version_arrives_though_the_node_that_it_comes_from_dies_or_hangs(daem
 def test_a_restarted_node_is_read_by_its_new_session(daemon: Daemon) -> None:
     version = publish(daemon, 9)
     with Node(daemon.endpoint, "c", **MOONCAKE) as source, Node(daemon.endpoint, "d", **MOONCAKE) as reader:
-        joined(daemon, "c", "d")
+        wait_live(daemon, "c", "d")
         bring(daemon, source, version)
         bring(daemon, reader, version)
         source.kill()

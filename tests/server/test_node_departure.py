@@ -12,7 +12,7 @@ from resharder.v1 import node_pb2, resources_pb2
 
 from tests.support.home_site import Site
 from tests.support.namespaces import unavailable
-from tests.support.node import joined, nodes
+from tests.support.node import nodes, wait_live
 from tests.support.observing import wait_until
 
 REASON = unavailable()
@@ -83,7 +83,7 @@ def publish_with_a_slow_copy(site: Site, job: str, seconds: int) -> resources_pb
     for node in site.nodes.values():
         if node.process is None:
             node.start()
-    joined(site.daemon, *site.nodes)
+    wait_live(site.daemon, *site.nodes)
     site.attach(job)
     version, found = site.publish(1)
     assert version.state == resources_pb2.Version.READY, version.reason

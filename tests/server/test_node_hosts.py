@@ -11,7 +11,7 @@ from resharder.converters.geometry.layout import TensorSpec
 from tests.support.daemon import Daemon
 from tests.support.home_rank import Ranks
 from tests.support.namespaces import Hosts, unavailable
-from tests.support.node import Node, joined, nodes, stored
+from tests.support.node import Node, nodes, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole
@@ -64,7 +64,7 @@ def sites(daemon: Daemon) -> Iterator[list[Site]]:
             stack.enter_context(site.node)
             site.begin([other for other in made if other is not site])
             stack.callback(site.close)
-        joined(daemon, *(site.node.name for site in made))
+        wait_live(daemon, *(site.node.name for site in made))
         yield made
 
 
@@ -77,7 +77,7 @@ def test_three_hosts_take_a_version_from_each_other(daemon: Daemon, sites: list[
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(lambda site: site.stage(version), sites)) == [ARRIVED] * 3
     for site in sites:
-        assert site.node.files(version) == stored(daemon, version)
+        assert site.node.files(version) == stored_files(daemon, version)
 
     def received() -> tuple[float, float]:
         found = nodes(daemon).values()
@@ -93,7 +93,7 @@ def test_the_death_of_a_node_leaves_no_host_without_the_version(daemon: Daemon, 
     sites[0].node.kill()
     sites[0].node.start(failpoint="node.held@3=kill")
     version = publish(daemon, 2)
-    joined(daemon, "host-0")
+    wait_live(daemon, "host-0")
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda site: site.stage(version), sites))
     assert [one["verified"] for one in found] == [True] * 3
@@ -115,4 +115,4 @@ def test_the_death_of_the_daemon_interrupts_no_host_for_good(daemon: Daemon, sit
     assert [one["verified"] for one in found] == [True] * 3
     for site in sites:
         wait_until(lambda site=site: site.stage(version) == ARRIVED)
-        assert site.node.files(version) == stored(daemon, version)
+        assert site.node.files(version) == stored_files(daemon, version)

@@ -10,7 +10,7 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 from tests.support.daemon import Daemon
 from tests.support.home_site import Site
 from tests.support.namespaces import unavailable
-from tests.support.node import Node, joined, nodes, stored
+from tests.support.node import Node, nodes, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
 
@@ -65,7 +65,7 @@ def copy_on(daemon: Daemon, node: str, name: str) -> bool:
 
 def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemon) -> None:
     with Node(daemon.endpoint, "a") as first:
-        joined(daemon, "a")
+        wait_live(daemon, "a")
         name = begin(daemon, 1)
         wait_until(lambda: shortages(daemon).get(name) is not None and shortages(daemon)[name].short_pieces == PIECES)
         found = shortages(daemon)[name]
@@ -75,7 +75,7 @@ def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemo
             assert settled(daemon, name).state == READY
             held = whole_on(daemon, name)
             assert len(held) == REPLICAS - 1
-            content = stored(daemon, name)
+            content = stored_files(daemon, name)
             by_name = {f"nodes/{node.name}": node for node in (first, second, third)}
             assert all(by_name[id].files(name) == content for id in held)
             assert shortages(daemon) == {}
@@ -85,7 +85,7 @@ def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemo
             assert state(daemon, name).state == READY
             daemon.stop()
             daemon.start()
-            joined(daemon, *(id.partition("/")[2] for id in by_name.keys() - {gone}))
+            wait_live(daemon, *(id.partition("/")[2] for id in by_name.keys() - {gone}))
             wait_until(lambda: len(whole_on(daemon, name)) == REPLICAS - 1 and not shortages(daemon))
 
 
@@ -93,7 +93,7 @@ def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemo
 @pytest.mark.parametrize("daemon", [4], indirect=True)
 def test_a_version_without_enough_nodes_is_aborted_with_the_reason(daemon: Daemon) -> None:
     with Node(daemon.endpoint, "a"), Node(daemon.endpoint, "full", limit_bytes=1 << 20):
-        joined(daemon, "a", "full")
+        wait_live(daemon, "a", "full")
         name = begin(daemon, 1)
         found = settled(daemon, name)
         assert found.state == ABORTED
@@ -108,12 +108,12 @@ def test_the_node_into_whose_files_ranks_wrote_is_one_of_the_holders() -> None:
     with ExitStack() as stack:
         site = Site(stack, replicas=REPLICAS, replica_seconds=60, lease_seconds=15)
         others = {name: stack.enter_context(Node(site.daemon.endpoint, name)) for name in "cd"}
-        joined(site.daemon, *others)
+        wait_live(site.daemon, *others)
         site.attach("first")
         version, found = site.publish(1)
         site.check(version)
         assert [transport for _, transport, _ in found] == ["node"] * 4
-        content = stored(site.daemon, version.name)
+        content = stored_files(site.daemon, version.name)
         everywhere = site.nodes | others
 
         def holders(file: str) -> int:

@@ -19,7 +19,7 @@ from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
 from resharder.v1 import node_pb2, node_pb2_grpc, operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.node import Node, holds, joined, nodes, stored
+from tests.support.node import Node, holds, nodes, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
@@ -55,9 +55,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_maps_the_version_of_the_node_on_its_host(daemon: Daemon) -> None:
     version = publish(daemon, 1)
     with Node(daemon.endpoint, "a") as node:
-        joined(daemon, "a")
+        wait_live(daemon, "a")
         assert stage(daemon.endpoint, version) == ARRIVED
-        assert node.files(version) == stored(daemon, version)
+        assert node.files(version) == stored_files(daemon, version)
         wait_until(lambda: holds(daemon, "a", version))
         copy = nodes(daemon)["nodes/a"].copies[0]
         assert (copy.version, copy.held_pieces, copy.pieces) == (version, PIECES, PIECES)
@@ -70,7 +70,7 @@ def test_a_worker_maps_the_version_of_the_node_on_its_host(daemon: Daemon) -> No
 def test_a_node_takes_pieces_from_another_and_refuses_bytes_that_are_wrong(daemon: Daemon) -> None:
     version = publish(daemon, 2)
     with Node(daemon.endpoint, "b") as first:
-        joined(daemon, "b")
+        wait_live(daemon, "b")
         stage(daemon.endpoint, version)
         path = next(first.folder.glob("versions/*/*/model.safetensors"))
         with path.open("r+b") as file:
@@ -78,9 +78,9 @@ def test_a_node_takes_pieces_from_another_and_refuses_bytes_that_are_wrong(daemo
             file.write(bytes(8))
         (first.folder / "nonce").rename(first.folder / "hidden")  # from here on, workers are on the host of the second one
         with Node(daemon.endpoint, "two") as second:
-            joined(daemon, "two")
+            wait_live(daemon, "two")
             assert stage(daemon.endpoint, version) == ARRIVED
-            assert second.files(version) == stored(daemon, version)
+            assert second.files(version) == stored_files(daemon, version)
             wait_until(lambda: nodes(daemon)["nodes/two"].received_peer_bytes > 0)
             received = nodes(daemon)["nodes/two"]
             # The wrong piece comes from the daemon, and others may: it is the only source for a second.
@@ -95,13 +95,13 @@ def test_a_host_fetches_the_pieces_that_its_workers_need_and_a_later_worker_adds
     rows = SPECS[0].shape[0]
     halves = [{"big": ((Range(start, rows // 2), Range(0, 1024)),)} for start in (0, rows // 2)]
     with Node(daemon.endpoint, "first") as first, Node(daemon.endpoint, "last") as last:
-        joined(daemon, "first", "last")
+        wait_live(daemon, "first", "last")
         for node, other, half in ((first, last, halves[0]), (last, first, halves[1])):
             (other.folder / "nonce").rename(other.folder / "hidden")  # of a host that the worker cannot read
             assert stage(daemon.endpoint, version, half) == ARRIVED
             (other.folder / "hidden").rename(other.folder / "nonce")
             wait_until(lambda node=node: holds(daemon, node.name, version))
-        content = stored(daemon, version)["model.safetensors"]
+        content = stored_files(daemon, version)["model.safetensors"]
         for node in (first, last):
             (copy,) = nodes(daemon)[f"nodes/{node.name}"].copies
             assert copy.held_pieces == copy.wanted_pieces < PIECES == copy.pieces
@@ -115,7 +115,7 @@ def test_a_host_fetches_the_pieces_that_its_workers_need_and_a_later_worker_adds
             assert received.received_daemon_bytes + received.received_peer_bytes <= copy.wanted_pieces * PIECE_BYTES
         (last.folder / "nonce").rename(last.folder / "hidden")
         assert stage(daemon.endpoint, version) == ARRIVED
-        assert first.files(version) == stored(daemon, version)
+        assert first.files(version) == stored_files(daemon, version)
         wait_until(lambda: nodes(daemon)["nodes/first"].received_peer_bytes > 0)
 
 
@@ -123,7 +123,7 @@ def test_a_host_fetches_the_pieces_that_its_workers_need_and_a_later_worker_adds
 def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daemon) -> None:
     version = publish(daemon, 3)
     with Node(daemon.endpoint, "c") as node, Channel(daemon.endpoint) as channel:
-        joined(daemon, "c")
+        wait_live(daemon, "c")
         manifest = get_manifest(channel, version)
         sources = Sources(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server"))
         needs = {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
@@ -147,7 +147,7 @@ def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daem
 def test_after_the_death_of_its_node_a_worker_reads_from_the_daemon_and_says_why(daemon: Daemon) -> None:
     version = publish(daemon, 6)
     with Node(daemon.endpoint, "d").start(failpoint="node.held@3=kill") as node:
-        joined(daemon, "d")
+        wait_live(daemon, "d")
         found = stage(daemon.endpoint, version)
         assert (found["verified"], found["transport"]) == (True, "http")
         assert str(found["reason"]).startswith("nodes/d: ")
@@ -155,13 +155,13 @@ def test_after_the_death_of_its_node_a_worker_reads_from_the_daemon_and_says_why
         node.start()  # with the same name: it is told what it held, and begins anew
         wait_until(lambda: holds(daemon, "d", version))
         assert stage(daemon.endpoint, version) == ARRIVED
-        assert node.files(version) == stored(daemon, version)
+        assert node.files(version) == stored_files(daemon, version)
 
 
 def test_after_a_restart_of_the_daemon_a_node_has_what_it_had(daemon: Daemon) -> None:
     version = publish(daemon, 7)
     with Node(daemon.endpoint, "e") as node:
-        joined(daemon, "e")
+        wait_live(daemon, "e")
         stage(daemon.endpoint, version)
         inode = next(node.folder.glob("versions/*/*/model.safetensors")).stat().st_ino
         daemon.kill()
@@ -175,7 +175,7 @@ def test_after_a_restart_of_the_daemon_a_node_has_what_it_had(daemon: Daemon) ->
 def test_a_node_without_memory_for_a_version_says_so_and_the_worker_reads_elsewhere(daemon: Daemon) -> None:
     version = publish(daemon, 8)
     with Node(daemon.endpoint, "small", limit_bytes=1 << 20):
-        joined(daemon, "small")
+        wait_live(daemon, "small")
         found = stage(daemon.endpoint, version)
         assert (found["verified"], found["transport"]) == (True, "http")
         assert "nodes/small: memory full: it needs" in str(found["reason"])
@@ -185,7 +185,7 @@ def test_a_node_without_memory_for_a_version_says_so_and_the_worker_reads_elsewh
 def test_a_drained_node_drops_its_versions_and_takes_none_until_it_is_resumed(daemon: Daemon) -> None:
     version = publish(daemon, 9)
     with Node(daemon.endpoint, "g") as node:
-        joined(daemon, "g")
+        wait_live(daemon, "g")
         stage(daemon.endpoint, version)
         drain(daemon, "g", True)
         wait_until(lambda: not list(node.folder.glob("versions/*/*")))
@@ -225,7 +225,7 @@ def test_a_node_passes_the_session_of_its_transfer_engine_on_to_others(daemon: D
 
 def test_the_newest_process_of_a_name_is_the_node(daemon: Daemon) -> None:
     with Node(daemon.endpoint, "h") as former:
-        joined(daemon, "h")
+        wait_live(daemon, "h")
         with Node(daemon.endpoint, "h"):
             assert former.wait() == 1
             assert "another process has become node 'h'" in former.log.read_text()
@@ -247,14 +247,14 @@ def test_a_node_serves_pieces_to_nodes_that_the_daemon_lets_read_the_model(tmp_p
         with node("one") as first, node("two") as second, pytest.MonkeyPatch.context() as patch:
             for name, value in authority.environment(PROBE).items():
                 patch.setenv(name, value)
-            joined(daemon, "one", "two")
+            wait_live(daemon, "one", "two")
 
             def stage_on(here: Node, there: Node, version: str) -> dict[str, object]:
                 """Stage a version on the host of one node, as the files of the other one cannot be read there."""
                 (there.folder / "nonce").rename(there.folder / "hidden")
                 found = stage(daemon.endpoint, version)
                 (there.folder / "hidden").rename(there.folder / "nonce")
-                assert here.files(version) == stored(daemon, version)
+                assert here.files(version) == stored_files(daemon, version)
                 return found
 
             assert stage_on(second, first, version) == ARRIVED
@@ -265,7 +265,7 @@ def test_a_node_serves_pieces_to_nodes_that_the_daemon_lets_read_the_model(tmp_p
             for each in (first, second):
                 (each.folder / "nonce").rename(each.folder / "hidden")
             with node("three"):
-                joined(daemon, "three")
+                wait_live(daemon, "three")
                 found = stage(daemon.endpoint, version)
                 assert (found["verified"], found["transport"]) == (True, "http")
                 assert "may not call GetManifest: expected a role for models/policy, got node:other" in str(found["reason"])
@@ -301,7 +301,7 @@ def test_nodes_with_tokens_read_from_the_daemon_by_them_and_from_each_other_by_t
                 for here, there in ((first, second), (second, first)):
                     (there.folder / "nonce").rename(there.folder / "hidden")
                     assert stage(daemon.endpoint, version) == ARRIVED
-                    assert here.files(version) == stored(daemon, version)
+                    assert here.files(version) == stored_files(daemon, version)
                     (there.folder / "hidden").rename(there.folder / "nonce")
                 wait_until(lambda: operator.nodes()[1].received_peer_bytes > 0)
                 assert not [link.problem for found in operator.nodes() for link in found.links if link.problem]

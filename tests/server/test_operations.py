@@ -15,7 +15,7 @@ from resharder.v1 import operator_pb2, resources_pb2
 from resharder.v1.resources_pb2 import Power
 
 from tests.support.simulated_store import MODEL, SimulatedVersions
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 Fleet, UpdateStrategy, VersionTarget = resources_pb2.Fleet, resources_pb2.UpdateStrategy, resources_pb2.VersionTarget
 
@@ -48,7 +48,7 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     desk = Desk(tmp_path)
-    settled(desk.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
+    completed(desk.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
     return desk
 
 

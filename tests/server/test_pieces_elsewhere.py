@@ -20,7 +20,7 @@ from resharder.server.store.partial import PIECES_FILE
 from resharder.v1 import node_pb2, node_pb2_grpc, operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.node import Node, holds, joined, stored
+from tests.support.node import Node, holds, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.partial_versions import missing_of, overwrite_pieces
 from tests.support.publishing import Job, random_weights, whole
@@ -43,7 +43,7 @@ def folder_of(daemon: Daemon, version: str) -> Path:
 def take_away(daemon: Daemon, version: str, node: str) -> dict[str, bytes]:
     """Let a stopped daemon's store lack pieces of a whole version, as if it had been committed without; return its content."""
     folder = folder_of(daemon, version)
-    found, content = manifest.read(folder), stored(daemon, version)
+    found, content = manifest.read(folder), stored_files(daemon, version)
     missing_of(content, found.files, LACKS, [node]).write(folder)
     encoded = manifest._encoded({**manifest.load(folder), "format": manifest.PARTIAL_FORMAT})
     (folder / manifest.MANIFEST_FILE).write_bytes(encoded)
@@ -96,7 +96,7 @@ def daemon() -> Iterator[Daemon]:
 def test_a_daemon_fetches_the_pieces_that_a_node_alone_holds_and_serves_no_byte_before(daemon: Daemon, tmp_path: Path) -> None:
     version = publish(daemon, 1)
     with Node(daemon.endpoint, "home") as node:
-        joined(daemon, "home")
+        wait_live(daemon, "home")
         assert stage(daemon.endpoint, version)["transport"] == "node"
         wait_until(lambda: holds(daemon, "home", version))
         expected = checksums(daemon, version)
@@ -121,7 +121,7 @@ def test_a_daemon_fetches_the_pieces_that_a_node_alone_holds_and_serves_no_byte_
                 expected_part = weights[SPECS[at].name][tuple(slice(r.start, r.start + r.count) for r in box)]
                 assert np.array_equal(array, expected_part)
         wait_until(lambda: is_whole(daemon, version))
-        assert stored(daemon, version) == content
+        assert stored_files(daemon, version) == content
         assert not (folder_of(daemon, version) / HELD_FILE).exists()
         assert not (folder_of(daemon, version) / PIECES_FILE).exists()
         read_piece(daemon, version, known.fingerprint, content, missing)
@@ -138,7 +138,7 @@ def test_a_daemon_fetches_the_pieces_that_a_node_alone_holds_and_serves_no_byte_
 def test_a_version_whose_last_copy_is_gone_is_lost_and_the_one_before_is_the_newest(daemon: Daemon) -> None:
     before, version = publish(daemon, 1), publish(daemon, 2)
     with Node(daemon.endpoint, "home"):
-        joined(daemon, "home")
+        wait_live(daemon, "home")
         assert stage(daemon.endpoint, version)["transport"] == "node"
         wait_until(lambda: holds(daemon, "home", version))
         daemon.kill()

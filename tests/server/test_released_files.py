@@ -26,7 +26,7 @@ from resharder.server.store.store import Store
 from xxhash import xxh3_64_intdigest
 
 from tests.support.observing import wait_until
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 SPECS = [TensorSpec("a", "F32", (2, 8)), TensorSpec("b", "F32", (2, 8)), TensorSpec("c", "F32", (8,))]
 FILES = lay_out(SPECS, max_file_bytes=64)
@@ -62,8 +62,8 @@ class Site:
         for rank, boxes in BOXES.items():
             packed = pack((tensor, box, False) for tensor, box in boxes)
             self.intake.register_slot(name, rank, str(rank), SPECS, packed)
-        self.record: VersionRecord = settled(self.intake.create_version, name, 0, 1)
-        settled(self.intake.create_version, name, 1, 1)
+        self.record: VersionRecord = completed(self.intake.create_version, name, 0, 1)
+        completed(self.intake.create_version, name, 1, 1)
         self.folder = self.store.folder.path(self.record)
         random = np.random.default_rng(1)
         self.values = {spec.name: random.integers(0, 1 << 32, spec.shape, np.uint32) for spec in SPECS}

@@ -21,7 +21,7 @@ from resharder.v1 import direct_pb2, node_pb2, operator_pb2, publisher_pb2, reso
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 SPECS = [TensorSpec("a", "BF16", (64, 32)), TensorSpec("b", "F32", (32,))]
 WEIGHTS = random_weights(SPECS, 1)
@@ -260,7 +260,7 @@ def test_the_matrix_has_every_call(cases: list[Case]) -> None:
     )
 
 
-@pytest.mark.parametrize("caller", alone(CALLERS, ["publisher-of-other", "server", "viewer", "node", "nobody"]))
+@pytest.mark.parametrize("caller", sampled(CALLERS, ["publisher-of-other", "server", "viewer", "node", "nobody"]))
 def test_whoever_has_no_role_for_a_call_is_refused_and_nothing_changes(
     caller: str, daemon: SecureDaemon, cases: list[Case]
 ) -> None:

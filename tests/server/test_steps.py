@@ -12,7 +12,7 @@ from resharder.server.ingest.publisher import ACTIVE, REGISTERING
 from resharder.server.state.version import VersionRecord
 
 from tests.support.step_site import RANKS, SPECS, Rank, Site, publish_all, refused, stall
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_an_answer_that_is_lost_is_the_same_when_the_rank_asks_again(site: Site,
     stall(site, ranks, silent=0)
     after = ranks[0].attempts.after(1)
     for _ in range(3):
-        assert settled(site.intake.create_version, ranks[0].name, 0, 1, after).number == first.number
+        assert completed(site.intake.create_version, ranks[0].name, 0, 1, after).number == first.number
     assert site.open() == []
 
 
@@ -223,7 +223,7 @@ def test_a_client_that_counts_no_attempts_opens_the_step_again_and_blocks_nobody
         ranks[1].publish(step)
         stall(site, ranks, silent=0)
         ranks[1].begin(step + 1)
-        refused(lambda step=step: settled(site.intake.create_version, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
+        refused(lambda step=step: completed(site.intake.create_version, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
     assert publish_all(site, ranks, 9).state == "READY"
 
 
@@ -232,7 +232,7 @@ def test_a_publisher_waits_for_the_models_files(site: Site) -> None:
     name = intake.create_publisher("policy", "job", 1, {}).name
     boxes = pack([(0, full_box(SPECS[0].shape), False)])
     assert intake.register_slot(name, 0, "rank 0", SPECS, boxes).state == REGISTERING
-    message = refused(lambda: settled(intake.assignment, name, 0, 60), "PUBLISHER_UNKNOWN")
+    message = refused(lambda: completed(intake.assignment, name, 0, 60), "PUBLISHER_UNKNOWN")
     assert "no rank has sent the model's files" in message
     intake.create_publisher("policy", "job", 1, files)
     assert intake.register_slot(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
@@ -248,7 +248,7 @@ def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
     next(ahead)
     numbers = []
     for step in (1, 2):
-        numbers.append(settled(intake.create_version, name, 0, step).number)
+        numbers.append(completed(intake.create_version, name, 0, step).number)
         intake.seal_slot("policy", numbers[-1], 1, 0, [0], mapped=True)
     with pytest.raises(StopIteration) as ended:
         next(ahead)
@@ -261,7 +261,7 @@ def test_a_restarted_rank_without_boxes_begins_no_version_of_a_step_that_the_oth
     name = intake.create_publisher("policy", "job", 2, {"config.json": b"{}"}).name
     for rank, boxes in enumerate([[(0, full_box(SPECS[0].shape), False)], []]):
         intake.register_slot(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)), f"process {rank}")
-    settled(intake.create_version, name, 0, 2)
+    completed(intake.create_version, name, 0, 2)
     intake.seal_slot("policy", 1, 1, 0, [0], mapped=True)
     site.settle()
     site.now += 1
@@ -278,5 +278,5 @@ def test_a_rank_that_has_not_registered_with_this_daemon_is_told_so(site: Site) 
     intake = site.intake
     name = intake.create_publisher("policy", "job", 2, {"config.json": b"{}"}).name
     intake.register_slot(name, 0, "rank 0", SPECS, pack([(0, full_box(SPECS[0].shape), False)]))
-    refused(lambda: settled(intake.assignment, name, 0, 0), "NOT_REGISTERED")
-    assert "rank 1 has not registered" in refused(lambda: settled(intake.assignment, name, 1, 60), "PUBLISHER_UNKNOWN")
+    refused(lambda: completed(intake.assignment, name, 0, 0), "NOT_REGISTERED")
+    assert "rank 1 has not registered" in refused(lambda: completed(intake.assignment, name, 1, 60), "PUBLISHER_UNKNOWN")

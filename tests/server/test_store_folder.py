@@ -14,7 +14,7 @@ from resharder.server.store.store import Store
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.node import Node, joined
+from tests.support.node import Node, wait_live
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import reason_of
@@ -123,7 +123,7 @@ def test_a_daemon_whose_store_is_removed_is_not_ready_and_says_so_and_is_again_w
 
 def test_a_node_whose_folder_is_removed_ends_and_says_so() -> None:
     with Daemon(lease_seconds=2) as daemon, Node(daemon.endpoint, "one") as node:
-        joined(daemon, "one")
+        wait_live(daemon, "one")
         remove(node.folder)
         assert node.wait() == 1
         assert f"resharder-node: --folder: {node.folder} was removed under the running process" in node.log.read_text()

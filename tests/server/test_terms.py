@@ -11,7 +11,7 @@ from resharder.server.state.server_events import Attached, Order, Reported
 from resharder.v1 import server_pb2
 
 from tests.support.simulated_store import SimulatedVersions
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 MODEL = "policy"
 
@@ -34,7 +34,7 @@ class Site:
             files=FleetFiles(self.folder),
             tick_seconds=0,
         )
-        settled(self.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+        completed(self.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, term: int = 0) -> Attachment:
         return self.fleets.attach("s", Attached(nonce, 1, term=term))
@@ -113,7 +113,7 @@ def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site) -> None:
     for site.now in (11.0, 40.0):
         site.fleets.tick()
     assert not site.fleets.servers()
-    settled(site.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+    completed(site.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
     assert led(site.attach("a")) > before
 
 

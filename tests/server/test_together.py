@@ -12,7 +12,7 @@ from resharder.v1 import operator_pb2, resources_pb2
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, Weights, random_weights, read_folder, reason_of, whole
-from tests.support.variants import alone
+from tests.support.variants import sampled
 
 SPECS = {"keep": [TensorSpec("a", "F32", (64, 8))], "serve": [TensorSpec("a", "BF16", (64, 8)), TensorSpec("s", "F32", ())]}
 State = resources_pb2.Version.State
@@ -143,7 +143,9 @@ KILLED = {  # the daemon dies while step 2 is published -> whether it is READY a
 }
 
 
-@pytest.mark.parametrize("failpoint", alone(KILLED, ["commit.after-proof@4", "commit.before-rename@3", "commit.before-rename@4"]))
+@pytest.mark.parametrize(
+    "failpoint", sampled(KILLED, ["commit.after-proof@4", "commit.before-rename@3", "commit.before-rename@4"])
+)
 def test_after_a_kill_at_any_step_both_versions_are_ready_or_neither(unstarted: Daemon, failpoint: str) -> None:
     daemon = unstarted
     daemon.start(failpoint=f"{failpoint}=kill")
@@ -164,7 +166,7 @@ def test_after_a_kill_at_any_step_both_versions_are_ready_or_neither(unstarted: 
 FAILING = ["commit.before-rename@4=eio", "commit.sync@4=eio", "commit.sync@3=enospc"]
 
 
-@pytest.mark.parametrize("failpoint", alone(FAILING, FAILING[:1]))
+@pytest.mark.parametrize("failpoint", sampled(FAILING, FAILING[:1]))
 def test_a_medium_that_fails_between_the_two_leaves_neither_ready(unstarted: Daemon, failpoint: str) -> None:
     daemon = unstarted
     daemon.start(failpoint=failpoint)

@@ -13,7 +13,7 @@ from resharder.server.direct.state import Task
 from resharder.server.infra.change_signal import Pause
 from resharder.v1 import direct_pb2
 
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 PUBLISHER = "models/policy/publishers/1"
 LONG = 60.0
@@ -72,7 +72,7 @@ class Site:
         return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]
 
     def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
-        return self.pool.submit(settled, act, *arguments)
+        return self.pool.submit(completed, act, *arguments)
 
     def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
         return [self.begin(self.direct.join, self.worker(server, rank), "memory", "policy", number, install) for rank in range(2)]

@@ -10,7 +10,7 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.home_rank import Ranks, Rows, weights
-from tests.support.node import Node, joined, patient
+from tests.support.node import Node, patient, wait_live
 from tests.support.observing import wait_until
 from tests.support.publishing import read_folder
 from tests.support.remote import Remote
@@ -35,7 +35,7 @@ class Site:
         own = {"data_listen": "127.0.0.1:0", "keep_count": 2, "lease_seconds": 10, "shared_memory": False} | options
         self.daemon = stack.enter_context(patient(Daemon(**own)))
         self.nodes = {name: stack.enter_context(Node(self.daemon.endpoint, name)) for name in "ab"}
-        joined(self.daemon, *self.nodes)
+        wait_live(self.daemon, *self.nodes)
         hidden = {name: [node.root for other, node in self.nodes.items() if other != name] for name in "ab"}
         self.ranks = {name: stack.enter_context(Remote(Ranks, hidden=hidden[name])) for name in "ab"}
 

@@ -107,7 +107,7 @@ def patient(daemon: D) -> D:
     return daemon
 
 
-def stored(daemon: Daemon, version: str) -> dict[str, bytes]:
+def stored_files(daemon: Daemon, version: str) -> dict[str, bytes]:
     """The content of a version's files in the daemon's store."""
     _, model, _, number = version.split("/")
     folder = daemon.store / f"models/{model}/versions/{int(number):08}"
@@ -120,7 +120,7 @@ def nodes(daemon: Daemon) -> dict[str, resources_pb2.Node]:
     return {node.name: node for node in stub.ListNodes(operator_pb2.ListNodesRequest()).nodes}
 
 
-def joined(daemon: Daemon, *names: str) -> None:
+def wait_live(daemon: Daemon, *names: str) -> None:
     """Wait until these nodes are live."""
 
     def live() -> bool:

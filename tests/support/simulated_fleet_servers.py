@@ -16,7 +16,7 @@ from resharder.v1 import resources_pb2, server_pb2
 from resharder.v1.resources_pb2 import PauseMode, Power
 
 from tests.support.simulated_store import MODEL, SimulatedFiles, SimulatedVersions
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)
 NAMES = ("a", "b", "c")
@@ -108,7 +108,7 @@ class SimulatedServers(RuleBasedStateMachine):
         if name in self.plants:
             return
         try:
-            server = settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=True)
+            server = completed(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=True)
         except DaemonError:
             return
         self.nonces += 1
@@ -136,7 +136,7 @@ class SimulatedServers(RuleBasedStateMachine):
         plant.cut = False
         if plant.attachment is not None:
             plant.attachment.close()
-        settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=False)
+        completed(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=False)
         self.report_state(plant)
         plant.lease_until = self.now + SETTINGS.lease
         attached = Attached(f"control-{plant.nonce}", 1, power=plant.power, serving=plant.shows(self.now))

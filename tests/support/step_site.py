@@ -14,7 +14,7 @@ from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 LEASE = 4.0
 RANKS = 3
@@ -80,7 +80,7 @@ class Rank:
         self.attempts.registered(self.site.store.catalogue.newest_number("policy"))
 
     def begin(self, step: int) -> VersionRecord:
-        record = settled(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
+        record = completed(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
         self.attempts.begun(step, record.number)
         self.given.add(record.number)
         self.begun = record if record.state == "UPLOADING" else None

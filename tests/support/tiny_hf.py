@@ -5,6 +5,7 @@ confused differ. With torch.distributed initialised transformers saves on rank 0
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,12 @@ def load_model(directory: Path) -> PreTrainedModel:
 def load_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors, by the names on disk."""
     return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@torch.no_grad()
+def greedy_answer(model: torch.nn.Module, prompt: Sequence[int], tokens: int = 8) -> tuple[int, ...]:
+    """Return the token ids with which transformers goes on after a prompt."""
+    found = list(prompt)
+    for _ in range(tokens):
+        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    return tuple(found[len(prompt) :])

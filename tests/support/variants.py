@@ -21,10 +21,10 @@ def variants(cases: Mapping[str, Mapping[str, Any]], few: int) -> list[Any]:
         best = max(left, key=lambda name: len(left[name] - covered))
         kept.add(best)
         covered |= left.pop(best)
-    return alone(cases, kept)
+    return sampled(cases, kept)
 
 
-def alone(names: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+def sampled(names: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
     """Parameters, marked `full` unless they are in `kept`; tuples where there are several."""
     kept = set(kept)
     return [name if name in kept else pytest.param(*_values(name), marks=pytest.mark.full) for name in names]

@@ -15,7 +15,7 @@ def without_pauses(stream: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def settled(act: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def completed(act: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The result of a call, waited for if the call waits."""
     found = act(*arguments, **options)
     return result_of(found) if isinstance(found, Generator) else found

@@ -19,7 +19,7 @@ from resharder.v1.resources_pb2 import Power
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
-from tests.support.variants import alone
+from tests.support.variants import sampled
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import DRAFTS, make_pair, publish, without_weights
 
@@ -200,7 +200,7 @@ PACKS_BF16 = torch.cpu._is_avx512_supported()
 
 
 @pytest.mark.compat("load_weights")
-@pytest.mark.parametrize("kind", alone(PACKED, ["moe", "latent attention", "fp8"]))
+@pytest.mark.parametrize("kind", sampled(PACKED, ["moe", "latent attention", "fp8"]))
 def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_loads_it(
     daemon: Daemon, tmp_path_factory: pytest.TempPathFactory, kind: str
 ) -> None:

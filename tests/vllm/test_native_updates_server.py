@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSou
 from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.daemon import Daemon
 from tests.support.observing import expect_leaving, wait_serving
-from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import greedy_answer, load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import Response, VllmServer, completion
 
 pytestmark = [pytest.mark.full, pytest.mark.compat("weight transfer")]
@@ -77,15 +77,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             yield Scene(daemon, server, folder)
 
 
-@torch.no_grad()
-def expected(model: torch.nn.Module, prompt: Sequence[int], tokens: int = 8) -> tuple[int, ...]:
-    """Return the greedy answers of transformers."""
-    found = list(prompt)
-    for _ in range(tokens):
-        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
-    return tuple(found[len(prompt) :])
-
-
 def test_vllms_example_with_the_backends_name_exchanged_moves_the_server(scene: Scene) -> None:
     environment = {**os.environ, "RESHARDER_ENDPOINT": scene.daemon.endpoint, "RESHARDER_MODEL": MODEL, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(EXAMPLE), str(scene.folder), "--server", scene.url]
@@ -95,7 +86,7 @@ def test_vllms_example_with_the_backends_name_exchanged_moves_the_server(scene: 
     assert (before["header"], before["weight_version"]) == (["none"], "none"), "vLLM's dummy weights are no version"
     assert (after["header"], after["weight_version"]) == (["1"], "1")
     model = load_model(scene.folder)
-    assert after["tokens"] == [list(expected(model, prompt)) for prompt in PROMPTS] != before["tokens"]
+    assert after["tokens"] == [list(greedy_answer(model, prompt)) for prompt in PROMPTS] != before["tokens"]
 
 
 def test_every_send_is_a_version_to_which_the_fleet_can_return(scene: Scene) -> None:
@@ -109,7 +100,7 @@ def test_every_send_is_a_version_to_which_the_fleet_can_return(scene: Scene) -> 
         assert engine.handle is not None
         tokens, version = scene.answer()
         assert version == str(engine.handle.version), "send_weights returns when the version is served"
-        assert tokens == [expected(model, prompt) for prompt in PROMPTS]
+        assert tokens == [greedy_answer(model, prompt) for prompt in PROMPTS]
         served[engine.handle.version] = tokens
     first, second = served
     assert served[first] != served[second]

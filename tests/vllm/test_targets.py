@@ -23,7 +23,7 @@ from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
 
 from tests.support.tiny_hf import FAMILIES, tiny_config
-from tests.support.variants import alone
+from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
 DENSE = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSizes(dp=2))
@@ -109,7 +109,7 @@ def whole(specs: Mapping[str, TensorSpec], names: Any) -> tuple[Piece, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", alone(FAMILIES, KINDS))
+@pytest.mark.parametrize("family", sampled(FAMILIES, KINDS))
 def test_workers_load_what_was_recorded_and_together_all_of_the_checkpoint(family: str) -> None:
     config = published_config(family)
     weights = published_weights(config)
@@ -191,7 +191,7 @@ def one_of_each_kind(names: Iterable[str]) -> list[str]:
     return [chance.choice(of_kind) for of_kind in kinds.values()]
 
 
-@pytest.mark.parametrize("family", alone(FAMILIES, ["qwen2_moe"]))
+@pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2_moe"]))
 def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters_that_it_would_fill(family: str) -> None:
     """One tensor, the half of one, an expert, or all experts of one of two workers."""
     config = published_config(family)

@@ -22,7 +22,7 @@ from resharder.v1 import server_pb2
 from tests.simulation.control.schedule import Process, Schedule
 from tests.simulation.control.threads import SimulatedThread, Waiters, each
 from tests.support.simulated_store import MODEL, SimulatedFiles, SimulatedVersions
-from tests.support.waits import settled
+from tests.support.waits import completed
 
 LEASE = 2.0
 FLEET = "fleet"
@@ -151,7 +151,7 @@ class Daemon:
 
     def claim(self, server: str, *, boot: bool) -> server_pb2.Claim:
         """Execute `ClaimServer`."""
-        found = settled(self.fleets.claim, server, MODEL, FLEET, wait_seconds=0, boot=boot, renews=True)
+        found = completed(self.fleets.claim, server, MODEL, FLEET, wait_seconds=0, boot=boot, renews=True)
         return server_pb2.Claim(
             server=f"servers/{found.id}",
             model=f"models/{found.model}",
