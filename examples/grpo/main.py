@@ -23,7 +23,7 @@ from examples.grpo.processes import daemon, free_port, process, program, vllm_se
 MODEL = "policy"
 SERVER_OPTIONS = ["--load-format", "resharder", "--enable-scale-out", "--max-num-seqs", "64", "--served-model-name", "m"]
 """`--enable-scale-out` adds the route that names the version of each token."""
-START_SECONDS, STEP_SECONDS = 120.0, 60.0
+START_SECONDS, STEP_SECONDS = 500.0, 300.0
 GAIN = 0.2
 console = Console(highlight=False)
 
