@@ -1,4 +1,4 @@
-"""MkDocs hooks: make pages of files outside docs/, link to these, and turn links to files that have no page into text."""
+"""MkDocs hooks: make pages of files outside docs/, and turn links to files that have no page into text."""
 
 import logging
 import posixpath
@@ -17,7 +17,7 @@ PAGES = {
     "security-policy.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(?P<anchor>#[^)]*)?\)")
+_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(#[^)]*)?\)")
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -34,7 +34,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         to = posixpath.normpath(f"docs/{folder}/{link['to']}")
         made = next((name for name, source in PAGES.items() if source == to), None)
         if made or to.startswith("docs/"):
-            return f"[{link['text']}]({posixpath.relpath(made or to.removeprefix('docs/'), folder)}{link['anchor'] or ''})"
+            return f"[{link['text']}]({posixpath.relpath(made or to.removeprefix('docs/'), folder)}{link[3] or ''})"
         if not (ROOT / to).exists():
             _log.warning("%s: nothing is at %s", page.file.src_uri, link["to"])
         return link["text"]
