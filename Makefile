@@ -131,7 +131,7 @@ docs-releases: setup
 # for all that these tests do. Results go to tests/converters/releases; `make docs-releases` makes the table.
 .venv-megatron-%/.ready: $(VENV)/.ready
 	rm -rf .venv-megatron-$*
-	if command -v python3.12 >/dev/null; then \
+	if python3.12 -c "" 2>/dev/null; then \
 		python3.12 -m venv .venv-megatron-$* && .venv-megatron-$*/bin/pip install -q 'pip>=25.1' && \
 		.venv-megatron-$*/bin/pip install -q torch==2.13.0 && .venv-megatron-$*/bin/pip install -q megatron-core==$* && \
 		.venv-megatron-$*/bin/pip install -q -e '.[server,client]' --group dev; \

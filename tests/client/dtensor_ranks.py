@@ -1,6 +1,6 @@
 """Four real ranks train transformers' Qwen3 with FSDP2 over tensor parallelism, two by two, with dropout and frozen embeddings.
 
-They publish before and after 20 steps, and from a new job that resumes from the saved state and trains on.
+They publish before and after two steps, and from a new job that resumes from the saved state and trains on.
 
 `main(ENDPOINT, FOLDER)` under `tests.support.ranks`, with a checkpoint in FOLDER/source; writes the whole state dicts as torch
 gathers them, FOLDER/before.pt, after.pt, resumed.pt and exchanged.pt, and FOLDER/again.pt after filling from the first version.
@@ -25,7 +25,7 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 PLAN: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
 
 
-STEPS = 20
+STEPS = 2
 
 
 def main(endpoint: str, path: str) -> None:

@@ -89,7 +89,8 @@ def test_a_fleet_of_a_third_model_takes_no_version_of_the_two(daemon: Daemon) ->
             assert (generation.version, len(generation.servers)) == (0, 1)
 
 
-@pytest.mark.parametrize("fleet", sampled(["keep", "serve"], ["serve"]))
+@pytest.mark.full
+@pytest.mark.parametrize("fleet", ["keep", "serve"])
 def test_on_the_direct_path_the_servers_of_one_model_wake_once_both_are_ready(daemon: Daemon, fleet: str, tmp_path: Path) -> None:
     with published(daemon, 2, direct_wait=8.0) as (publisher, model):
         server = served(daemon, fleet, tmp_path)

@@ -168,7 +168,7 @@ def test_a_canary_goes_back_when_its_api_server_dies(site: Site) -> None:
         core = server.child("EngineCore")
         os.kill(server.process.pid, signal.SIGKILL)
         core.kill()  # vLLM leaves it behind
-        assert "a: its lease ended" in site.ends(Move.State.FAILED).reason
+        assert "servers/a was lost while it installed version" in site.ends(Move.State.FAILED).reason
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, before)}
     assert resharder("forget", "a").code == 0
     assert resharder("update", "--accept-refused").code == 0

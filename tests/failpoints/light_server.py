@@ -184,7 +184,7 @@ class LightServer:
         served: File to which each pair of a served version and the fingerprint of memory is appended once.
     """
 
-    preloaded = ("tests.failpoints.preload",)
+    preloaded = ("tests.failpoints.light_server",)
 
     def __init__(self, served: str) -> None:
         self._served, self._seen = Path(served), set[tuple[int, str]]()

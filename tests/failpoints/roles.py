@@ -93,7 +93,7 @@ class Console:
 
 
 class _Warm(Console):
-    preloaded = ("tests.failpoints.preload",)
+    preloaded = ("tests.failpoints.light_server",)
 
 
 def warm() -> None:

@@ -49,7 +49,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 class Rank:
     """A rank with every other tensor of the model. Its steps are the seeds of its weights."""
 
-    preloaded = ("tests.failpoints.preload",)  # compilers of casts take seconds to import
+    preloaded = ("tests.failpoints.light_server",)  # compilers of casts take seconds to import
 
     def __init__(self, endpoint: str, rank: int) -> None:
         self._endpoint, self._rank = endpoint, rank

@@ -63,6 +63,7 @@ def copy_on(daemon: Daemon, node: str, name: str) -> bool:
     return any(copy.version == name and copy.held_pieces for copy in nodes(daemon)[f"nodes/{node}"].copies)
 
 
+@pytest.mark.full
 def test_ready_waits_for_two_nodes_and_one_that_leaves_is_replaced(daemon: Daemon) -> None:
     with Node(daemon.endpoint, "a") as first:
         wait_live(daemon, "a")

@@ -14,7 +14,7 @@ class HostTrainer(roles.Trainer):
     """`roles.Trainer` of a larger model."""
 
     direct_wait = 60.0
-    preloaded = ("tests.failpoints.preload",)  # which this module needs
+    preloaded = ("tests.failpoints.light_server",)  # which this module needs
 
     def __init__(self, endpoint: str) -> None:
         roles.SHAPES.update(SHAPES)

@@ -19,7 +19,7 @@ from tests.failpoints.roles import weights
 class Job:
     """One rank with the whole model, on the direct path. Its steps are the seeds of its weights."""
 
-    preloaded = ("tests.failpoints.preload",)  # which this module needs
+    preloaded = ("tests.failpoints.light_server",)  # which this module needs
 
     def __init__(self, endpoint: str, job: str, config: dict[str, Any], left_out: Collection[str] = (), added: str = "") -> None:
         self._left_out, self._added = left_out, added

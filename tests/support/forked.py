@@ -1,5 +1,5 @@
-"""Processes of a module's `main`, forked from one that has imported the module and done nothing else: the imports of a daemon, or
-of a vLLM server, take more of a processor than most tests need for all the rest.
+"""Processes of a module's `main`, forked from one that has imported the module, with what numba needs for compiled code, and done
+nothing else: the imports of a daemon, or of a vLLM server, take more of a processor than most tests need for all the rest.
 
 `start("resharder.server.main", environment, log)` is like a `subprocess.Popen` of `python -m resharder.server.main`. A
 `sitecustomize` in a folder that is new in PYTHONPATH runs at its start.
@@ -8,6 +8,7 @@ of a vLLM server, take more of a processor than most tests need for all the rest
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -244,11 +245,25 @@ def _end_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
+def prepare() -> None:
+    """Once all is imported: do what each child would do again for 0.7 s of a processor.
+
+    The collector looks at no object of before. numba imports some 200 modules when it loads its first kernel from the cache.
+    """
+    if "vllm" not in sys.modules:  # its CPU build starts no engine where llvmlite is loaded (0.32, triton_utils/dispatcher.py)
+        registry = import_module("numba.core.registry")
+        registry.cpu_target.typing_context.refresh()
+        registry.cpu_target.target_context.refresh()
+    gc.collect()
+    gc.freeze()
+
+
 def main(descriptor: str, *modules: str) -> None:
     with suppress(ImportError):  # finds the title's place in memory by the environment, which is another one after a fork
         import_module("setproctitle").getproctitle()
     for name in modules:
         import_module(name)
+    prepare()
     sys.argv = _serve(socket.socket(fileno=int(descriptor)))
     failpoints.arm(os.environ.get("RESHARDER_FAILPOINT", ""), os.environ.get("RESHARDER_FAILPOINT_MARK", ""))  # as on its import
     import_module(sys.argv[0]).main()

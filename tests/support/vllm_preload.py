@@ -6,6 +6,7 @@ The plugin is not imported here: vLLM calls it in each process, with that proces
 import os
 from importlib import import_module
 
+from tests.support.forked import prepare
 from tests.support.vllm_engine import ENVIRONMENT, PRELOADED
 
 os.environ.update(ENVIRONMENT)
@@ -15,3 +16,4 @@ import torch
 if torch.version.cuda is None:  # else it replaces torch.cuda's streams and events, which a GPU's worker needs
     for name in PRELOADED:
         import_module(name)
+prepare()

@@ -27,6 +27,7 @@ RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 DROPPING_SLEEP = {"VLLM_PLUGINS": "resharder,dropping_sleep", "PYTHONPATH": str(RAW_MODE)}
 
 
+@pytest.mark.full
 def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_version_and_put_it_to_sleep(tmp_path: Path) -> None:
     config = tiny_config("qwen3")
     save_tokenizer(tmp_path, config["vocab_size"])

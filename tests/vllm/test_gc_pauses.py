@@ -20,7 +20,6 @@ class Thing:
 def as_before() -> Iterator[None]:
     gc.freeze()  # what the tests before have left is much
     yield
-    gc.unfreeze()
     gc.enable()
 
 
