@@ -1,5 +1,8 @@
-"""MkDocs hooks: make pages of files outside docs/, and turn links to files that have no page into text."""
+"""MkDocs hooks: make pages of files outside docs/, turn links to files that have no page into text, and let the copy button of a
+session copy its commands alone.
+"""
 
+import html
 import logging
 import posixpath
 import re
@@ -18,6 +21,8 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
 }
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(#[^)]*)?\)")
+_SESSION = re.compile(r'<pre>(?P<code>(?:(?!</pre>).)*<span class="gp">(?:(?!</pre>).)*)</pre>', re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -40,6 +45,32 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link["text"]
 
     return _LINK.sub(on_site, markdown)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return with_commands_to_copy(content)
+
+
+def with_commands_to_copy(content: str) -> str:
+    """Give each session its commands as `data-copy`, which the theme's button copies in place of prompts and output."""
+
+    def session(block: re.Match[str]) -> str:
+        commands = _commands(html.unescape(_TAG.sub("", block["code"])))
+        if not commands:
+            return block[0]
+        return f'<pre data-copy="{html.escape(commands)}">{block["code"]}</pre>'
+
+    return _SESSION.sub(session, content)
+
+
+def _commands(text: str) -> str:
+    found: list[str] = []
+    goes_on = False
+    for line in text.splitlines():
+        if goes_on or line.startswith("$ "):
+            found.append(line if goes_on else line.removeprefix("$ "))
+            goes_on = line.endswith("\\")
+    return "\n".join(found)
 
 
 def _from_root(name: str) -> str:

@@ -15,10 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _NUMBER = r"\d+\.\d+\.\d+"
 _NAMED = re.compile(
-    rf'(?P<before>^version = "|resharderd:|resharder-vllm:|newTag: |\bresharder-|user-agent: resharder/)(?P<number>{_NUMBER})',
+    r'(?P<before>^version = "|^version: |^appVersion: "|resharderd:|resharder-vllm:|newTag: |\bresharder-|user-agent: resharder/)'
+    rf"(?P<number>{_NUMBER})",
     re.M,
 )
-"""The project's version, images and their tags in manifests, wheels, and what clients call themselves."""
+"""The project's version, the chart's, images and their tags in manifests, wheels, and what clients call themselves."""
 _UNRELEASED = "## [Unreleased]\n"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]+)[^)]*\)")
 

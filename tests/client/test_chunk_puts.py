@@ -65,7 +65,7 @@ def test_where_the_data_port_cannot_be_reached_a_rank_publishes_by_grpc_and_says
     through(publisher, "")
     handle = publish_all([publisher], 2, full)[0]
     handle.wait_ready(60)
-    assert (handle.transport, handle.transport_reason) == ("grpc", "the daemon has no data port (data_listen)")
+    assert (handle.transport, handle.transport_reason) == ("grpc", "the daemon has no data port: its data_listen is empty")
 
 
 @pytest.fixture

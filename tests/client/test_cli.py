@@ -134,7 +134,7 @@ def test_a_store_in_memory_without_huge_pages_is_told_what_they_bring(options: s
     check = doctor.huge_pages(Path("/mnt/store/models"), mounts, policy)
     assert check.verdict == verdict
     assert hint in check.hint
-    assert doctor.huge_pages(Path("/mnt"), mounts, policy).found == "/mnt is ext4: it has none"
+    assert doctor.huge_pages(Path("/mnt"), mounts, policy).found == "/mnt is ext4, which has no huge pages"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_fleet_is_made_moved_pinned_and_rolled_back(daemon: Daemon) -> None:
     assert "there is no fleet moved" in resharder("update", 1, "--fleet", "moved").err
     assert (
         output("fleet", "set", "moved", "--model", "policy", "--want", 1)
-        == "moved targets version 1, is at 1: pinned to version 1\n"
+        == "moved targets version 1, is at 1: pinned to version 1; set: wants version 1; model policy\n"
     )
     with SimulatedServer(daemon, "moved-a", fleet="moved"), SimulatedServer(daemon, "moved-b", fleet="moved"):
         done = resharder("update", 2, "--fleet", "moved", *WAIT)
@@ -147,7 +147,7 @@ def test_what_the_daemon_refuses_is_said_with_its_reason_and_exits_4() -> None:
 def test_status_and_events_tell_what_was_done() -> None:
     output("fleet", "set", "told", "--model", "policy", "--want", "none")
     status = output("status")
-    assert any(line.split()[:3] == ["told", "policy", "none"] for line in status.splitlines())
+    assert any(line.split()[:5] == ["told", "NO", "SERVERS", "policy", "none"] for line in status.splitlines())
     output("sleep", "--fleet", "told")
     output("update", "latest", "--fleet", "told")
 

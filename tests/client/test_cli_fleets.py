@@ -137,6 +137,35 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "confirmed"),
+    [
+        (("--rolling", 2), "moves 2 at a time, stops after 1 failure"),
+        (("--want", 1, "--pause-mode", "wait"), "wants version 1; pause mode wait"),
+        (("--max-skew", 0), "max skew no bound"),
+        (("--no-serve-ahead",), "serves READY versions only"),
+        (("--accept-refused",), "refused versions are allowed"),
+        (("--model", "policy", "--rolling", 1), "moves 1 at a time, stops after 1 failure; model policy"),
+    ],
+)
+def test_fleet_set_confirms_what_it_has_set(fake: FakeOperator, options: tuple[object, ...], confirmed: str) -> None:
+    done = resharder("fleet", "set", "policy", *options)
+    assert done.out.startswith("policy targets ")
+    assert done.out.endswith(f"; set: {confirmed}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sleep", ("free their GPU memory", "answer 503 until `wake`", "pause mode", "2 drops them")),
+        ("drain", ("finish their requests", "answer 503 to new ones until `resume`", "keeps its weights")),
+    ],
+)
+def test_help_says_what_taking_servers_out_of_service_does(command: str, words: tuple[str, ...]) -> None:
+    text = " ".join(resharder(command, "--help").out.split())
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
     ("ahead", "reason", "expected"),
     [
         (

@@ -3,12 +3,14 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.cli.format import event_line
+from resharder.client.cli.format import SERVERS, VERSIONS, event_line, problems, server_rows
 from resharder.client.cli.terminal import Columns, lines, short
+from resharder.client.operator import answers
 from resharder.client.operator.answers import Event
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2
@@ -19,8 +21,8 @@ from tests.support.terminal import COLUMNS, on_terminal
 
 Fleet, Server, Version = resources_pb2.Fleet, resources_pb2.Server, resources_pb2.Version
 Node, NodeCopy = resources_pb2.Node, resources_pb2.NodeCopy
-GREEN, YELLOW, RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
-LOST = "fleet policy has LOST 1 of 3 servers: policy-rollout-replica-12 (its control side has been silent for 40 s)"
+GREEN, RED = "\x1b[32m", "\x1b[31m"
+LOST = "fleet policy: 1 of 3 servers LOST: servers/policy-rollout-replica-12: its control side has been silent for 40 s"
 LONG = (
     "serving version 4; version 5 failed once: worker 3: the transfer over the direct path ended after 9.9 s; tries again in 2 s"
 )
@@ -52,7 +54,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOperator]:
 def test_a_fleet_that_lost_servers_is_shown_first_and_in_red(fake: FakeOperator, command: tuple[str, ...]) -> None:
     assert resharder(*command).out.splitlines()[0] == LOST
     seen = on_terminal(*command)
-    assert seen.text.startswith("\x1b[1;31mfleet policy has LOST 1 of 3 servers")
+    assert seen.text.startswith("\x1b[1;31mfleet policy: 1 of 3 servers LOST")
     rows = [line for line in seen.lines if line.startswith(("policy-", "one"))]
     if "fleet" not in command[0]:
         assert rows[0].split()[:3] == ["policy-rollout-replica-12", "policy", "LOST"]
@@ -77,7 +79,7 @@ def test_no_line_exceeds_80_columns_or_breaks_a_word(fake: FakeOperator) -> None
 
 def test_states_have_colours_on_a_terminal_alone(fake: FakeOperator) -> None:
     seen = on_terminal("status").text
-    assert all(wanted in seen for wanted in (f"{GREEN}SERVING", f"{YELLOW}ASLEEP", f"{RED}LOST"))
+    assert all(wanted in seen for wanted in (f"{GREEN}SERVING", f"{RED}LOST", f"{RED}1 LOST"))
     assert "\x1b[3" not in on_terminal("status", environment={"NO_COLOR": "1"}).text
     assert "\x1b" not in resharder("status").out
 
@@ -87,6 +89,50 @@ def test_any_table_keeps_within_80_columns(rows: list[list[str]]) -> None:
     columns = Columns(("first", "second", "third", "reason"))
     for line in lines(columns, rows, COLUMNS):
         assert len(line) <= COLUMNS
+
+
+def test_a_wide_terminal_has_all_columns_and_the_reason_beside_them() -> None:
+    server = answers.Server(name="servers/a", fleet="policy", state=answers.Server.State.SERVING, version=4, wanted_version=5)
+    shown = [line.plain for line in lines(SERVERS, server_rows([replace(server, reason=LONG)]), 140)]
+    assert shown[0].split() == ["server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason"]
+    assert " ".join(" ".join(shown[1:]).split()) == f"a policy SERVING 4 5 0/0 0.000 s 0.000 s {LONG}"
+    assert all(line.startswith(" " * shown[0].index("reason")) for line in shown[2:])
+    narrow = [line.plain for line in lines(SERVERS, server_rows([replace(server, reason="it is next")]), 80)]
+    assert narrow[1].split() == ["a", "policy", "SERVING", "4", "5", "0/0", "it", "is", "next"]
+
+
+def test_a_check_that_finds_nothing_wrong_takes_one_line() -> None:
+    checks = Columns(("", "check", "found", "hint"), texts=2)
+    rows = [
+        ("ok", "huge pages in shared memory", "huge=always at /dev/shm", ""),
+        ("warn", "clocks", "3 s apart", "run NTP"),
+    ]
+    assert [line.plain for line in lines(checks, rows, 80)] == [
+        "      check                        found",
+        "ok    huge pages in shared memory  huge=always at /dev/shm",
+        "warn  clocks                       3 s apart",
+        "                                   run NTP",
+    ]
+
+
+def test_a_table_without_rows_says_what_there_is_none_of() -> None:
+    assert VERSIONS.nothing == "no versions"
+    assert SERVERS.nothing == "no servers"
+    assert Columns(("bytes", "largest"), noun="bytes to send").nothing == "no bytes to send"
+
+
+def test_failed_servers_and_a_stopped_move_are_red_lines_that_come_first() -> None:
+    failed = answers.Server(name="servers/left", fleet="policy", state=answers.Server.State.FAILED, reason="out of memory")
+    stopped = answers.Move(id=5, state=answers.Move.State.STOPPED, from_version=3, to_version=4)
+    fleet = answers.Fleet(
+        name="policy", move=stopped, reason="from version 3 to 4, 0 of 1 servers there; stopped: too many failures"
+    )
+    found = [*problems([failed], [fleet])]
+    assert [line.plain for line in found] == [
+        "fleet policy: 1 of 1 server FAILED: servers/left: out of memory",
+        f"fleet policy: its move has STOPPED: {fleet.reason}",
+    ]
+    assert {str(line.style) for line in found} == {"bold red"}
 
 
 def test_a_name_is_shortened_in_its_middle() -> None:
@@ -126,11 +172,27 @@ def test_a_name_is_shortened_in_its_middle() -> None:
                 "subject": "fleets/policy",
                 "what": "failed",
                 "reason": "canary servers/a could not install version 2: no room",
-                "details": {"back_to": "1", "to": "2"},
+                "details": {"from": "1", "to": "2"},
             },
-            "fleets/policy  failed (back to 1, to 2): canary servers/a could not install version 2: no room",
+            "fleets/policy  failed (1 → 2): canary servers/a could not install version 2: no room",
         ),
         ({"subject": "fleets/policy", "what": "update", "details": {"request": '{"fleet": {"na'}}, "fleets/policy  update"),
+        (
+            {"subject": "fleets/policy", "what": "done", "details": {"back_to": "1", "to": "2", "strategy": "ALL_AT_ONCE"}},
+            "fleets/policy  done (1 → 2, strategy all at once)",
+        ),
+        (
+            {"subject": "servers/a", "what": "staging", "details": {"from": "1", "to": "2", "version": "1", "fleet": "policy"}},
+            "servers/a  staging (1 → 2, fleet policy)",
+        ),
+        (
+            {"subject": "servers/a", "what": "serving", "details": {"from": "2", "to": "2", "version": "2", "fleet": "policy"}},
+            "servers/a  serving (version 2, fleet policy)",
+        ),
+        (
+            {"subject": "servers/a", "what": "booting", "details": {"from": "0", "to": "2", "version": "0"}},
+            "servers/a  booting (no version → 2)",
+        ),
     ],
 )
 def test_events_are_sentences_without_lists_and_json(event: dict[str, object], sentence: str) -> None:

@@ -32,9 +32,9 @@ PACKED = Uncompared("a kernel has packed them", 5, 11 << 20, ("q", "k", "v", "o"
         (
             replace(WHOLE, covered_bytes=5 << 20, digested_bytes=4 << 20, uncompared=(PACKED,)),
             0,
-            "worker 0: a part of version 3 was compared, and is correct "
+            "worker 0: the part of version 3 that could be compared is correct "
             "(5.0 MiB of 16.0 MiB compared, 12 tensors, 0.50 s)\n"
-            "  1.0 MiB only with what the install left in memory: the engine has changed their form\n"
+            "  1.0 MiB compared with their state after the install, because the engine has changed their format\n"
             "  11.0 MiB not compared (5 tensors: q, k, v, …): a kernel has packed them",
         ),
         (

@@ -1,14 +1,19 @@
 """`watch` and `events --follow`, as processes: they go on until Ctrl-C."""
 
+import io
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from resharder.client.cli.watch import Lasting
+from resharder.client.errors import DaemonUnreachable
 from resharder.v1 import resources_pb2
+from rich.console import Console, Group
 
 from tests.support.command import running
 from tests.support.fake_operator import FakeOperator
@@ -44,6 +49,27 @@ def test_on_a_terminal_watch_draws_the_picture_and_ctrl_c_gives_the_screen_back(
         wait_until(lambda: shows(b"\x1b[?1049l"), "the old screen")
         assert watching.wait(60) == 0
     os.close(ours)
+
+
+def test_watch_keeps_its_last_picture_and_says_since_when_the_daemon_is_away() -> None:
+    asked = []
+
+    def look() -> Group:
+        asked.append(1)
+        if len(asked) == 2:
+            raise DaemonUnreachable("connection refused")
+        return Group(f"picture {len(asked)}")
+
+    def lines() -> list[str]:
+        (to := Console(width=200, file=io.StringIO())).print(lasting())
+        return to.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+    lasting = Lasting(look)
+    away = lines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ"
+    assert re.fullmatch(rf"the daemon last answered at {time}; below is what was known then: connection refused", away[0])
+    assert away[1:] == ["", "picture 1"]
+    assert lines() == ["picture 3"]
 
 
 def test_events_follow_goes_on_after_what_it_has_told_and_ends_by_ctrl_c(fake: FakeOperator) -> None:

@@ -111,7 +111,7 @@ def test_receivers_outlive_a_killed_sender_and_hear_of_it_before_the_timeout(act
 
 
 def test_a_member_that_does_not_say_whom_it_sends_to_is_not_waited_for_longer() -> None:
-    with pytest.raises(DirectFailed, match="rank 1 did not store its peers in time"):
+    with pytest.raises(DirectFailed, match="rank 1 did not report its peers in time"):
         make_group(HashStore(), "silent", 0, 2, torch.device("cpu"), 1.0, peers={1})
 
 

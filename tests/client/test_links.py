@@ -119,7 +119,7 @@ def test_the_links_of_a_daemon_without_versions_and_data_port_are_answers_too() 
         assert found[1]["found"] == "not measured: no version is READY"
         publish(daemon)
         (_, data) = measure_links(daemon.endpoint)
-        assert (data.verdict, data.found) == ("warn", "the daemon has no data port (data_listen)")
+        assert (data.verdict, data.found) == ("warn", "the daemon has no data port: its data_listen is empty")
         done = resharder("doctor", "--links", "--endpoint", daemon.endpoint)
         assert done.code == 0
         assert [line.split()[:4] for line in done.out.splitlines()[1:]] == [

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from resharder.client.cli.format import WIDTH, move_lines
+from resharder.client.cli.format import move_lines
 from resharder.client.operator import answers
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import resources_pb2
@@ -14,10 +14,13 @@ CANARY = UpdateStrategy(kind=UpdateStrategy.CANARY, canaries=1, approval=True)
 ROLLING = UpdateStrategy(kind=UpdateStrategy.ROLLING, at_a_time=2)
 
 
-def picture(strategy: UpdateStrategy, state: int, admitted: str, servers: list[Server], failed: Mapping[str, str] = {}) -> str:
+def picture(
+    strategy: UpdateStrategy, state: int, admitted: str, servers: list[Server], failed: Mapping[str, str] = {}, width: int = 80
+) -> str:
     move = Move(id=5, state=state, from_version=2, to_version=3, strategy=strategy, servers=admitted.split(), failed=failed)
     fleet = resources_pb2.Fleet(name="policy", model="policy", wanted_version=3, settled_version=2, move=move)
-    return "\n".join(move_lines(converted(answers.Fleet, fleet), [converted(answers.Server, server) for server in servers]))
+    shown = [converted(answers.Server, server) for server in servers]
+    return "\n".join(move_lines(converted(answers.Fleet, fleet), shown, width))
 
 
 def server(name: str, version: int, state: int = Server.SERVING, workers: str = "", **more: Any) -> Server:
@@ -78,12 +81,13 @@ def test_a_move_that_returns_is_drawn_towards_the_previous_version() -> None:
 
 
 @pytest.mark.parametrize("strategy", [UpdateStrategy(kind=UpdateStrategy.ALL_AT_ONCE), CANARY, ROLLING], ids=repr)
-def test_no_line_is_wider_than_80_columns(strategy: UpdateStrategy) -> None:
+def test_lines_take_the_width_of_the_terminal_and_no_more(strategy: UpdateStrategy) -> None:
     servers = [server(letter * 64, 123456, Server.FAILED, "SA") for letter in "ab"]
-    drawn = picture(strategy, Move.STOPPED, "a" * 64, servers, {"a" * 64: "an error that is too long for a line " * 9})
-    assert max(map(len, drawn.splitlines())) == WIDTH == 80
-    assert "aaa…  " in drawn
+    for width in (80, 140):
+        drawn = picture(strategy, Move.STOPPED, "a" * 64, servers, {"a" * 64: "an error that is too long for a line " * 9}, width)
+        assert max(map(len, drawn.splitlines())) == width
+        assert "aaa…  " in drawn
 
 
 def test_a_fleet_without_a_move_has_no_picture() -> None:
-    assert move_lines(converted(answers.Fleet, resources_pb2.Fleet(name="policy")), []) == []
+    assert move_lines(converted(answers.Fleet, resources_pb2.Fleet(name="policy")), [], 80) == []

@@ -70,7 +70,7 @@ def states(daemon: Daemon, model: str) -> list[tuple[int, str]]:
 
 
 def test_models_of_the_same_name_and_tensors_given_one_by_one_are_refused() -> None:
-    with pytest.raises(UsageError, match="models other than 'policy'"):
+    with pytest.raises(UsageError, match="also names 'policy'"):
         connect("127.0.0.1:1", model="policy", rank=0, world_size=1, job="j", also={"policy": FP8})
     with (
         connect("127.0.0.1:1", model="policy", rank=0, world_size=1, job="j", also={"other": None}) as publisher,

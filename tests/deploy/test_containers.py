@@ -15,7 +15,6 @@ from tests.support.tools import checked, tool
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
-NODE = DEPLOY / "compose" / "node.yaml"
 CONTAINERS = sorted((DEPLOY / "containers").glob("*.Dockerfile"))
 USER = "10001:10001"
 
@@ -48,37 +47,60 @@ def test_images_of_others_are_named_by_their_digests() -> None:
         images += [arguments[name] for name in re.findall(r"^FROM \$\{(\w+)\}", file.read_text(), re.MULTILINE)]
         assert len(re.findall(r"^FROM ", file.read_text(), re.MULTILINE)) == 2
     assert len(images) == 4
-    for file in (COMPOSE, NODE):
-        images += [service["image"] for service in yaml.safe_load(file.read_text())["services"].values()]
+    images += [service["image"] for service in yaml.safe_load(COMPOSE.read_text())["services"].values()]
     foreign = [image for image in images if not image.startswith(("resharderd:", "resharder-vllm:"))]
     assert len(foreign) == 6
     assert all(re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", image) for image in foreign), foreign
 
 
 def test_the_images_are_those_that_compose_starts(services: dict[str, Any]) -> None:
-    for name, image in (("resharderd", "daemon"), ("vllm", "vllm")):
+    for name, image in (("resharderd", "daemon"), ("vllm", "vllm"), ("node", "daemon"), ("node-vllm", "vllm")):
         build = services[name]["build"]
         assert (COMPOSE.parent / build["context"]).resolve() == ROOT
         assert ROOT / build["dockerfile"] == DEPLOY / "containers" / f"{image}.Dockerfile"
         assert services[name]["user"] == USER
 
 
-@pytest.mark.parametrize("file", [COMPOSE, NODE], ids=lambda path: path.name)
-def test_a_compose_file_is_one(file: Path) -> None:
-    checked(tool("check-jsonschema", "PyPI"), "--builtin-schema", "vendor.compose-spec", file)
+def test_the_compose_file_is_one() -> None:
+    checked(tool("check-jsonschema", "PyPI"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
-def test_node_and_server_of_a_further_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    services = yaml.safe_load(NODE.read_text())["services"]
-    for key, value in services["node"]["environment"].items():
+def test_each_machine_starts_its_own_services_by_a_profile(services: dict[str, Any]) -> None:
+    started: dict[str, set[str]] = {}
+    for name, service in services.items():
+        for profile in service["profiles"]:
+            started.setdefault(profile, set()).add(name)
+    assert started == {
+        "daemon": {"resharderd", "vllm"},
+        "node": {"node", "node-vllm"},
+        "monitoring": {"prometheus", "grafana"},
+    }
+    for profile, names in started.items():
+        assert all(services[name].get("depends_on", {}).keys() <= names for name in names), profile
+
+
+def test_no_variable_of_one_machine_is_demanded_on_another(services: dict[str, Any]) -> None:
+    """Compose replaces variables of all services before it looks at profiles."""
+    assert re.findall(r"\$\{\w+:?\?", COMPOSE.read_text()) == []
+
+
+def test_a_node_without_a_daemons_address_does_not_start(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert services["node"]["environment"]["RESHARDER_NODE_ENDPOINT"] == "${RESHARDER_ENDPOINT:-}"
+    monkeypatch.setenv("RESHARDER_NODE_ENDPOINT", "")
+    with pytest.raises(ValueError, match="expected host:port"):
+        NodeConfig()
+
+
+def test_node_and_server_of_a_further_machine_share_its_memory(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    node, server = services["node"], services["node-vllm"]
+    for key, value in node["environment"].items():
         monkeypatch.setenv(key, "daemon:7677" if value.startswith("$") else value)
     config = NodeConfig()
     assert config.tls is not None
-    assert str(config.tls.certificate) == services["vllm"]["environment"]["RESHARDER_TLS_CERT"]
-    mounts = {volume for one in services.values() for volume in one["volumes"] if volume.startswith("memory:")}
+    assert str(config.tls.certificate) == server["environment"]["RESHARDER_TLS_CERT"]
+    mounts = {volume for one in (node, server) for volume in one["volumes"] if volume.startswith("store:")}
     assert len(mounts) == 1, "files are mapped where both see them at one path"
-    assert config.folder.is_relative_to(mounts.pop().removeprefix("memory:"))
-    assert {service["user"] for service in services.values()} == {USER}
+    assert config.folder.is_relative_to(mounts.pop().removeprefix("store:"))
 
 
 def test_daemon_and_server_take_their_environment(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,5 +122,7 @@ def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
 def test_what_is_mounted_from_here_is_there(services: dict[str, Any]) -> None:
     named = yaml.safe_load(COMPOSE.read_text())["volumes"].keys()
     sources = {volume.split(":")[0] for service in services.values() for volume in service.get("volumes", [])} - named
-    assert sources
-    assert all((COMPOSE.parent / source).exists() for source in sources), sources
+    ours = {source for source in sources if not source.startswith("${")}
+    assert sources - ours == {"${TLS_FOLDER"}
+    assert ours
+    assert all((COMPOSE.parent / source).exists() for source in ours), ours

@@ -1,4 +1,4 @@
-"""The manifests, as kustomize makes them of each overlay: Kubernetes' own schemas, and what no schema says."""
+"""Manifests that kustomize makes of each overlay, and Helm of the chart: Kubernetes' own schemas, and what no schema says."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,24 +15,31 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import Config, load
 from resharder.server.node.main import NodeConfig
 
+from tests.support import helm
 from tests.support.tools import checked, tool
 from tests.support.variants import sampled
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 VERSIONS = ("1.29", "1.32", "1.34")
-NOT_KUBERNETES = {"cert-manager.io/v1"}  # its schemas are with cert-manager
+CHARTS = ("chart-memory", "chart-disk", "chart-host")
+NOT_KUBERNETES = {"cert-manager.io/v1", "monitoring.coreos.com/v1"}  # their schemas are with cert-manager and the operator
 UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
 Resource = dict[str, Any]
 
 
 @cache
 def built(overlay: str) -> list[Resource]:
+    """Of an overlay, or of the chart with a kind of store and all that may be switched on."""
+    if overlay in CHARTS:
+        trainer = {"enabled": True, "image": "registry.example/trainer:1", "command": ["python", "train.py"]}
+        store, daemon = {"kind": overlay.removeprefix("chart-")}, {"nodeSelector": {"resharder-store": "here"}}
+        return helm.resources({"store": store, "daemon": daemon, "serviceMonitor": {"enabled": True}, "trainer": trainer})
     kubectl = tool("kubectl", "the Kubernetes project's own package")
     return [*yaml.safe_load_all(checked(kubectl, "kustomize", KUBERNETES / "overlays" / overlay))]
 
 
-@pytest.fixture(params=OVERLAYS)
+@pytest.fixture(params=[*OVERLAYS, *CHARTS])
 def resources(request: pytest.FixtureRequest) -> list[Resource]:
     return built(request.param)
 
@@ -42,7 +49,9 @@ def of(resources: list[Resource], kind: str, name: str = "") -> list[Resource]:
 
 
 def pods(resources: list[Resource]) -> dict[str, Resource]:
-    return {one["metadata"]["name"]: one["spec"]["template"] for one in of(resources, "StatefulSet")}
+    """By what they are."""
+    found = (one["spec"]["template"] for one in of(resources, "StatefulSet"))
+    return {pod["metadata"]["labels"]["app.kubernetes.io/name"]: pod for pod in found}
 
 
 def containers(pod: Resource) -> Iterator[Resource]:
@@ -124,10 +133,10 @@ def test_services_policies_and_budgets_are_about_pods_that_are_there(resources: 
     for kind, key in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
         for one in of(resources, kind):
             assert chosen(one["spec"][key].get("matchLabels", {})), one["metadata"]["name"]
-    closed = [
-        one["spec"]["podSelector"] for one in of(resources, "NetworkPolicy") if not {"ingress", "egress"} & one["spec"].keys()
-    ]
-    assert {} in closed, "what no policy names is allowed"
+    for name in labels:
+        policies = [one["spec"] for one in of(resources, "NetworkPolicy")]
+        found = [one["policyTypes"] for one in policies if name in chosen(one["podSelector"].get("matchLabels", {}))]
+        assert {kind for kinds in found for kind in kinds} == {"Ingress", "Egress"}, "what no policy names is allowed"
 
 
 def test_servers_reach_the_daemon_where_it_listens(
@@ -138,9 +147,15 @@ def test_servers_reach_the_daemon_where_it_listens(
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (config.listen, config.web_listen) == (f"0.0.0.0:{ports['grpc']}", f"0.0.0.0:{ports['web']}")
     *_, server = containers(pods(resources)["fleet"])
-    assert environment(resources, server)["RESHARDER_ENDPOINT"] == f"resharderd:{ports['grpc']}"
-    (certificate,) = of(resources, "Certificate", "resharderd")
-    assert "resharderd" in certificate["spec"]["dnsNames"], "the name that clients dial"
+    host, _, port = environment(resources, server)["RESHARDER_ENDPOINT"].partition(":")
+    assert port == str(ports["grpc"])
+    (daemon,) = (
+        one["metadata"]["name"] for one in of(resources, "Service") if "grpc" in {p["name"] for p in one["spec"]["ports"]}
+    )
+    assert host in (daemon, f"{daemon}.resharder")
+    (secret,) = (v["secret"]["secretName"] for v in pods(resources)["resharderd"]["spec"]["volumes"] if "secret" in v)
+    (certificate,) = (one for one in of(resources, "Certificate") if one["spec"]["secretName"] == secret)
+    assert host in certificate["spec"]["dnsNames"], "the name that clients dial"
 
 
 def test_every_name_in_the_daemons_roles_has_a_certificate_and_what_files_it_reads_are_mounted(
@@ -238,6 +253,9 @@ def test_pods_have_no_more_rights_than_they_need(resources: list[Resource]) -> N
         ("memory", False, lambda volume: volume.get("emptyDir", {}).get("medium") == "Memory"),
         ("disk", False, lambda volume: not volume),
         ("one-node", True, lambda volume: "hostPath" in volume),
+        ("chart-memory", False, lambda volume: volume.get("emptyDir", {}).get("medium") == "Memory"),
+        ("chart-disk", False, lambda volume: not volume),
+        ("chart-host", True, lambda volume: "hostPath" in volume),
     ],
 )
 def test_versions_are_where_the_overlay_says(
@@ -248,13 +266,15 @@ def test_versions_are_where_the_overlay_says(
     found = pods(resources)
     volumes = {volume["name"]: volume for volume in found["resharderd"]["spec"]["volumes"]}
     assert store(volumes.get("store", {}))
-    (daemon,) = of(resources, "StatefulSet", "resharderd")
-    assert ("volumeClaimTemplates" in daemon["spec"]) == (overlay == "disk")
+    (claims,) = (
+        one["spec"].get("volumeClaimTemplates") for one in of(resources, "StatefulSet") if "fleet" not in one["metadata"]["name"]
+    )
+    assert bool(claims) == overlay.endswith("disk")
     where = {name: [m for m in [*containers(pod)][-1]["volumeMounts"] if m["name"] == "store"] for name, pod in found.items()}
     assert [mount["mountPath"] for mount in where["resharderd"]] == ["/store"]
     assert where["fleet"] == ([{"name": "store", "mountPath": "/store", "readOnly": True}] if shared else [])
-    (namespace,) = of(resources, "Namespace")
-    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == ("privileged" if shared else "restricted")
+    for namespace in of(resources, "Namespace"):  # Helm's user makes it
+        assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == ("privileged" if shared else "restricted")
 
 
 def test_an_overlay_of_ones_own_may_let_trainers_and_servers_reach_each_other(tmp_path: Path) -> None:

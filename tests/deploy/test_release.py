@@ -28,6 +28,9 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.2.0"\ndependencies = ["grpcio>=1.71.2"]\n')
     (tmp_path / "docs" / "install.md").write_text("pip install 'dist/resharder-0.2.0-py3-none-any.whl', a daemon of 0.1.0\n")
     (tmp_path / "deploy" / "compose.yaml").write_text("image: resharderd:0.2.0\nimage: grafana/grafana:11.6.0\n")
+    (tmp_path / "deploy" / "Chart.yaml").write_text(
+        'apiVersion: v2\nversion: 0.2.0\nappVersion: "0.2.0"\nkubeVersion: ">=1.29.0-0"\n'
+    )
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     return tmp_path
 
@@ -42,6 +45,7 @@ def test_a_release_has_one_number_everywhere_and_what_was_unreleased(root: Path)
     assert number(root) == "0.3.0"
     assert {found for _, found in named(root)} == {"0.3.0"}
     assert "a daemon of 0.1.0" in (root / "docs" / "install.md").read_text()
+    assert (root / "deploy" / "Chart.yaml").read_text().count("0.3.0") == 2
     assert "grafana:11.6.0" in (root / "deploy" / "compose.yaml").read_text()
     assert ">=1.71.2" in (root / "pyproject.toml").read_text()
     headings = [line for line in (root / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]

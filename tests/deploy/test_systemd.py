@@ -1,5 +1,6 @@
 """The units, by systemd's own tools, in a root of their own in which the programs that they start exist."""
 
+import configparser
 import re
 import shutil
 from pathlib import Path
@@ -45,6 +46,14 @@ def test_the_units_are_closed(root: Path, unit: str, exposure: float) -> None:
     checked(analyze, "security", "--offline=true", f"--threshold={int(10 * exposure)}", f"--root={root}", "--no-pager", unit)
 
 
+@pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.iterdir()))
+def test_a_unit_is_started_again_however_often_it_has_ended(unit: str) -> None:
+    found = configparser.RawConfigParser(strict=False, comment_prefixes=("#",), delimiters=("=",))
+    found.read_string((UNITS / unit).read_text())
+    assert found["Service"]["Restart"] == "always"
+    assert found["Unit"]["StartLimitIntervalSec"] == "0", "systemd gives up after five starts within ten seconds"
+
+
 def test_there_is_time_to_drain() -> None:
     from resharder.server.config import Config
 
@@ -58,7 +67,7 @@ def test_a_node_has_time_to_wait_for_copies_of_what_it_alone_holds() -> None:
     deploy, least = UNITS.parent, NodeConfig().drain_seconds + 15
     bounds = {
         "systemd/resharder-node.service": r"^TimeoutStopSec=(\d+)$",
-        "compose/node.yaml": r"resharder-node[\s\S]*?stop_grace_period: (\d+)s",
+        "compose/compose.yaml": r"resharder-node[\s\S]*?stop_grace_period: (\d+)s",
         "kubernetes/components/nodes/node.yaml": r"terminationGracePeriodSeconds: (\d+)",
     }
     for file, bound in bounds.items():

@@ -1,11 +1,13 @@
 """Commands that start vLLM, in manifests, compose file and unit, parsed by vLLM: a renamed option would end a server's start."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support import helm
 from tests.support.vllm_places import cli_args
 
 pytest.importorskip("vllm", reason="its parser is needed")
@@ -20,10 +22,16 @@ def of_kubernetes() -> list[str]:
     return command
 
 
-def of_compose(file: str) -> list[str]:
-    service = yaml.safe_load((DEPLOY / "compose" / file).read_text())["services"]["vllm"]
+def of_compose(name: str) -> list[str]:
+    service = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())["services"][name]
     assert 'exec vllm serve /model/config "$$@"' in service["entrypoint"][2]
     return ["vllm", "serve", "/model/config", *service["command"]]
+
+
+def of_helm() -> list[str]:
+    (fleet,) = (one for one in helm.resources({}) if one["kind"] == "StatefulSet" and one["metadata"]["name"].endswith("policy"))
+    command: list[str] = fleet["spec"]["template"]["spec"]["containers"][0]["command"]
+    return command
 
 
 def of_systemd() -> list[str]:
@@ -32,10 +40,15 @@ def of_systemd() -> list[str]:
     return shlex.split(line.replace("$VLLM_OPTIONS", "--port 8000"))
 
 
-@pytest.mark.parametrize("command", [of_kubernetes(), of_compose("compose.yaml"), of_compose("node.yaml"), of_systemd()])
-def test_vllm_knows_every_option(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "of",
+    [of_kubernetes, of_helm, lambda: of_compose("vllm"), lambda: of_compose("node-vllm"), of_systemd],
+    ids=["kubernetes", "helm", "compose", "compose-node", "systemd"],
+)
+def test_vllm_knows_every_option(of: Callable[[], list[str]]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    command = of()
     assert command[:2] == ["vllm", "serve"]
     parsed = cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
     cli_args().validate_parsed_serve_args(parsed)

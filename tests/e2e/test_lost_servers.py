@@ -133,7 +133,7 @@ def test_a_rolling_move_stops_at_a_server_whose_worker_dies_while_it_stages(site
         assert list(move.failed) == ["a"]
         site.wait(Server.State.LOST)
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version - 1)}
-        assert "fleet policy has LOST 1 of 3 servers: a (" in resharder("status").out.splitlines()[0]
+        assert "fleet policy: 1 of 3 servers LOST: servers/a: " in resharder("status").out.splitlines()[0]
     assert resharder("approve", "--wait").code == 0, "it goes on without the one that is lost"
     assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
     assert resharder("forget", "a").code == 0
@@ -188,7 +188,7 @@ def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_a
             move = site.ends(Move.State.STOPPED)
             code, output = ended()
         assert code == 5
-        assert "1 of 3 servers is missing: a: " in move.reason
+        assert "1 of 3 servers is missing: servers/a: " in move.reason
         assert "2/3 serve" in output
         assert {**site.serving(), "a": 0} == {"a": 0, **dict.fromkeys(OTHERS, site.version)}
     with site.server():

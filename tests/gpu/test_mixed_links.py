@@ -125,5 +125,5 @@ def test_memory_that_its_allocator_made_unshareable_goes_over_nccl_to_other_gpus
 def test_memory_that_its_allocator_made_unshareable_is_named_where_nccl_cannot_take_over() -> None:
     """The other members wait for the failed one until their bound."""
     with members(saver=True) as reported:
-        assert "was made in a way that other processes cannot map" in reported[0]["failed"]
+        assert "other processes cannot map an allocation of" in reported[0]["failed"]
         assert "is on the same GPU, where NCCL cannot be used" in reported[1]["failed"]

@@ -1,6 +1,6 @@
 """Explanations of a server's state."""
 
-from resharder.server.fleets.explain import explain
+from resharder.server.fleets.explain import explain, explain_fleet
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.state.server import Goal, Server, Settings, Worker
 from resharder.server.state.server_events import (
@@ -13,7 +13,9 @@ from resharder.server.state.server_events import (
     WorkerReported,
 )
 from resharder.v1 import resources_pb2, server_pb2
-from resharder.v1.resources_pb2 import Power
+from resharder.v1.resources_pb2 import Move, Power, UpdateStrategy
+
+from tests.support.fleet_states import moving, view
 
 SETTINGS = Settings(attempts=3, first_retry=1)
 
@@ -33,7 +35,7 @@ def explanation(*events: Event) -> str:
 
 
 def test_a_server_that_goes_to_sleep_speaks_of_sleep_alone() -> None:
-    assert explanation(Wanted(Goal(power=Power.ASLEEP_2))) == "closed; is going to sleep at level 2"
+    assert explanation(Wanted(Goal(power=Power.ASLEEP_2))) == "not serving; it is going to sleep at level 2"
 
 
 def test_a_drained_server_says_what_it_holds() -> None:
@@ -50,6 +52,13 @@ def test_one_failure_is_said_as_one() -> None:
     assert explanation(newer, WorkerReported(failed)).startswith(
         "serving version 1; version 2 failed once: worker 0: no room; tries again"
     )
+
+
+def test_a_server_named_left_is_told_apart_from_the_word() -> None:
+    tried = moving(Move.HOLDING, UpdateStrategy.CANARY, servers=("left",), canaries=1)
+    assert "; canaries servers/left serve it and the rest waits" in explain_fleet(tried, view([]))
+    failed = moving(Move.MOVING, failed={"left": "no room"})
+    assert explain_fleet(failed, view([])).endswith("; servers/left failed: no room")
 
 
 def test_what_a_sleep_released_is_said_as_measured() -> None:
@@ -71,7 +80,7 @@ def test_a_sleep_that_failed_is_not_reported_as_an_install_that_went_wrong() -> 
     change = after(goal).change
     assert change is not None
     failed = Reported("a", change.id, server_pb2.Order.SLEEP, ok=False, error="the engine has ended")
-    assert explanation(goal, failed).startswith("closed; could not go ASLEEP_2: the engine has ended; tries again")
+    assert explanation(goal, failed).startswith("not serving; could not go ASLEEP_2: the engine has ended; tries again")
 
 
 def test_refusals_that_a_workers_environment_allows_are_said_with_it_and_once() -> None:

@@ -82,7 +82,7 @@ def test_a_worker_that_fails_to_apply_is_named_with_its_error(outcome_first: boo
 
 def test_of_a_worker_whose_report_does_not_arrive_the_control_side_tells_the_error() -> None:
     waits = after(applying(), outcome(server_pb2.Order.APPLY, f"worker 1: {DIGESTS}", workers_failed=True), Ticked())
-    assert read(waits) == "closed; applying version 2, 0 of 2 workers done"
+    assert read(waits) == "not serving; applying version 2, 0 of 2 workers done"
     failed = after(waits, Reported("a"), Ticked(), now=15.5)
     assert failed.failures[2].error == f"worker 1: {DIGESTS}"
 

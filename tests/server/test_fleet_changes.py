@@ -94,9 +94,9 @@ def test_a_new_fleet_needs_a_model_unless_it_is_a_models_own(desk: Desk) -> None
     other = Desk(desk.folder / "other")
     other.fleets.by_id, other.fleets.by_name = {}, {}
     assert other.fleets.change(MODEL, to_none).fleet.model == MODEL
-    with pytest.raises(ResourceNotFound, match=r"fleet 'x' is unknown, there are \['new', 'policy'\]; a new one needs a model"):
+    with pytest.raises(ResourceNotFound, match=r"there is no fleet 'x', only \['new', 'policy'\]; a new one needs a model"):
         desk.fleets.change("x", to_none)
-    with pytest.raises(ResourceNotFound, match=r"model 'm' is unknown; there are \['policy'\]"):
+    with pytest.raises(ResourceNotFound, match=r"there is no model 'm'; the daemon has \['policy'\]"):
         desk.fleets.change("x", to_none, "m")
     with pytest.raises(InvalidArgument, match="expected a fleet of at most 64 letters"):
         desk.fleets.change("no/name", to_none, MODEL)

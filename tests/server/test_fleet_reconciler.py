@@ -243,7 +243,7 @@ def test_a_version_of_the_same_number_from_a_lost_store_is_not_taken_for_this_st
     assert orders == (Order("a", server_pb2.Order.STAGE, "life-1", 5),), "installed anew, and not resumed"
     assert (server.workers[0].state, server.workers[0].holds, server.agreed) == (resources_pb2.Worker.EMPTY, 0, 0)
     assert explain(server, 0, SETTINGS) == (
-        "closed; worker 0: it holds a version 5 of fingerprint 5 of a lost , the store has fingerprint 5 of a store; "
+        "not serving; worker 0: it holds version 5 with fingerprint 5 of a lost , and the store has fingerprint 5 of a store; "
         "staging version 5, 0 of 1 workers done"
     )
     server = report_worker(server, 0, resources_pb2.Worker.STAGED, 5, "life-1")
@@ -266,7 +266,7 @@ def test_a_number_that_the_store_has_not_reached_yet_proves_nothing_when_it_is_r
 def test_an_install_whose_workers_proved_another_fingerprint_fails() -> None:
     worker = Worker(0, resources_pb2.Worker.APPLIED, 2, "life-1", process="p0", fingerprint="another")
     server, _ = step(applying(), WorkerReported(worker), 1, SETTINGS)
-    assert server.failures[2].error.startswith("worker 0: it holds a version 2 of fingerprint another, the store has")
+    assert server.failures[2].error.startswith("worker 0: it holds version 2 with fingerprint another, and the store has")
     assert server.opened == 0
 
 

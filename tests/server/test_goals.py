@@ -75,7 +75,7 @@ def test_all_apply_together_and_go_back_together(id: str) -> None:
 def test_canaries_try_a_version_that_others_do_not_have(state: resources_pb2.Move.State) -> None:
     known = moving(state, CANARY, servers=("a", "b"), canaries=1)
     seen = view([server("a"), server("b"), out_of_service("c", 0), server("d", 3), out_of_service("e", 1)])
-    tried = "version 2 is tried first"
+    tried = "version 2 goes to the canaries first"
     assert part(known, seen) == (2, True, "")
     assert [part(known, seen, id) for id in "bcde"] == [(1, True, tried), (1, True, tried), (3, True, tried), (1, True, tried)]
     assert part(moving(state, CANARY, servers=("a",), back_to=0), view([out_of_service("b", 0)]), "b") == (2, True, tried)

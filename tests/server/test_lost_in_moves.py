@@ -211,7 +211,7 @@ def test_a_rolling_move_that_may_fail_twice_is_not_done_without_the_one_that_it_
     site.die(victim, "engine core")
     site.go_on()
     assert site.move.state == resources_pb2.Move.STOPPED
-    assert site.move.reason == f"1 of 3 servers is missing: {victim}: its engine core ended with code -9"
+    assert site.move.reason == f"1 of 3 servers is missing: servers/{victim}: its engine core ended with code -9"
     assert {name: v for name, v in site.serving().items() if name != victim} == {n: 2 for n in NAMES if n != victim}
 
 

@@ -43,7 +43,7 @@ def test_a_server_that_restarts_is_closed_gets_no_orders_and_has_not_failed() ->
     assert (ending.opened, ending.failures, ending.restarts) == (0, {}, True)
     assert ending.install is not None
     assert (ending.install.state, ending.install.error) == (resources_pb2.Install.FAILED, WHY)
-    assert explain(ending, 3, SETTINGS) == f"closed; it ends, to start again on the version's config: {WHY}"
+    assert explain(ending, 3, SETTINGS) == f"not serving; it is ending, to start again with the version's config: {WHY}"
     for event in (Ticked(), Reported("a", leaving=True), Detached("a"), Ticked()):
         ending, orders = step(ending, event, 30, SETTINGS)
         assert [order for order in orders if order.kind not in (server_pb2.Order.RENEWED, server_pb2.Order.CLOSE)] == []

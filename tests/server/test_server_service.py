@@ -280,7 +280,10 @@ def test_workers_that_hold_a_version_of_a_lost_store_get_this_stores_of_the_same
     site.report(1, resources_pb2.Worker.APPLIED, version, "an-earlier-life-3", fingerprint="f00d" * 16)
     stage = control.next(server_pb2.Order.STAGE)  # and no RESUME before it
     assert stage.version == version
-    assert f"worker 1: it holds a version {version} of fingerprint f00df00df00d, the store has" in site.fleets.servers()[0].reason
+    assert (
+        f"worker 1: it holds version {version} with fingerprint f00df00df00d, and the store has"
+        in site.fleets.servers()[0].reason
+    )
     assert site.report(0, resources_pb2.Worker.STAGED, version, stage.install).workers[1].state == resources_pb2.Worker.EMPTY
     site.report(1, resources_pb2.Worker.STAGED, version, stage.install)
     control.done(control.next(server_pb2.Order.APPLY))

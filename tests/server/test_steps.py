@@ -63,10 +63,10 @@ def test_a_version_is_aborted_when_a_rank_without_its_part_starts_a_later_step(s
     first = ranks[0].publish(1)
     second = ranks[1].publish(2)
     ended = site.store.catalogue.get("policy", first.number)
-    assert (ended.state, ended.reason) == ("ABORTED", "rank 1 has started step 2 without its part of step 1")
+    assert (ended.state, ended.reason) == ("ABORTED", "rank 1 went on to step 2 without sending its part of step 1")
     assert site.open() == [second]
     message = refused(lambda: ranks[2].seal(first), "VERSION_ABORTED")
-    assert "rank 1 has started step 2" in message
+    assert "rank 1 went on to step 2" in message
 
 
 def test_a_rank_that_retries_while_another_has_gone_on_is_refused_until_it_goes_on_too(site: Site, ranks: list[Rank]) -> None:
@@ -116,7 +116,7 @@ def test_a_seal_that_comes_while_the_version_is_being_aborted_is_told_so(
 
     monkeypatch.setattr(site.store.lifecycle, "abort", slow)
     ranks[0].begin(2)
-    assert refusals == [f"{record.name} accepts no bytes: it is aborted"]
+    assert refusals == [f"{record.name} is aborted, and takes no more bytes"]
 
 
 def test_a_restarted_job_gets_the_places_of_its_former_processes_back(site: Site, ranks: list[Rank]) -> None:
@@ -271,7 +271,7 @@ def test_a_restarted_rank_without_boxes_begins_no_version_of_a_step_that_the_oth
     assert not site.open(), "it waits until the other rank calls, or is replaced"
     site.now += 1
     intake.publisher(name, 0)
-    assert "rank 0 has started step 2" in refused(lambda: next(back), "VERSION_ABORTED")
+    assert "rank 0 went on to step 2" in refused(lambda: next(back), "VERSION_ABORTED")
 
 
 def test_a_rank_that_has_not_registered_with_this_daemon_is_told_so(site: Site) -> None:

@@ -54,6 +54,28 @@ def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None
         store.lifecycle.pin("policy", 1, "servers/s")
 
 
+def test_uploads_and_files_laid_out_are_room_for_further_versions_and_versions_that_are_held_are_not(root: Path) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=3 * SIZE)
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    store.lifecycle.pin("policy", 1, "servers/s")
+    publish(store, epoch, 1)
+    settle(store)
+    assert store.capacity.available_bytes() == {"policy": SIZE}
+    uploading = store.lifecycle.begin("policy", epoch, 2, "job")
+    assert store.capacity.available_bytes() == {"policy": SIZE}
+    store.lifecycle.abort("policy", uploading.number, "a test")
+    settle(store)
+    assert store.capacity.available_bytes() == {"policy": SIZE}
+    publish(store, epoch, 3)
+    settle(store)
+    assert store.capacity.available_bytes() == {"policy": 0}
+    store.lifecycle.release("policy", 1, "servers/s")
+    settle(store)
+    assert store.capacity.available_bytes() == {"policy": SIZE}
+    store.close()
+
+
 def obstruct(store: Store, number: int) -> Path:
     """Make the folder of a version one that cannot be moved, as if it were immutable."""
     target = store.folder.root / f"models/policy/retired/{number:08}/in-the-way"
@@ -442,7 +464,7 @@ def test_a_version_that_cannot_come_back_leaves_everything_as_it_was(root: Path)
     before = store.catalogue.used_bytes()
     with pytest.raises(DataLoss, match="1 tensors are not what was published: a"):
         adopt(store, old, copy)
-    with pytest.raises(ResourceExhausted, match="no capacity for a version of"):
+    with pytest.raises(ResourceExhausted, match="no room for a version of"):
         store.lifecycle.adopt("policy", 9, "", store.capacity.limit_bytes, lambda folder: None)
     assert (numbers(store), store.catalogue.used_bytes()) == ([2, 3], before)
     assert not list((store.folder.root / "models/policy/staging").iterdir())

@@ -1,17 +1,21 @@
 """The status page in a real Chromium, before a real daemon."""
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from resharder.client.cli import format
+from resharder.client.cli.format import fleet_health
 from resharder.client.operator import Operator
 from resharder.v1 import node_pb2, node_pb2_grpc, publisher_pb2
 
 from tests.support.browser import NARROW, WIDE, browser, needs_browser, resize, text
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
+from tests.support.page_scenes import SCENES, scene
 from tests.support.populated_daemon import job, populated, publish, upload_half
 from tests.support.ports import free_port
 from tests.support.publishing import Job
@@ -20,6 +24,7 @@ from tests.support.simulated_server import SimulatedServer
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
+pytestmark = pytest.mark.process  # Chromium
 CLOSED = ("net::ERR_EMPTY_RESPONSE", "net::ERR_CONNECTION_RESET", "net::ERR_CONNECTION_CLOSED")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">&amp;<script>document.title='owned'</script>"
 
@@ -70,12 +75,13 @@ def differences(page: "Chrome", operator: Operator) -> list[object]:
     """Between what the page says and what operators are told."""
     found: list[object] = []
     for fleet in operator.fleets():
-        card, shown = text(page, f"[data-fleet='{fleet.name}']"), rows(page, fleet.name)
-        found += [] if fleet.reason in card else [(fleet.name, fleet.reason, card)]
+        line, shown = text(page, f"[data-health='{fleet.name}']"), rows(page, fleet.name)
+        said = (fleet.reason, fleet_health(fleet, operator.servers()).badge.text)
+        found += [] if all(part in line for part in said) else [(fleet.name, said, line)]
         servers = {}
         for server in operator.servers(fleet.name):
             numbers = [server.version] + [server.wanted_version] * (server.version != server.wanted_version)
-            state, version = server.state.value, " → ".join(map(str, numbers))
+            state, version = format.state(server), " → ".join(map(str, numbers))
             servers[server.name.removeprefix("servers/")] = (state, version, server.reason, str(server.in_flight))
         seen = {id: (state, version, why, requests) for id, (state, version, why, _, requests, _) in shown.items()}
         found += [] if seen == servers else [(fleet.name, servers, seen)]
@@ -99,14 +105,16 @@ def test_it_shows_what_the_daemon_says_of_fleets_servers_versions_and_what_moves
         assert len(operator.fleets()) == 4
         rollouts = rows(page, "policy")
         assert rollouts["rollout-0"][3] == "staged in 412 ms (7.01 GiB/s), paused for 206 ms (applying 161 ms, waiting 45 ms)"
-        assert "1 version, " in text(page, "[data-fleet='policy'] .chip.warn"), "it is said how far a fleet lags"
+        assert "1 (1 version, " in text(page, "[data-health='policy']"), "it is said how far a fleet lags"
         assert "failed 3 times" in rollouts["rollout-2"][2], "and why a server does"
-        assert "HOLDING" in text(page, "[data-fleet='tried'] .head")
+        assert "HOLDING" in text(page, "[data-health='tried']")
+        assert "3 → 4, 1 of 2 servers there" in text(page, "#moving")
         moving = text(page, "#moving")
         assert "models/draft/versions/2" in moving
         assert "2.0 MiB of 4.0 MiB, 0 of 1 slot sealed" in moving
         assert text(page, "#events").count("\n") > 10
-        assert "fleet policy: 1 of 3 servers gave up an install: rollout-2: " in text(page, "#problems"), "problems come first"
+        assert "fleet policy: 1 of 3 servers gave up an install: servers/rollout-2: " in text(page, "#problems")
+        assert text(page, "[data-health] .chip.bad") == "1 FAILED", "the fleet in trouble is the first one"
         assert next(iter(rollouts)) == "rollout-2"
         assert not problems(page)
 
@@ -132,10 +140,12 @@ def test_a_daemon_that_is_away_is_said_and_its_return_is_seen(page: "Chrome", da
     with Daemon(web_listen=f"127.0.0.1:{free_port()}") as other:
         open_page(page, other)
         other.kill()
-        wait_until(lambda: "the daemon is not reachable since" in text(page, "#link"), "the page says so")
+        wait_until(lambda: text(page, "#away").startswith("The daemon is not reachable. It last answered at"), "the page says so")
+        assert text(page, "#link") == "not connected"
         assert text(page, "#store").startswith("store:"), "what was known stays"
         other.start()
         wait_until(lambda: text(page, "#link") == "live", "the page follows again")
+        assert text(page, "#away") == ""
 
 
 def test_names_and_reasons_are_text_whatever_stands_in_them(page: "Chrome", daemon: Daemon) -> None:
@@ -197,7 +207,7 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(
         width = page.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
         assert width[0] <= width[1] == size[0], "nothing is to be scrolled sideways to"
         colours = page.execute_script(
-            "return ['.card', '.soft', '.chip.good', '.chip.busy', '#link'].flatMap(which => {"
+            "return ['.card', '.soft', '.chip.good', '.chip.busy', '.chip.idle', '#link'].flatMap(which => {"
             "  const found = document.querySelector(which);"
             "  if (!found) return [];"
             "  let behind = found;"
@@ -207,6 +217,71 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(
         for which, text_colour, back in colours:
             assert contrast(text_colour, back) >= 4.5, (which, text_colour, back)  # WCAG 2.1, level AA
         assert (light(colours[0][2]) < 0.5) == dark
+
+
+def open_scene(page: "Chrome", url: str) -> None:
+    page.get(url)
+    wait_until(lambda: text(page, "#link") == "live", "the page is drawn")
+
+
+def test_the_page_leads_with_the_health_of_each_fleet_then_moves_versions_and_events(page: "Chrome") -> None:
+    with scene("ten models") as shown:
+        open_scene(page, shown.url)
+        titles = page.execute_script("return [...document.querySelectorAll('h2')].map(title => title.innerText)")
+        assert titles[:4] == ["Fleets", "Moves", "Versions", "Events"]
+        lines = page.execute_script("return [...document.querySelectorAll('[data-health]')].map(line => line.innerText)")
+        assert len(lines) == 9
+        assert " ".join(lines[0].split()).startswith("policy-8b HOLDING 2 of 2 4 1 (1 version, ")
+        assert "FINISHED" in text(page, "#models"), "an import that has ended"
+        assert "GONE" not in text(page, "#models")
+        assert not problems(page)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "sentence"),
+    [
+        ("a failed install", "2 FAILED", "fleet policy: 1 of 3 servers FAILED: servers/rollout-2: "),
+        ("a lost server", "1 LOST", "fleet policy: 1 of 2 servers LOST: servers/left: "),
+        ("a stopped move", "1 FAILED, STOPPED", "fleet policy: its move has STOPPED: from version 3 to 4, 1 of 3 servers there"),
+        ("twenty servers", "1 LOST", "fleet policy: 1 of 20 servers LOST: servers/policy-rollout-replica-19: "),
+    ],
+)
+def test_failure_is_red(page: "Chrome", name: str, word: str, sentence: str) -> None:
+    colours = (
+        "const red = getComputedStyle(document.documentElement).getPropertyValue('--bad');"
+        "const probe = document.body.appendChild(document.createElement('i')); probe.style.color = red;"
+        "const colour = getComputedStyle(probe).color; probe.remove();"
+        "return [...document.querySelectorAll(arguments[0])].filter(one => getComputedStyle(one).color === colour)"
+        ".map(one => one.innerText)"
+    )
+    with scene(name) as shown:
+        open_scene(page, shown.url)
+        assert word in page.execute_script(colours, ".chip")
+        assert any(alarm.startswith(sentence) for alarm in page.execute_script(colours, ".alarm"))
+
+
+def test_an_event_names_the_versions_it_goes_from_and_to_and_how_long_ago_it_was(page: "Chrome") -> None:
+    with scene("a stopped move") as shown:
+        open_scene(page, shown.url)
+        first, second = text(page, ".events li:nth-child(1)"), text(page, ".events li:nth-child(2)")
+        assert "stopped (3 → 4, strategy rolling): it failed on servers/rollout-1" in first
+        assert "moving (3 → 4, strategy rolling)" in second
+        times = page.execute_script("return [...document.querySelectorAll('time')].map(time => [time.innerText, time.title])")
+        assert all(re.fullmatch(r"now|\d+ (s|min|h|d) ago", ago) for ago, _ in times), times
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", absolute) for _, absolute in times), times
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_on_a_phone_nothing_is_cut_off_and_no_version_breaks_its_line(page: "Chrome", name: str) -> None:
+    with scene(name) as shown, ExitStack() as stack:
+        stack.callback(resize, page, WIDE)
+        resize(page, NARROW)
+        open_scene(page, shown.url)
+        assert page.execute_script("return document.documentElement.scrollWidth") <= NARROW[0]
+        heights = page.execute_script("return [...document.querySelectorAll('.line .name')].map(name => name.offsetHeight)")
+        assert heights
+        assert max(heights) < 30, "one line each"
+        assert not problems(page)
 
 
 def light(colour: str) -> float:

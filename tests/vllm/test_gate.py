@@ -293,7 +293,7 @@ def test_where_no_server_is_allowed_without_a_lease_the_gate_shuts_when_it_ends_
         for path in ("/v1/completions", "/health"):
             refused = await client.get(path)
             assert refused.status_code == 503
-            wanted = "not serving: the lease ended and the fleet allows no server without one"
+            wanted = "not serving: the lease has ended, and the fleet allows no server to answer without one"
             assert refused.json()["error"]["message"] == wanted
         leased.lease.renew(20, strict=True)
         assert (await client.get("/health")).status_code == 503

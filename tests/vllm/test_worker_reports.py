@@ -81,7 +81,7 @@ def test_a_worker_that_outlives_the_store_is_not_believed_to_hold_its_new_versio
     daemon.start()
     assert publish(daemon, 2) == "models/policy/versions/1"
     worker = worker_when(
-        daemon, lambda w: "of fingerprint" in w.error and "none READY" not in w.error, "the worker is a stranger"
+        daemon, lambda w: "with fingerprint" in w.error and "none READY" not in w.error, "the worker is a stranger"
     )
     assert (worker.state, worker.version) == (Worker.EMPTY, 0)
 

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    `doctor` found a problem; `probe`: no requests for this server; `verify` found other weights
+  1    `doctor` found a problem; `probe`: the server should get no requests; `verify` found other weights
   2    the command cannot run as it was given
   3    the daemon cannot be reached
   4    the daemon refuses, or does not have it; or trainer and server do not fit (`check`)

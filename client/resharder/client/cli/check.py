@@ -20,6 +20,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import Fleet, Profile, Server, Verification, Version
 from resharder.client.operator.convert import plain
 from resharder.client.operator.operator import server_name
+from resharder.converters.badges import badge
 from resharder.converters.units import size_text as size
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def doctor(
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})
     else:
-        rows = ((paint(each.verdict), each.name, each.found, each.hint) for each in checks)
-        print_table(Columns(("", "check", "found", "hint"), texts=2), rows)
+        rows = ((paint(badge("check", each.verdict)), each.name, each.found, each.hint) for each in checks)
+        print_table(Columns(("", "check", "found", "hint"), texts=2, noun="checks"), rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -76,13 +77,14 @@ def _show_links(found: "list[HostLink]", as_json: bool) -> None:
         trip = "–" if link.round_trip is None else f"{1000 * link.round_trip:.2f} ms"
         rates = [rate_text(rate.rate) for rate in link.rates] + ["–", "–"]
         target = f"{link.target} ({link.port})" if link.source == "here" else link.target
-        return paint(link.verdict), link.source, target, link.address or "–", trip, *rates[:2], link.found, link.hint
+        verdict = paint(badge("check", link.verdict))
+        return verdict, link.source, target, link.address or "–", trip, *rates[:2], link.found, link.hint
 
     if as_json:
         print_json({"links": [asdict(link) for link in found]})
     else:
         titles = ("", "from", "to", "address", "round trip", "1 stream", "4 streams", "found", "hint")
-        print_table(Columns(titles, texts=2), map(row, found))
+        print_table(Columns(titles, texts=2, noun="links"), map(row, found))
     raise typer.Exit(1 if any(link.verdict == "fail" for link in found) else 0)
 
 
@@ -135,10 +137,10 @@ def check(
         )
     if as_json:
         return print_json(asdict(report))
-    print_line(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
+    print_line(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element is sent exactly once")
     sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
     print_table(
-        Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0),
+        Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0, noun="bytes to send"),
         (
             (title, str(len(s.bytes_each)), size(s.total // len(s.bytes_each)), size(max(s.bytes_each)), f"{s.imbalance:.3f}")
             for title, s in sides
@@ -151,7 +153,7 @@ def check(
             print_line(line)
     if report.through_load_weights:
         names = ", ".join(report.through_load_weights[:4])
-        print_line(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
+        print_line(f"{len(report.through_load_weights)} tensors are passed whole to load_weights: {names}")
 
 
 @command(Section.CHECK)
@@ -162,7 +164,8 @@ def architectures(as_json: AsJson = False) -> None:
     if as_json:
         found = [{"model_type": a.model_type, "architecture": a.name, "proof": a.proof} for a in ARCHITECTURES]
         return print_json({"architectures": found, "not_built": NOT_BUILT})
-    print_table(Columns(("model_type", "architecture", "proof")), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
+    columns = Columns(("model_type", "architecture", "proof"), noun="model families")
+    print_table(columns, ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
     for name, why in NOT_BUILT.items():
         print_line(f"not supported: {name}: {why}")
 
@@ -350,7 +353,7 @@ def _verify_line(one: Verification) -> str:
     elif _compared_nothing(one):
         result = f"not verified: nothing of version {one.version} could be compared"
     elif one.covered_bytes < one.total_bytes:
-        result = f"a part of version {one.version} was compared, and is correct"
+        result = f"the part of version {one.version} that could be compared is correct"
     else:
         result = f"holds version {one.version}"
     return "\n".join([f"worker {one.rank}: {result} ({covered})", *_left_out(one)])
@@ -359,7 +362,11 @@ def _verify_line(one: Verification) -> str:
 def _left_out(one: Verification) -> list[str]:
     """Return what was compared with the memory that the install left, and what was not compared, with the reasons."""
     weaker = one.covered_bytes - one.digested_bytes
-    lines = [f"  {size(weaker)} only with what the install left in memory: the engine has changed their form"] if weaker else []
+    lines = (
+        [f"  {size(weaker)} compared with their state after the install, because the engine has changed their format"]
+        if weaker
+        else []
+    )
     for left in one.uncompared:
         names = ", ".join(left.names[:3]) + (", …" if left.tensors > 3 else "")
         lines.append(f"  {size(left.bytes)} not compared ({left.tensors} tensors: {names}): {left.reason}")

@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import WENT_WRONG, AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
 from resharder.client.cli.format import move_lines, time_of
-from resharder.client.cli.terminal import print_json, print_line, print_stderr, print_table
+from resharder.client.cli.terminal import console, print_json, print_line, print_stderr, print_table
 from resharder.client.cli.watch import print_problems, watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
@@ -131,7 +131,13 @@ def set_(
             model=model,
             accept_refused=accept_refused,
         )
-    _show(asked, as_json)
+    if as_json:
+        return print_json(plain(asked))
+    facts = dict(_facts(asked))
+    titles = ("wants", "moves", "pause mode", "max skew", "serves")
+    done = [f"{title} {facts[title]}" for title, value in zip(titles, given, strict=True) if value is not None]
+    done += [f"model {asked.model}"] * bool(model) + ["refused versions are allowed"] * accept_refused
+    print_line(f"{format.outcome(asked)}; set: {'; '.join(done)}")
 
 
 @fleet.command("show")
@@ -150,12 +156,12 @@ def show_(
         servers = operator.servers(found.name)
     if as_json:
         return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
-    print_problems(servers)
+    print_problems(servers, [found])
     for title, value in _facts(found):
         print_line(f"{title:<11} {value}")
     print_line()
     if found.move and found.move.state not in (Move.State.DONE, Move.State.FAILED):
-        for line in (*move_lines(found, servers), ""):
+        for line in (*move_lines(found, servers, console().width), ""):
             print_line(line)
     print_table(format.SERVERS, format.server_rows(servers), wide)
 
@@ -270,7 +276,7 @@ def _facts(fleet: Fleet) -> list[tuple[str, str]]:
     facts += [("power", fleet.power.value)]
     if move:
         facts += [(f"move {move.id}", f"{format.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
-        facts += [("failed", f"{server}: {error}") for server, error in sorted(move.failed.items())]
+        facts += [("failed", f"servers/{server}: {error}") for server, error in sorted(move.failed.items())]
     facts += [("refused", f"version {refusal.version}: {refusal.reason}") for refusal in fleet.refused]
     return [*facts, ("reason", fleet.reason)]
 
@@ -287,14 +293,17 @@ def sleep(
     server: ServerName = "",
     level: Annotated[
         int,
-        typer.Option("--level", min=1, max=2, help="Wake the weights from 1: host memory; 2: the daemon."),
+        typer.Option("--level", min=1, max=2, help="1 keeps the weights in host memory; 2 drops them, `wake` installs them."),
     ] = 1,
     wait: Wait = False,
     timeout: Timeout = 0,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Free the GPUs of servers: they answer 503 until `wake`. For a fleet, later servers sleep too."""
+    """Put servers to sleep: they free their GPU memory and answer 503 until `wake`.
+
+    The fleet's pause mode decides what happens to requests in progress. With --fleet, servers that join later sleep too.
+    """
     _require_name(fleet, server)
     power = Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2
     _maintain(
@@ -343,7 +352,10 @@ def drain(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accept no new requests, before maintenance; those in flight complete. --wait until the last one has."""
+    """Take servers out of service: they finish their requests and answer 503 to new ones until `resume`.
+
+    For maintenance: a drained server keeps its weights and GPU memory. --wait ends with the last request.
+    """
     _require_name(fleet, server)
     _maintain(
         Operator.drain,

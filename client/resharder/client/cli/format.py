@@ -7,17 +7,16 @@
 The first half of a bar is staging, the second half is applying; it is full when the server serves the version.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 from resharder.client.cli.terminal import Cell, Columns, Row, alarm, paint, styled
 from resharder.client.operator.answers import (
     Event,
     Fleet,
+    Install,
     Move,
-    Power,
     PublisherStatus,
     Server,
     UpdateStrategy,
@@ -25,23 +24,25 @@ from resharder.client.operator.answers import (
     VersionTarget,
     Worker,
 )
+from resharder.converters import badges
+from resharder.converters.badges import Badge, Health, ServerState, Severity, badge, health, publisher_badge, server_badge
+from resharder.converters.event_text import details_text
 from resharder.converters.units import size_text as size
 from rich.text import Text
 
 PUBLISHERS = Columns(("publisher", "state", "ranks", "job"), texts=0)
 FLEETS = Columns(
-    ("fleet", "model", "wants", "at", "moves", "move", "serving it", "reason"),
-    ("fleet", "wants", "at", "move", "serving it", "reason"),
+    ("fleet", "health", "model", "wants", "at", "serving", "behind", "moves", "move", "reason"),
+    ("fleet", "health", "wants", "at", "serving", "behind", "move", "reason"),
 )
 SERVERS = Columns(
     ("server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason"),
     ("server", "fleet", "state", "serves", "wants", "workers", "reason"),
 )
-_URGENCY = {Server.State.LOST: 0, Server.State.FAILED: 1}
+_TROUBLES = (Server.State.LOST, Server.State.FAILED)
+_WORST: tuple[Severity, ...] = ("bad", "warn", "busy", "good", "idle")
 _IN_SERVICE = (Server.State.SERVING, Server.State.STAGING, Server.State.APPLYING, Server.State.WAITING)
-VERSIONS = Columns(("model", "version", "state", "step", "size", "ready", "served by", "reason"))
-_SHOUTED = {"back", "lost", "failed", "stopped", "aborted", "rejected", "ready", "done", "serving"}
-WIDTH = 80
+VERSIONS = Columns(("model", "version", "state", "step", "size", "ready", "served by", "reason"), noun="versions")
 _BAR, _SERVER_BAR, _LONGEST_ID = 20, 12, 24
 _FULL, _EMPTY = "█", "·"
 
@@ -49,44 +50,55 @@ _FULL, _EMPTY = "█", "·"
 def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
     """Yield the rows of a table with columns `PUBLISHERS`."""
     for p in publishers:
-        yield p.name, paint(p.state.value), f"{p.registered_slots}/{p.world_size}", p.job
+        yield p.name, paint(publisher_badge(p.state.value, p.job)), f"{p.registered_slots}/{p.world_size}", p.job
 
 
-def problems(servers: Iterable[Server]) -> Iterator[Text]:
-    """Yield a line for each fleet that has lost servers."""
-    fleets: dict[str, list[Server]] = {}
+def problems(servers: Iterable[Server], fleets: Iterable[Fleet] = ()) -> Iterator[Text]:
+    """Yield a line for each fleet with lost servers, with failed ones, and with a move that has stopped."""
+    members: dict[str, list[Server]] = {}
     for server in servers:
-        fleets.setdefault(server.fleet, []).append(server)
-    for fleet, members in sorted(fleets.items()):
-        lost = [server for server in members if server.state == Server.State.LOST]
-        if lost:
-            each = ", ".join(f"{server.name.partition('/')[2]} ({server.reason})" for server in lost)
-            yield alarm(f"fleet {fleet} has LOST {len(lost)} of {several(len(members), 'server')}: {each}")
+        members.setdefault(server.fleet, []).append(server)
+    for fleet, group in sorted(members.items()):
+        for trouble in _TROUBLES:
+            if reasons := {_id(server.name): server.reason for server in group if server.state == trouble}:
+                yield alarm(badges.trouble(fleet, trouble.value, reasons, len(group)))
+    for each in fleets:
+        if each.move and each.move.state == Move.State.STOPPED:
+            yield alarm(f"fleet {each.name}: its move has STOPPED: {each.reason or each.move.reason}")
+
+
+def fleet_health(fleet: Fleet, servers: Iterable[Server]) -> Health:
+    """Return a fleet's health. `servers` are those of all fleets."""
+    of = {
+        _id(s.name): ServerState(s.state.value, s.version, s.install is not None and s.install.state == Install.State.STAGING)
+        for s in servers
+        if s.fleet == fleet.name
+    }
+    if fleet.move is None:
+        return health(of, fleet.wanted_version)
+    return health(of, fleet.wanted_version, fleet.move.state.value, [*map(_id, fleet.move.failed)])
 
 
 def fleet_rows(fleets: Iterable[Fleet], servers: Sequence[Server]) -> Iterator[Row]:
-    """Yield the rows of a table with columns `FLEETS`, those with lost servers first. `servers` are those of all fleets."""
-    lost = Counter(server.fleet for server in servers if server.state == Server.State.LOST)
-    for f in sorted(fleets, key=lambda fleet: not lost[fleet.name]):
-        there = sum(s.fleet == f.name and s.version == f.wanted_version and s.state == Server.State.SERVING for s in servers)
+    """Yield the rows of a table with columns `FLEETS`, those with the worst health first. `servers` are those of all fleets."""
+    found = [(fleet_health(fleet, servers), fleet) for fleet in fleets]
+    for well, f in sorted(found, key=lambda each: _WORST.index(each[0].badge.severity)):
         selected = f" ({f.wanted_version})" if f.target.kind != VersionTarget.Kind.NUMBER and f.wanted_version else ""
-        serving: Cell = f"{there}/{len(f.servers)}"
-        serving = alarm(f"{serving}, {lost[f.name]} LOST") if lost[f.name] else serving
+        moved: Cell = paint(badge("move", f.move.state.value), move(f.move)) if f.move else move(f.move)
         yield (
-            f.name, f.model, target(f.target) + selected, number(f.settled_version), strategy(f.strategy),
-            paint(move(f.move), f.move.state.value if f.move else ""), serving,
-            f.reason,
+            f.name, paint(well.badge), f.model, target(f.target) + selected, number(f.settled_version),
+            f"{well.serving}/{max(well.servers, len(f.servers))}", str(well.behind), strategy(f.strategy), moved, f.reason,
         )  # fmt: skip
 
 
 def server_rows(servers: Iterable[Server]) -> Iterator[Row]:
     """Yield the rows of a table with columns `SERVERS`, lost and failed servers first; `apply` is that of the slowest worker."""
-    for s in sorted(servers, key=lambda server: _URGENCY.get(server.state, len(_URGENCY))):
+    for s in sorted(servers, key=lambda server: (*_TROUBLES, server.state).index(server.state)):
         apply = max((w.apply_seconds for w in s.workers), default=0.0)
         pause, error = (s.install.pause_seconds, s.install.error) if s.install else (0.0, "")
         yield (
-            s.name, s.fleet, paint(state(s)), number(s.version), number(s.wanted_version), f"{len(s.workers)}/{s.world_size}",
-            f"{apply:.3f} s", f"{pause:.3f} s", s.reason or error,
+            s.name, s.fleet, paint(state_badge(s)), number(s.version), number(s.wanted_version),
+            f"{len(s.workers)}/{s.world_size}", f"{apply:.3f} s", f"{pause:.3f} s", s.reason or error,
         )  # fmt: skip
 
 
@@ -100,7 +112,7 @@ def version_rows(versions: Iterable[Version], servers: Iterable[Server] = ()) ->
     on = Counter((server.model, server.version) for server in servers if server.state in _IN_SERVICE)
     for v in versions:
         yield (
-            v.model, number(v.number), paint(v.state.value), str(v.step), size(v.size_bytes),
+            v.model, number(v.number), paint(badge("version", v.state.value)), str(v.step), size(v.size_bytes),
             time_of(v.ready_time) if v.ready_time else _arrived(v),
             _served(v, on[v.model, v.number]), v.reason or _notes(v),
         )  # fmt: skip
@@ -157,19 +169,14 @@ def serves(fleet: Fleet) -> str:
     return f"{what} ({fleet.serve_ahead_reason})" if fleet.serve_ahead_reason else what
 
 
+def state_badge(server: Server) -> Badge:
+    """Return a server's badge: its state with its sleep level, requests in progress, or `ahead`."""
+    return server_badge(server.state.value, power=server.power.value, ahead=server.ahead, in_flight=server.in_flight)
+
+
 def state(server: Server) -> str:
-    """Return a server's state with its sleep level, requests in progress, or `ahead`."""
-    name = server.state.value
-    if server.state == Server.State.ASLEEP:
-        powers = {
-            Power.ASLEEP_1: ", level 1",
-            Power.ASLEEP_2: ", level 2",
-            Power.WEIGHTS_AWAKE: ", weights awake",
-        }
-        return name + powers.get(server.power, "")
-    if server.ahead and server.state in (Server.State.SERVING, Server.State.STAGING):
-        return f"{name}, ahead"
-    return f"{name}, {server.in_flight} in flight" if server.state == Server.State.DRAINED and server.in_flight else name
+    """Return the text of a server's badge."""
+    return state_badge(server).text
 
 
 def progress(fleet: Fleet, servers: Sequence[Server]) -> str:
@@ -188,7 +195,7 @@ def states(servers: Iterable[Server]) -> str:
 def outcome(fleet: Fleet) -> str:
     """Return a line about a fleet's target, its version and the reason."""
     failed = fleet.move.failed if fleet.move and fleet.move.state == Move.State.DONE else {}
-    reasons = (fleet.reason, *(f"failed: {server}: {error}" for server, error in sorted(failed.items())))
+    reasons = (fleet.reason, *(f"servers/{_id(server)} failed: {error}" for server, error in sorted(failed.items())))
     line = f"{fleet.name} targets {target(fleet.target)}, is at {number(fleet.settled_version)}"
     return ": ".join(filter(None, (line, "; ".join(filter(None, reasons)))))
 
@@ -214,58 +221,21 @@ def several(count: int, what: str) -> str:
 
 
 def event_line(event: Event) -> Text:
-    """Return an event as one line: time, subject, what happened, details and reason."""
+    """Return an event as one line: time, subject, what happened, versions and other details, and the reason."""
     line = styled(f"{time_of(event.time)}  {event.subject}  ")
-    line.append_text(paint(event.what, event.what.upper() if event.what in _SHOUTED else "-"))
-    details = ", ".join(_details(event.details))
+    line.append_text(paint(badge("event", event.what)))
+    details = details_text(event.details)
     line.append_text(styled(f" ({details})" if details else ""))
     return line.append_text(styled(f": {event.reason}" if event.reason else ""))
 
 
-def _details(details: Mapping[str, str]) -> Iterator[str]:
-    for name, value in sorted(details.items()):
-        if name == "request":
-            yield from _request(value)
-        elif value not in ("", "0"):
-            yield f"{_words(name)} {value.lower() if name == 'strategy' else value}"
-
-
-def _request(text: str) -> Iterator[str]:
-    """Yield the fields of an operator's request, which is JSON; a request too long for the journal is cut off, and not shown."""
-    try:
-        request = json.loads(text)
-    except ValueError:
-        return
-    fleet = request.pop("fleet", {})
-    fields = fleet if isinstance(fleet, dict) else {}
-    for name, value in {**fields, **request}.items():
-        if name not in ("name", "update_mask", "request_id", "reason", "fleet"):
-            yield from _field(name, value)
-
-
-def _field(name: str, value: object) -> Iterator[str]:
-    if isinstance(value, dict):
-        kind = str(value.pop("kind", "")).lower()
-        inner = " ".join(text for field, one in value.items() for text in _field(field, one))
-        yield " ".join(filter(None, (_words(name), kind.replace("_", " "), inner)))
-    elif isinstance(value, bool):
-        yield _words(name) if value else f"not {_words(name)}"
-    elif isinstance(value, list):
-        yield f"{_words(name)} {' and '.join(map(str, value))}"
-    else:
-        yield f"{_words(name)} {str(value).lower() if str(value).isupper() else value}"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def move_lines(fleet: Fleet, servers: Sequence[Server]) -> list[str]:
+def move_lines(fleet: Fleet, servers: Sequence[Server], width: int) -> list[str]:
     """Return the lines of a fleet's current or last move; none without a move.
 
     Args:
         fleet: The fleet.
         servers: Its servers.
+        width: Columns of the terminal, at which a line is cut off.
     """
     move = fleet.move
     if move is None:
@@ -275,7 +245,10 @@ def move_lines(fleet: Fleet, servers: Sequence[Server]) -> list[str]:
     there = sum(server.version == version and server.state == Server.State.SERVING for server in live)
     bar = _bar(sum(_done(server, version) for server in live) / max(1, len(live)), _BAR)
     head = f"move {move.id}  {number(move.from_version)} → {number(move.to_version)}  {move.state.value}"
-    return [f"{head}  {bar}  {there} of {len(live)} on version {number(version)}"[:WIDTH], *_server_lines(move, servers, version)]
+    return [
+        f"{head}  {bar}  {there} of {len(live)} on version {number(version)}"[:width],
+        *_server_lines(move, servers, version, width),
+    ]
 
 
 def _destination(move: Move) -> int:
@@ -309,7 +282,7 @@ def _wave(move: Move, server_id: str) -> str:
     return str((position - canaries) // (strategy.at_a_time or len(admitted)) + (2 if canaries else 1))
 
 
-def _server_lines(move: Move, servers: Sequence[Server], version: int) -> list[str]:
+def _server_lines(move: Move, servers: Sequence[Server], version: int, width: int) -> list[str]:
     order = {_id(name): position for position, name in enumerate(move.servers)}
     servers = sorted(servers, key=lambda server: (order.get(_id(server.name), len(order)), server.name))
     failed = {_id(name): error for name, error in move.failed.items()}
@@ -319,7 +292,7 @@ def _server_lines(move: Move, servers: Sequence[Server], version: int) -> list[s
         state = f"{server.state.value}, {failed[name]}" if name in failed else server.state.value
         rows.append((_short(name), _wave(move, name), _bar(_done(server, version), _SERVER_BAR), number(server.version), state))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    return ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]])[:WIDTH] for row in rows]
+    return ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]])[:width] for row in rows]
 
 
 def _bar(share: float, width: int) -> str:

@@ -10,6 +10,7 @@ from resharder.client.cli.terminal import Columns, Row, paint, print_json, print
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Node, NodeCopy
 from resharder.client.operator.convert import plain
+from resharder.converters.badges import badge
 from resharder.converters.units import size_text as size
 
 NODES = Columns(("node", "state", "memory", "received", "of that from nodes", "sent", "versions"), texts=1)
@@ -22,8 +23,9 @@ def node_rows(nodes: Iterable[Node]) -> Iterator[Row]:
         received = node.received_daemon_bytes + node.received_peer_bytes
         engine = f" ({size(node.received_engine_bytes)} by transfer engine)" if node.received_engine_bytes else ""
         yield (
-            node.name, paint(node.state.value), f"{size(node.used_bytes)} of {size(node.capacity_bytes)}", size(received),
-            size(node.received_peer_bytes) + engine, size(node.sent_bytes), "; ".join(map(_copy, node.copies)) or "–",
+            node.name, paint(badge("node", node.state.value)), f"{size(node.used_bytes)} of {size(node.capacity_bytes)}",
+            size(received), size(node.received_peer_bytes) + engine, size(node.sent_bytes),
+            "; ".join(map(_copy, node.copies)) or "–",
         )  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False
 
 @command(Section.MAINTAIN, "drain-node")
 def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Let a node take no further version, before maintenance, and drop those that no worker maps."""
+    """Prepare a node for maintenance: it takes no further version, and drops those that no worker uses."""
     with Operator(endpoint) as operator:
         found = operator.drain_node(node)
     print_json(plain(found)) if as_json else print_line(f"{found.name}: drained")

@@ -1,8 +1,8 @@
 """Output of the command: lines, tables, JSON and progress, for a terminal of any width and for pipes.
 
 Texts of other parties are escaped, and glyphs that the terminal lacks are replaced, before anything is laid out, so that columns
-are measured with what is shown. On a terminal, a table has fewer columns, and each row has its texts beneath it, wrapped between
-words. The other columns keep their words whole; names that do not fit are shortened in their middle.
+are measured with what is shown. A table uses the width of the terminal: a narrow one has fewer columns, and each row's texts
+beneath it instead of beside it, wrapped between words. Names that do not fit are shortened in their middle.
 """
 
 import json
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from resharder.converters.badges import Badge, Severity
 from resharder.converters.printable import CLOSED, GLYPHS, printable, unescaped
 from resharder.converters.units import size_text
 from rich.console import Console, Group, RenderableType
@@ -29,16 +30,9 @@ Cell = str | Text
 Row = Sequence[Cell]
 
 _GAP, _INDENT, _SHORTEST = 2, 4, 8
+_BESIDE = 30  # columns that a text needs to stand beside the others
 _PATIENCE = 1.0  # seconds after which a wait is announced
-_STYLES = {
-    "green": ("SERVING", "READY", "DONE", "ACTIVE", "AWAKE", "ok"),
-    "yellow": (
-        "BOOTING", "STAGING", "WAITING", "APPLYING", "DRAINED", "ASLEEP", "UPLOADING", "REGISTERING", "GONE", "TRYING", "HOLDING",
-        "MOVING", "BACK", "warn",
-    ),
-    "red": ("LOST", "FAILED", "STOPPED", "ABORTED", "REJECTED", "fail"),
-}  # fmt: skip
-_STYLE_OF = {state: style for style, states in _STYLES.items() for state in states}
+_STYLES: dict[Severity, str] = {"good": "green", "busy": "cyan", "idle": "", "warn": "yellow", "bad": "red"}
 
 
 def shown(text: str, stream: Any = None) -> str:
@@ -104,21 +98,23 @@ class _Console(Console):
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a table: all titles, those on a terminal (empty for all), and how many of the last ones are texts."""
+    """Columns of a table: all titles, those of a narrow terminal (empty for all), how many of the last ones are texts, and what
+    the rows are called if that is not the first title."""
 
     titles: tuple[str, ...]
     narrow: tuple[str, ...] = ()
     texts: int = 1
+    noun: str = ""
 
     @property
     def nothing(self) -> str:
         """The sentence in place of a table without rows."""
-        return f"no {self.titles[0] or self.titles[1]}s"
+        return f"no {self.noun or self.titles[0] + 's'}"
 
 
-def paint(text: str, state: str = "") -> Text:
-    """Return a state with its colour: green, yellow or red. `state` selects the colour, by default the first word of `text`."""
-    return styled(text, _STYLE_OF.get(state or text.split(",")[0].split(" ")[0], ""))
+def paint(badge: Badge, text: str = "") -> Text:
+    """Return a badge, or `text` in its place, in the colour of its severity."""
+    return styled(text or badge.text, _STYLES[badge.severity])
 
 
 def alarm(text: str) -> Text:
@@ -145,18 +141,46 @@ def grid(columns: Columns, rows: Iterable[Row]) -> Table:
 
 
 def lines(columns: Columns, rows: Iterable[Row], width: int) -> Iterator[Text]:
-    """Yield the lines of a table for a terminal of `width` columns."""
-    titles = columns.narrow or columns.titles
-    places = [columns.titles.index(title) for title in titles]
-    body = [[_brief(row[place]) for place in places] for row in rows]
-    count = len(titles) - columns.texts
-    widths = _fitted([max(len(titles[at]), *(len(row[at]) for row in body)) for at in range(count)], titles, width)
-    yield _line([Text(title, style="bold") for title in titles[:count]], widths)
+    """Yield the lines of a table for a terminal of `width` columns: all columns where they fit.
+
+    Texts are beside the other columns where there is room for them, else beneath.
+    """
+    body = [[_brief(cell) for cell in row] for row in rows]
+    titles, texts = columns.titles, len(columns.titles) - columns.texts
+    widths = _natural(titles[:texts], body)
+    if columns.narrow and _left(widths, width) < (_BESIDE if columns.texts else -_GAP):
+        places = [titles.index(title) for title in columns.narrow]
+        titles, body = columns.narrow, [[row[place] for place in places] for row in body]
+        texts = len(titles) - columns.texts
+        widths = _natural(titles[:texts], body)
+    widths = _fitted(widths, titles, width)
+    left = _left(widths, width)
+    longest = max((len(word) for row in body for text in row[texts:] for word in text.plain.split()), default=0)
+    beside = columns.texts > 0 and left >= max(_BESIDE, longest)
+    head = [Text(title, style="bold") for title in titles[: texts + beside]]
+    yield _line(head, [*widths, left])
     for row in body:
-        yield _line(row[:count], widths)
-        for text in row[count:]:
-            for line in textwrap.wrap(text.plain, max(20, width - _INDENT), break_long_words=False, break_on_hyphens=False):
-                yield Text(" " * _INDENT + line, style=text.style or "dim")
+        wrapped = [
+            Text(line, style=text.style) for text in row[texts:] for line in _wrap(text, left if beside else width - _INDENT)
+        ]
+        yield _line(row[:texts] + wrapped[:beside], [*widths, left])
+        for line in wrapped[beside:]:
+            indent = width - left if beside else _INDENT
+            yield Text(" " * indent + line.plain, style=line.style or ("" if beside else "dim"))
+
+
+def _wrap(text: Text, width: int) -> list[str]:
+    return textwrap.wrap(text.plain, max(20, width), break_long_words=False, break_on_hyphens=False)
+
+
+def _natural(titles: Sequence[str], body: Sequence[Row]) -> list[int]:
+    """Return the widths that columns have where there is room for all."""
+    return [max(len(title), *(len(row[at]) for row in body)) for at, title in enumerate(titles)]
+
+
+def _left(widths: Sequence[int], width: int) -> int:
+    """Return the columns that are left beside these."""
+    return width - sum(widths) - _GAP * len(widths)
 
 
 def _brief(cell: Cell) -> Text:
@@ -178,7 +202,7 @@ def _fitted(widths: list[int], titles: Sequence[str], width: int) -> list[int]:
 
 def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
     line = Text()
-    for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+    for at, (cell, width) in enumerate(zip(cells, widths, strict=False)):
         cell = cell if len(cell) <= width else Text(short(cell.plain, width), style=cell.style)
         line.append_text(cell)
         if at + 1 < len(cells):

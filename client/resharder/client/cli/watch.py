@@ -11,7 +11,7 @@ import typer
 from resharder.client.cli import complete, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, Wide, command
 from resharder.client.cli.format import event_line, move_lines, time_of
-from resharder.client.cli.terminal import console, end_with_reader, one_line, print_json, print_line, print_table, table
+from resharder.client.cli.terminal import alarm, console, end_with_reader, one_line, print_json, print_line, print_table, table
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Daemon, Fleet, Server
@@ -26,10 +26,10 @@ OfFleet = Annotated[
 
 
 def picture(operator: Operator, daemon: Daemon, fleets: list[Fleet], servers: list[Server], wide: bool = False) -> Group:
-    """Return the whole state of a daemon, for display: fleets with lost servers first."""
+    """Return the whole state of a daemon, for display: fleets in trouble first."""
     used, limit = size(daemon.store_used_bytes), size(daemon.store_limit_bytes)
     return Group(
-        *format.problems(servers),
+        *format.problems(servers, fleets),
         f"daemon {daemon.release} at {operator.endpoint}, started {time_of(daemon.start_time)}",
         f"store {daemon.store_folder}: {used} of {limit} used",
         "",
@@ -46,9 +46,9 @@ def state(daemon: Daemon, fleets: list[Fleet], servers: list[Server]) -> dict[st
     return {"daemon": plain(daemon), "fleets": [*map(plain, fleets)], "servers": [*map(plain, servers)]}
 
 
-def print_problems(servers: Iterable[Server]) -> None:
-    """Print a line for each fleet that has lost servers."""
-    for line in format.problems(servers):
+def print_problems(servers: Iterable[Server], fleets: Iterable[Fleet] = ()) -> None:
+    """Print a line for each fleet that has lost or failed servers, or a move that has stopped."""
+    for line in format.problems(servers, fleets):
         console().print(line)
 
 
@@ -64,12 +64,12 @@ def status(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = Fals
 
 @command(Section.LOOK)
 def fleets(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Show every fleet, those with lost servers first: target, version, move, servers."""
+    """Show every fleet, those in trouble first: health, target, version, move."""
     with Operator(endpoint) as operator:
         found, servers = operator.fleets(), operator.servers()
     if as_json:
         return print_json({"fleets": [*map(plain, found)]})
-    print_problems(servers)
+    print_problems(servers, found)
     print_table(format.FLEETS, format.fleet_rows(found, servers), wide)
 
 
@@ -146,8 +146,23 @@ def watch(
 
 def follow(look: Callable[[], Group], every: float) -> None:
     """Draw `look` until Ctrl-C: live on a terminal, else once for every change. Raises DaemonUnreachable only at first."""
-    look()
-    _until_interrupted(lambda: (_live if sys.stdout.isatty() else _changes)(lambda: _or_gone(look), every))
+    lasting = Lasting(look)
+    _until_interrupted(lambda: (_live if sys.stdout.isatty() else _changes)(lasting, every))
+
+
+class Lasting:
+    """The last picture, with a line above it since when the daemon is away. The constructor raises DaemonUnreachable."""
+
+    def __init__(self, look: Callable[[], Group]) -> None:
+        self._look, self._picture, self._seen = look, look(), datetime.now(UTC)
+
+    def __call__(self) -> Group:
+        try:
+            self._picture, self._seen = self._look(), datetime.now(UTC)
+        except DaemonUnreachable as error:
+            away = alarm(f"the daemon last answered at {time_of(self._seen)}; below is what was known then: {error}")
+            return Group(away, "", self._picture)
+        return self._picture
 
 
 def _until_interrupted(work: Callable[[], None]) -> None:
@@ -193,19 +208,14 @@ def _json_lines(look: Callable[[], dict[str, object]], every: float) -> None:
         time.sleep(every)
 
 
-def _or_gone(look: Callable[[], Group]) -> Group:
-    try:
-        return look()
-    except DaemonUnreachable as error:
-        return Group(str(error))
-
-
 def watch_move(fleet: str, endpoint: str | None) -> None:
     """Draw a fleet's last move until Ctrl-C; in a pipe, once for every change."""
     with Operator(endpoint) as operator:
 
         def look() -> Group:
             found = operator.fleet(fleet)
-            return Group(format.outcome(found), *(move_lines(found, operator.servers(found.name)) or ["no move yet"]))
+            return Group(
+                format.outcome(found), *(move_lines(found, operator.servers(found.name), console().width) or ["no move yet"])
+            )
 
         follow(look, every=1.0)

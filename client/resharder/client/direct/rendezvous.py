@@ -137,7 +137,7 @@ def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> l
                 found.add(each)
                 left += json.loads(store.get(f"peers/{each}"))
     except (RuntimeError, ValueError) as error:
-        raise DirectFailed(f"rank {each} did not store its peers in time: {error}") from error
+        raise DirectFailed(f"rank {each} did not report its peers in time: {error}") from error
     return sorted(found)
 
 

@@ -764,7 +764,7 @@ class Operator:
     def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> Fleet:
         found = self.fleet(fleet)
         if move is None and found.move is None:
-            raise NotFound(f"fleet {found.name} has made no move yet: there is nothing to decide")
+            raise NotFound(f"fleet {found.name} has made no move yet: there is nothing to approve or turn back")
         id = move if move is not None else found.move.id if found.move else 0
         request = operator_pb2.DecideMoveRequest(fleet=found.name, move=id, go_on=go_on, reason=reason)
         return self._fleet(self._stub.DecideMove, request)

@@ -3,7 +3,7 @@
 from resharder.client.rpc.channel import Channel
 from resharder.converters.wire.range_client import DataAddress
 
-NO_DATA_PORT = "the daemon has no data port (data_listen)"
+NO_DATA_PORT = "the daemon has no data port: its data_listen is empty"
 
 
 def data_port(channel: Channel, address: str) -> DataAddress | None:

@@ -83,7 +83,7 @@ def package_versions() -> Iterator[Check]:
         if found is None and name == "numba":
             yield Check(name, "warn", "not installed", f"pip install 'numba>={needed}': digests take three times as long without")
         elif found is None:
-            yield Check(name, "ok", "not installed, not needed in every role")
+            yield Check(name, "ok", "not installed; not every role needs it")
         elif _numbers(found) < oldest:
             yield Check(name, "warn", found, f"use {needed} or newer")
         else:
@@ -168,7 +168,7 @@ def huge_pages(folder: Path, mounts: str, policy: str) -> Check:
     name, mount = "huge pages in shared memory", mount_of(folder, mounts)
     chosen = policy.partition("[")[2].partition("]")[0]
     if mount is None or mount.kind != "tmpfs":
-        return Check(name, "ok", f"{folder} is {'not mounted' if mount is None else mount.kind}: it has none")
+        return Check(name, "ok", f"{folder} is {'not mounted' if mount is None else mount.kind}, which has no huge pages")
     huge = mount.options.get("huge", "never")
     found = f"huge={huge} at {mount.folder}" + (f", {chosen} by shmem_enabled" if chosen in ("deny", "force") else "")
     if chosen == "force" or (chosen != "deny" and huge in ("always", "within_size")):
@@ -192,7 +192,7 @@ def open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
         return Check("open files", "warn", f"at most {soft}", f"ulimit -n {_OPEN_FILES} (the hard limit is {hard})")
-    return Check("open files", "ok", f"at most {_limit(soft)}")
+    return Check("open files", "ok", _limit(soft))
 
 
 def locked_memory() -> Check:
@@ -202,11 +202,11 @@ def locked_memory() -> Check:
         return Check(
             "locked memory", "warn", f"at most {soft >> 10} KiB", "ulimit -l unlimited, so that GPUs can copy to pinned memory"
         )
-    return Check("locked memory", "ok", f"at most {_limit(soft)} bytes")
+    return Check("locked memory", "ok", _limit(soft, " bytes"))
 
 
-def _limit(value: int) -> str:
-    return "any number of" if value == resource.RLIM_INFINITY else str(value)
+def _limit(value: int, unit: str = "") -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"at most {value}{unit}"
 
 
 def daemon(endpoint: str | None) -> Iterator[Check]:
@@ -273,5 +273,5 @@ def _release(there: str, endpoint: str) -> Check:
 def _clocks(difference: float) -> Check:
     found = f"the daemon's is {difference:+.3f} s"
     if abs(difference) > _CLOCK_SECONDS:
-        return Check("clocks", "warn", found, "run NTP on both hosts: times of versions and installs will not compare")
+        return Check("clocks", "warn", found, "run NTP on both hosts, so that times of versions and installs can be compared")
     return Check("clocks", "ok", found)

@@ -24,6 +24,7 @@ from resharder.client.trainer.rank_layout import DeclaredTensor
 from resharder.client.transport.base import HostArray
 from resharder.client.versions.source import open_source
 from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.badges import IMPORT_JOB
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
@@ -31,7 +32,6 @@ from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, 
 if TYPE_CHECKING:
     from resharder.client.trainer.rank_layout import TensorItem
 
-_JOB = "import-"
 Progress = Callable[[int, int], None]
 
 
@@ -99,7 +99,7 @@ def import_checkpoint(
     files = tokenizer if tokenizer is not None else _tokenizer_folder(place, where)
     with _open_megatron(megatron, hf_config) if megatron is not None else _open_folder(place) as opened:
         _check_against(hf_config, opened.specs, str(place))
-        job = f"{_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
+        job = f"{IMPORT_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
         with connect(
             endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files, skipped=not serve
         ) as publisher:
@@ -125,7 +125,7 @@ def step_of(folder: Path) -> int | None:
 def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
     for publisher in operator.daemon().publishers:
         usable = publisher.state in (PublisherStatus.State.REGISTERING, PublisherStatus.State.ACTIVE)
-        live = usable and publisher.live_ranks > 0 and not publisher.job.startswith(_JOB)
+        live = usable and publisher.live_ranks > 0 and not publisher.job.startswith(IMPORT_JOB)
         if publisher.model == model and live and not take_over:
             raise Conflict(
                 f"{publisher.name} of job {publisher.job} is alive, {publisher.live_ranks} of {publisher.world_size} ranks: an "

@@ -91,7 +91,7 @@ def connect(
     if wrong := unknown_names():
         raise UsageError(wrong)
     if model in (also or {}):
-        raise UsageError(f"expected models other than {model!r} in also, got it too")
+        raise UsageError(f"also names {model!r}, which is the first model already: leave it out")
     formats = {model: quantization_config, **(also or {})}
     together = tuple(formats) if also else ()
     identity = replace(identify(job, rank, world_size), skipped=skipped, together=together)

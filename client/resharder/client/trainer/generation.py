@@ -270,7 +270,7 @@ def lent_model(fleet: SharedFleet, models: Sequence[str], *, publish: bool) -> s
     if found in models:
         return found
     if publish:
-        raise UsageError(f"fleet {fleet.name} follows {found}, not {' or '.join(models)}: lend another fleet")
+        raise UsageError(f"fleet {fleet.name} follows {found}, not {' or '.join(models)}: pass a fleet of one of these")
     return ""
 
 

@@ -115,7 +115,7 @@ class DataConnection:
             while (request := self._request()) is not None:
                 self.idle_since = None
                 if self.full:
-                    text = "the data port has as many connections as it may"
+                    text = "the data port has too many connections: try again later"
                     self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text, [*RETRY, ("Connection", "close")])
                     break
                 if not (self._receive(request) if request.method == b"PUT" else self._answer(request)):

@@ -1,5 +1,6 @@
 """Servers and fleets for display: their states, and why each is in its state, in one sentence."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from resharder.converters.units import size_text
@@ -12,10 +13,10 @@ from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Power
 
 _GOING = {
-    Power.AWAKE: "is waking up",
-    Power.WEIGHTS_AWAKE: "is waking its weights up",
-    Power.ASLEEP_1: "is going to sleep at level 1",
-    Power.ASLEEP_2: "is going to sleep at level 2",
+    Power.AWAKE: "it is waking up",
+    Power.WEIGHTS_AWAKE: "it is waking its weights up",
+    Power.ASLEEP_1: "it is going to sleep at level 1",
+    Power.ASLEEP_2: "it is going to sleep at level 2",
 }
 
 
@@ -82,7 +83,7 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         return f"{server.failure}, {now - server.seen:.0f} s ago" if server.failure else f"{who} for {now - server.seen:.0f} s"
     if server.ending:
         why = server.install.error if server.install is not None else ""
-        return f"{_serving(server, settings)}it ends, to start again on the version's config: {why}"
+        return f"{_serving(server, settings)}it is ending, to start again with the version's config: {why}"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)
         if server.left:
@@ -126,12 +127,12 @@ def _serving(server: Server, settings: Settings) -> str:
         ahead = f" ahead of READY{_way(server)}" if server.unproven else ""
         return f"serving version {server.opened}{ahead}; " if server.resumed else f"opening the gate on version {server.opened}; "
     if _goes_to_sleep(server):
-        return "closed; "
+        return "not serving; "
     if server.altered:
         rank, found = min(server.altered.items())
-        return f"closed, worker {rank}: {found}; "
+        return f"not serving, worker {rank}: {found}; "
     if not _half_way(server):
-        return "closed; " + _stranger(server)
+        return "not serving; " + _stranger(server)
     if not server.failures:
         return "out of service: an install was not completed; " + _stranger(server)
     version, failure = _latest_failure(server)
@@ -209,7 +210,7 @@ def _idle(server: Server, now: float, settings: Settings) -> str:
     if not server.ready:
         return f"model {server.model} has no READY version"
     if not server.opened and server.agreed and server.goal.open and not server.goal.permits(server.agreed):
-        return f"holds version {server.agreed} and may not serve it yet; {server.goal.why or 'the fleet serves another'}"
+        return f"holds version {server.agreed} and may not serve it yet; {server.goal.why or 'the fleet serves another version'}"
     if server.is_ahead(server.wanted) and server.wanted != server.agreed and (why := why_not_ahead(server, server.wanted)):
         return f"waits for version {server.wanted} to be READY: {why}"
     if server.opened and server.opened == server.newest:
@@ -280,6 +281,11 @@ def explain_serve_ahead(fleet: Fleet) -> str:
     return f"default of a fleet that moves {resources_pb2.UpdateStrategy.Kind.Name(fleet.strategy.kind)}{bound}"
 
 
+def _named(ids: Iterable[str]) -> str:
+    """Return servers by their resource names: an id alone may be any word, such as `left`."""
+    return ", ".join(f"servers/{id}" for id in ids)
+
+
 def _explain_move(move: Move, view: View) -> str:
     there = sum(server.serving == move.to for server in view.servers.values())
     ahead = " ahead of READY" if move.to in view.ahead else ""
@@ -293,10 +299,10 @@ def _explain_move(move: Move, view: View) -> str:
                 "for an operator's approval" if move.strategy.approval and not move.approved else "",
                 f"for check {move.strategy.check}" if move.checking else "",
             ]
-            canaries = ", ".join(move.canaries)
+            canaries = _named(move.canaries)
             return f"{way}; canaries {canaries} serve it and the rest waits {' and '.join(filter(None, waits)) or 'a moment'}"
         case resources_pb2.Move.TRYING:
-            return f"{way}; canaries {', '.join(move.canaries) or '(none is in service)'} go first"
+            return f"{way}; canaries {_named(move.canaries) or '(none is in service)'} go first"
         case resources_pb2.Move.STAGING:
             return f"{way}; all servers stage it before any applies{why}"
         case resources_pb2.Move.APPLYING:
@@ -307,5 +313,5 @@ def _explain_move(move: Move, view: View) -> str:
             if move.short:
                 return f"{way}; stopped: {move.reason}; it is done when they are back, `approve` ends it without them"
             return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"
-    failed = "".join(f"; {id} failed: {error}" for id, error in sorted(move.failed.items()))
+    failed = "".join(f"; servers/{id} failed: {error}" for id, error in sorted(move.failed.items()))
     return f"{way}{why}{failed}"

@@ -265,7 +265,8 @@ class Fleets:
             if others and known.world_size != first.world_size:
                 raise FailedPrecondition(
                     "WORLD_SIZE",
-                    f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
+                    f"server {server} has {known.world_size} workers according to its other control sides, "
+                    f"and {first.world_size} according to this one",
                 )
             strategy = self.by_name[known.fleet].strategy.kind
             if first.passes_kv and strategy != resources_pb2.UpdateStrategy.ATOMIC:
@@ -287,7 +288,9 @@ class Fleets:
         for lost in self._of_fleet(server.fleet):
             gone = lost.lost_at is not None or (lost.ending and not lost.controls)
             if gone and lost.id != server.id and _is_a_place(lost.address) and lost.address == server.address:
-                self.note("server", f"servers/{lost.id}", "replaced", f"by {server.id} at {lost.address}", fleet=lost.fleet)
+                self.note(
+                    "server", f"servers/{lost.id}", "replaced", f"by servers/{server.id} at {lost.address}", fleet=lost.fleet
+                )
                 self._forget(lost)
                 self._steer(server.fleet)
 
@@ -391,9 +394,9 @@ class Fleets:
         model = model or (name if name in models else "")
         if not model:
             there = sorted({*self.by_name, *models})
-            raise ResourceNotFound("FLEET_UNKNOWN", f"fleet {name!r} is unknown, there are {there}; a new one needs a model")
+            raise ResourceNotFound("FLEET_UNKNOWN", f"there is no fleet {name!r}, only {there}; a new one needs a model")
         if model not in models:
-            raise ResourceNotFound("MODEL_UNKNOWN", f"model {model!r} is unknown; there are {models}")
+            raise ResourceNotFound("MODEL_UNKNOWN", f"there is no model {model!r}; the daemon has {models}")
         return self._default_fleet(name, model)
 
     def _default_fleet(self, name: str, model: str) -> Fleet:
@@ -505,7 +508,9 @@ class Fleets:
         if state_of(before) != state_of(after) or before.opened != after.opened:
             reason = explain(after, self.clock(), self.settings)
             state = resources_pb2.Server.State.Name(state_of(after))
-            self.note("server", subject, state.lower(), reason, version=after.opened, fleet=after.fleet)
+            to = after.install.version if after.install is not None and after.install.active else after.opened
+            versions = {"version": after.opened, "from": before.opened or before.confirmed, "to": to}
+            self.note("server", subject, state.lower(), reason, fleet=after.fleet, **versions)
 
     def _see_versions(self, id: str) -> None:
         """Take a step of a server if its versions have changed.
@@ -582,15 +587,9 @@ class Fleets:
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
         what, subject = resources_pb2.Move.State.Name(move.state).lower(), f"fleets/{after.name}"
-        self.note(
-            "move",
-            subject,
-            what,
-            move.reason,
-            to=move.to,
-            back_to=move.back_to,
-            strategy=resources_pb2.UpdateStrategy.Kind.Name(move.strategy.kind),
-        )
+        versions = {"from": move.back_to, "to": move.to}
+        strategy = resources_pb2.UpdateStrategy.Kind.Name(move.strategy.kind)
+        self.note("move", subject, what, move.reason, strategy=strategy, **versions)
 
     def _pin_versions(self, fleet: Fleet) -> None:
         """Pin the versions that a fleet needs, and release others. A fleet that serves ahead needs the newest READY version."""
@@ -717,7 +716,7 @@ class Fleets:
         """Return the view of a fleet. Raises ResourceNotFound (FLEET_UNKNOWN)."""
         views = {view.fleet.name: view for view in self.fleets()}
         if name not in views:
-            raise ResourceNotFound("FLEET_UNKNOWN", f"fleet {name!r} is unknown; there are {list(views)}")
+            raise ResourceNotFound("FLEET_UNKNOWN", f"there is no fleet {name!r}; the daemon has {list(views)}")
         return views[name]
 
     def _fleet_view(self, fleet: Fleet) -> FleetView:

@@ -83,7 +83,7 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
         case resources_pb2.Move.APPLYING:
             return move.to, True, "no server serves it before all have applied it"
         case resources_pb2.Move.TRYING | resources_pb2.Move.HOLDING:
-            return (move.to, True, "") if id in move.canaries else (stays, True, f"version {move.to} is tried first")
+            return (move.to, True, "") if id in move.canaries else (stays, True, f"version {move.to} goes to the canaries first")
         case resources_pb2.Move.BACK:
             return move.back_to, True, f"the fleet goes back: {move.reason}"
         case resources_pb2.Move.STOPPED:

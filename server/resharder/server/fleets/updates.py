@@ -304,7 +304,7 @@ def _short(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 
 def _listed(errors: Mapping[str, str]) -> str:
-    return "; ".join(f"{id}: {error}" for id, error in sorted(errors.items()))
+    return "; ".join(f"servers/{id}: {error}" for id, error in sorted(errors.items()))
 
 
 def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
@@ -337,7 +337,7 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
     present = present_servers(fleet, view)
     for id, server in present.items():
         if error := _hopeless(server, move.to, move, view.settings.attempts):
-            reason = f"{id} could not stage it: {error}"
+            reason = f"servers/{id} could not stage it: {error}"
             return _end(_refuse(fleet, move.to, reason, view.ready), move, resources_pb2.Move.FAILED, view, reason)
     if lost := lost_servers(fleet, move, view):
         reason = f"servers were lost before all had staged it: {_listed(lost)}"

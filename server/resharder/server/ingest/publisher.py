@@ -243,7 +243,7 @@ class PublisherRecord:
         for rank in ranks:
             started = self.started.get(rank, step)
             if started > step and self.seen[rank] > self.replaced:
-                return f"rank {rank} has started step {started} without its part of step {step}"
+                return f"rank {rank} went on to step {started} without sending its part of step {step}"
         return ""
 
     def is_due(self, rank: int, step: int) -> bool:

@@ -241,9 +241,9 @@ class Upload:
 
     def _check_open(self) -> None:
         if self._aborted:
-            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} accepts no bytes: it is aborted")
+            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} is aborted, and takes no more bytes")
         if self._closed:
-            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} accepts no bytes: it is complete")
+            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} is complete, and takes no more bytes")
 
     def _bitmap(self, rank: int) -> npt.NDArray[np.bool_]:
         if rank not in self._received:

@@ -31,7 +31,7 @@ from resharder.v1 import node_pb2, resources_pb2
 _FIRST_RETRY, _LONGEST_RETRY = 0.2, 2.0
 _SHORTEST_REPORT = 0.02  # seconds between two reports
 _STEP_SECONDS = 0.25
-_NO_PORT = "the daemon has no data port (data_listen)"
+_NO_PORT = "the daemon has no data port: its data_listen is empty"
 _UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out
 _OPEN = (node_pb2.FileSetOrder.UPLOADING, node_pb2.FileSetOrder.VERIFYING)
 _log = structlog.get_logger("resharder.node")

@@ -43,7 +43,7 @@ class MooncakeEngine:
             raise EngineFailed(f"Mooncake cannot be imported: {error}; pip install 'resharder[mooncake]'") from error
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-            raise EngineFailed(f"Mooncake does not start over {protocol} at {host}")
+            raise EngineFailed(f"Mooncake cannot start over {protocol} at {host}")
         bracketed = f"[{host}]" if ":" in host else host
         self._kind = f"mooncake-{protocol}"
         self.session = f"{self._kind}/{bracketed}:{self._engine.get_rpc_port()}"

@@ -165,7 +165,7 @@ def fetch_from_homes(
                 node, lacked = next((node, found) for node, held in pieces.items() if len(found := held & missing))
                 file, start, end = copy.numbering.span(next(iter(lacked)))
                 problems = {link.peer: link.problem for link in swarm.links.all()}
-                problem = problems.get(f"nodes/{node}") or f"nothing arrives for {_PATIENCE:g} s"
+                problem = problems.get(f"nodes/{node}") or f"nothing has arrived for {_PATIENCE:g} s"
                 raise FetchFailed(f"nodes/{node}: {file}, bytes {start} to {end}: {problem}", node)
     finally:
         swarm.close()

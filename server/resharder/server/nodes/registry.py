@@ -204,7 +204,7 @@ class NodeRegistry:
         with self._lock, medium_errors():
             node = self._nodes.get(id)
             if node is None:
-                raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
+                raise ResourceNotFound("NODE_UNKNOWN", f"there is no node {id!r}; the daemon has {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
             self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.emit)

@@ -50,12 +50,27 @@ class Snapshot:
     nodes: Sequence[NodeView] = ()
     missing_pieces: int = 0  # of READY versions in the store
     shortages: Sequence[ReplicaShortage] = ()
+    available: Mapping[str, int] = field(default_factory=dict)  # bytes for versions after the READY ones, by model
     store_problem: str = ""  # why the daemon can no longer use its store
     stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path
 
     def not_retired(self, model: str) -> list[VersionRecord]:
         """Return the READY versions beyond retention whose files cannot be moved."""
         return [record for record in self.versions.get(model, ()) if record.state == READY and record.reason]
+
+    def newest(self, model: str) -> VersionRecord | None:
+        """Return the READY version with the highest number."""
+        ready = [record for record in self.versions.get(model, ()) if record.state == READY]
+        return max(ready, key=lambda record: record.number, default=None)
+
+    def without_room(self) -> list[str]:
+        """Return the models with a trainer for whose next version, as large as the newest one, there is no room.
+
+        What the store uses says nothing of that: it is at its limit as a rule, as files are laid out ahead.
+        """
+        trained = {publisher.model for publisher, live in self.publishers if live}
+        newest = {model: self.newest(model) for model in sorted(trained & self.available.keys())}
+        return [model for model, last in newest.items() if last and last.size_bytes > self.available[model]]
 
     def lag(self, view: FleetView) -> Lag:
         return lag(view, self.servers.get(view.fleet.name, ()), self.versions.get(view.fleet.model, ()))
@@ -91,6 +106,7 @@ def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[],
         nodes.views(),
         nodes.own.missing(),
         nodes.replication.shortages(),
+        store.capacity.available_bytes(),
         store.folder.problem(),
         {str(path): size for model in store.catalogue.stored() for path, size in list(model.stuck.items())},
     )

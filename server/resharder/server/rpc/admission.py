@@ -34,7 +34,7 @@ class Places:
             if held >= free:
                 raise ResourceExhausted(
                     "TOO_MANY_CALLS",
-                    f"{lane} has {held} {self._method} calls open, of {self._places} places {free} are free: try again later",
+                    f"{lane} has {held} {self._method} calls open, and {free} of {self._places} places are free: try again later",
                 )
             self._held[lane] += 1
         try:

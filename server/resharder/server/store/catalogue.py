@@ -113,10 +113,14 @@ class StoredModel:
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
-        live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, UPLOADING))
+        ready = sum(record.size_bytes for record in self.of(READY))
+        return ready + self.unpublished() + self.leaving + sum(self.stuck.values()) + self.arriving
+
+    def unpublished(self) -> int:
+        """Return the bytes of UPLOADING versions and of the files laid out for later ones."""
         reserved = self.reservation
         ahead = reserved.size * (len(reserved.pool) + reserved.pending) if reserved else 0
-        return live + ahead + self.leaving + sum(self.stuck.values()) + self.arriving
+        return sum(record.size_bytes for record in self.of(UPLOADING)) + ahead
 
     def committed(self) -> int:
         """Return the bytes that the model occupies or may occupy under its reservation."""
@@ -203,7 +207,7 @@ class Catalogue:
         """Return the record of a version. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
         record = self.model(name).records.get(number)
         if record is None:
-            raise ResourceNotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
+            raise ResourceNotFound("VERSION_UNKNOWN", f"there is no models/{name}/versions/{number}")
         return record
 
     def newest(self, name: str) -> VersionRecord | None:
@@ -235,7 +239,7 @@ class Catalogue:
         """Return the model. Raises InvalidArgument (MODEL_NAME), ResourceNotFound (MODEL_UNKNOWN)."""
         model = self._models.get(check_model_name(name))
         if model is None:
-            raise ResourceNotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
+            raise ResourceNotFound("MODEL_UNKNOWN", f"there is no model {name!r}; the daemon has {self.models()}")
         return model
 
     def add_model(self, name: str) -> StoredModel:

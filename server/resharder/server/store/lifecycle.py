@@ -14,6 +14,7 @@ from typing import NamedTuple
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import INDEX_FILE, FileLayout
+from resharder.converters.units import size_text
 from resharder.server.infra.filesystem import is_gone, make_durable_folder, make_folder, move, sync, touching, write_file
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import (
@@ -124,7 +125,7 @@ class VersionLifecycle:
                 if failure is not None:
                     raise medium_error(failure)
                 if not self._free_capacity(retired):
-                    why = f"no capacity for another version of {reservation.size} bytes"
+                    why = f"no room for another version of {size_text(reservation.size)}"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._capacity.holdings()}")
             elif not reservation.pending:
                 self._pool.make_set(model, reservation)
@@ -363,7 +364,7 @@ class VersionLifecycle:
         while not self._capacity.fits(model, size):
             if not self._free_capacity(retired):
                 raise ResourceExhausted(
-                    "NO_ROOM", f"{model.name}: there is no capacity for a version of {size} bytes; {self._capacity.holdings()}"
+                    "NO_ROOM", f"{model.name}: no room for a version of {size_text(size)}; {self._capacity.holdings()}"
                 )
             self._catalogue.wait()
 

@@ -161,7 +161,7 @@ class VersionReader:
             folders = model_files.folders(model.folder, model.files_epoch)
             if not folders:
                 raise ResourceNotFound(
-                    "MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self._catalogue.models()}"
+                    "MODEL_UNKNOWN", f"model {name!r} has no publisher yet; the daemon has {self._catalogue.models()}"
                 )
             with touching(folders[-1], "reading"):
                 return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}

@@ -62,7 +62,7 @@ def peak(size: int, sets: int, old: Sequence[int]) -> int:
 class Capacity:
     """Upper bound on the bytes of all versions: `limit_bytes`, or if that is 0, 80 % of the medium.
 
-    Callers must hold the lock of the catalogue. The constructor raises MediumRefused.
+    Callers must hold the lock of the catalogue, unless a method says otherwise. The constructor raises MediumRefused.
     """
 
     def __init__(self, root: Path, catalogue: Catalogue, retention: Retention, limit_bytes: int) -> None:
@@ -105,6 +105,17 @@ class Capacity:
     def fits(self, model: StoredModel, size: int) -> bool:
         """Return whether the bound and the medium allow `size` more bytes for the model."""
         return self.within_limit(model, size) and size <= self._free()
+
+    def available_bytes(self) -> dict[str, int]:
+        """Return the bytes that each model's versions after its READY ones have or can get. Takes the lock."""
+        with self._catalogue.changed:
+            models = [(model, model.unpublished()) for model in self._catalogue.stored()]
+            limits = {model.name: self._left_for(model) - model.used() for model, _ in models}
+        try:
+            free = self._free()
+        except OSError:  # the store is lost
+            free = 0
+        return {model.name: max(0, unpublished + min(limits[model.name], free)) for model, unpublished in models}
 
     def holdings(self) -> str:
         """Return a description of the versions and reservations that occupy the store, for messages of NO_ROOM."""

@@ -69,7 +69,7 @@ class Shown:
     def _unready(self) -> str:
         """Return why the daemon accepts no publishers; empty if it does."""
         if not self._ready:
-            return "the daemon starts"
+            return "the daemon is starting"
         if problem := self._intake.store.folder.problem():
             return problem
         return "the daemon is shutting down" if self._intake.draining else ""

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from resharder.converters.badges import Badge, Health, ServerState, badge, health, publisher_badge, server_badge, trouble
+from resharder.converters.event_text import details_text
+from resharder.converters.units import size_text
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
@@ -18,16 +21,16 @@ _PROBLEMS = (resources_pb2.Server.LOST, resources_pb2.Server.FAILED)
 
 
 def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str, Any]:
-    """Return the data. Times are in seconds since 1970, 0 for none."""
+    """Return the data. Times are in seconds since 1970, 0 for none. A badge is {"text", "severity"}."""
     shown = current(publisher for publisher, _ in now.publishers)
     publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers if publisher is shown[publisher.model]}
     return {
         "time": now.time,
         "daemon": daemon,
         "problems": [*map(str, _problems(now))],
-        "store": {"used": now.store_used, "limit": now.store_limit},
+        "store": {"used": now.store_used, "limit": now.store_limit, "badge": _store_badge(now)},
         "moving": [*_uploads(now), *_installs(now)],
-        "fleets": [_fleet(now, view) for view in sorted(now.fleets, key=lambda view: not any(_fleet_problems(now, view)))],
+        "fleets": [_fleet(now, view) for view in sorted(now.fleets, key=lambda view: _rank(now, view))],
         "models": [
             {
                 "name": model,
@@ -46,6 +49,8 @@ def _problems(now: Snapshot) -> Iterator[str]:
     """Yield a sentence for each problem: of the store, fleets, publishers, versions, and nodes."""
     if now.store_problem:
         yield f"the store is lost: {now.store_problem}"
+    for model in now.without_room():
+        yield f"the store has no room for the next version of model {model}: raise --store-limit-bytes or lower --keep-count"
     for view in now.fleets:
         yield from _fleet_problems(now, view)
     for publisher, live in now.publishers:
@@ -54,7 +59,7 @@ def _problems(now: Snapshot) -> Iterator[str]:
     for model in now.versions:
         yield from (f"{record.name} is {record.reason}" for record in now.not_retired(model))
     for path, size in now.stuck.items():
-        yield f"{path} cannot be removed, and takes {size} bytes of the store: remove what protects it"
+        yield f"{path} cannot be removed, and takes {size_text(size)} of the store: remove what protects it"
     for node in now.nodes:
         if node.state == resources_pb2.Node.LOST:
             yield f"node {node.report.node} is LOST: it has not called within its lease"
@@ -66,18 +71,52 @@ def _problems(now: Snapshot) -> Iterator[str]:
 
 def _fleet_problems(now: Snapshot, view: FleetView) -> Iterator[str]:
     group, name = now.servers.get(view.fleet.name, ()), view.fleet.name
-    of = f"of {len(group)} servers" if len(group) != 1 else "of 1 server"
     for state in _PROBLEMS:
-        if found := [server for server in group if server.state == state]:
-            each = "; ".join(f"{server.server.id}: {server.reason}" for server in found)
-            yield f"fleet {name}: {len(found)} {of} {resources_pb2.Server.State.Name(state)}: {each}"
-    behind = [server for server in group if server.state not in _PROBLEMS and _gave_up(server.server)]
+        if found := {server.server.id: server.reason for server in group if server.state == state}:
+            yield trouble(name, resources_pb2.Server.State.Name(state), found, len(group))
+    behind = {server.server.id: server.reason for server in group if server.state not in _PROBLEMS and _gave_up(server.server)}
     if behind:
-        each = "; ".join(f"{server.server.id}: {server.reason}" for server in behind)
-        yield f"fleet {name}: {len(behind)} {of} gave up an install: {each}"
+        yield trouble(name, "gave up an install", behind, len(group))
     move = view.fleet.move
-    if move is not None and move.state in (resources_pb2.Move.STOPPED, resources_pb2.Move.BACK):
-        yield f"fleet {name}: the move to version {move.to} is {resources_pb2.Move.State.Name(move.state)}: {move.reason}"
+    if move is not None and move.state == resources_pb2.Move.STOPPED:
+        yield f"fleet {name}: its move has STOPPED: {view.reason}"
+    if move is not None and move.state == resources_pb2.Move.BACK:
+        yield f"fleet {name}: its move is {resources_pb2.Move.State.Name(move.state)}: {view.reason}"
+
+
+def _health(now: Snapshot, view: FleetView) -> Health:
+    servers = {
+        one.server.id: ServerState(
+            resources_pb2.Server.State.Name(one.state),
+            one.server.opened or one.server.agreed,
+            one.server.install is not None and one.server.install.state == resources_pb2.Install.STAGING,
+        )
+        for one in now.servers.get(view.fleet.name, ())
+    }
+    move = view.fleet.move
+    if move is None:
+        return health(servers, view.wanted_version)
+    return health(servers, view.wanted_version, resources_pb2.Move.State.Name(move.state), move.failed)
+
+
+def _rank(now: Snapshot, view: FleetView) -> int:
+    """Return the place of a fleet in the list: those that need somebody come first."""
+    if any(_fleet_problems(now, view)):
+        return 0
+    return {"bad": 0, "warn": 1, "busy": 2}.get(_health(now, view).badge.severity, 3)
+
+
+def _store_badge(now: Snapshot) -> dict[str, str] | None:
+    """Return the store's badge; None while it has room."""
+    if now.store_problem:
+        return _badge(Badge("LOST", "bad"))
+    if now.store_used > now.store_limit:
+        return _badge(Badge("FULL", "bad"))
+    return _badge(Badge("ALMOST FULL", "warn")) if now.without_room() else None
+
+
+def _badge(badge: Badge) -> dict[str, str]:
+    return badge._asdict()
 
 
 def _uploads(now: Snapshot) -> list[dict[str, Any]]:
@@ -91,6 +130,7 @@ def _uploads(now: Snapshot) -> list[dict[str, Any]]:
                 {
                     "kind": "publish",
                     "name": record.name,
+                    "badge": _badge(badge("version", record.state)),
                     "step": record.step,
                     "since": record.create_time,
                     "sealed": slots.sealed,
@@ -115,7 +155,7 @@ def _installs(now: Snapshot) -> list[dict[str, Any]]:
                         "fleet": fleet,
                         "server": view.server.id,
                         "version": install.version,
-                        "state": resources_pb2.Install.State.Name(install.state),
+                        "badge": _badge(badge("install", resources_pb2.Install.State.Name(install.state))),
                         "since": install.started + view.to_wall,
                         "done": _done(view.server, install),
                         "workers": view.server.world_size,
@@ -139,11 +179,12 @@ def _about(server: Server, install: Install) -> list[Worker]:
 
 
 def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
-    fleet, lag = view.fleet, now.lag(view)
+    fleet, lag, found = view.fleet, now.lag(view), _health(now, view)
     group = now.servers.get(fleet.name, ())
     return {
         "name": fleet.name,
         "model": fleet.model,
+        "health": {**found._asdict(), "badge": _badge(found.badge)},
         "reason": view.reason,
         "target": _set_target(fleet.target),
         "strategy": _strategy(fleet.strategy),
@@ -178,6 +219,7 @@ def _strategy(strategy: UpdateStrategy) -> str:
 def _move(move: Move, group: Sequence[ServerView]) -> dict[str, Any]:
     return {
         "state": resources_pb2.Move.State.Name(move.state),
+        "badge": _badge(badge("move", resources_pb2.Move.State.Name(move.state))),
         "active": move.active,
         "from": move.back_to,
         "to": move.to,
@@ -200,16 +242,24 @@ def _urgency(view: ServerView) -> int:
 
 
 def _server(view: ServerView) -> dict[str, Any]:
-    server = view.server
+    server, state = view.server, resources_pb2.Server.State.Name(view.state)
+    in_flight = sum(control.in_flight for control in server.controls)
+    shown = server_badge(
+        state,
+        power=resources_pb2.Power.Name(server.power),
+        ahead=bool(server.opened) and server.unproven,
+        in_flight=in_flight,
+    )
     return {
         "id": server.id,
-        "state": resources_pb2.Server.State.Name(view.state),
+        "state": state,
+        "badge": _badge(shown),
         "reason": view.reason,
         "version": server.opened or server.agreed,
         "wanted": server.wanted or server.opened or server.agreed,
         "workers": server.world_size,
         "address": server.controls[0].address if server.controls else "",
-        "in_flight": sum(control.in_flight for control in server.controls),
+        "in_flight": in_flight,
         "install": _install(server, server.install) if server.install is not None else None,
         "verification": _verification(server),
     }
@@ -270,6 +320,7 @@ def _publisher(publisher: PublisherRecord, live: int) -> dict[str, Any]:
         "job": publisher.job,
         "epoch": publisher.epoch,
         "state": publisher.shown_state(live),
+        "badge": _badge(publisher_badge(publisher.shown_state(live), publisher.job)),
         "ranks": publisher.world_size,
         "live": live,
         "reason": str(publisher.error or ""),
@@ -281,6 +332,7 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "number": record.number,
         "step": record.step,
         "state": record.state,
+        "badge": _badge(badge("version", record.state)),
         "reason": record.reason,
         "size": record.size_bytes,
         "created": record.create_time,
@@ -297,6 +349,7 @@ def _node(view: NodeView) -> dict[str, Any]:
     return {
         "id": report.node,
         "state": resources_pb2.Node.State.Name(view.state),
+        "badge": _badge(badge("node", resources_pb2.Node.State.Name(view.state))),
         "address": report.data_address,
         "used": report.used_bytes,
         "limit": report.capacity_bytes,
@@ -324,5 +377,7 @@ def _event(event: Event) -> dict[str, Any]:
         "kind": event.kind,
         "subject": event.subject,
         "what": event.what,
+        "badge": _badge(badge("event", event.what)),
+        "details": details_text(event.details),
         "reason": event.reason,
     }

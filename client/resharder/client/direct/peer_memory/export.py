@@ -83,7 +83,7 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
 
 def _shareable(allocation: Allocation) -> Allocation:
     if not (allocation.ipc or allocation.fd):
-        raise NotShareable(f"an allocation of {allocation.size} bytes was made in a way that other processes cannot map")
+        raise NotShareable(f"other processes cannot map an allocation of {allocation.size} bytes")
     return allocation
 
 

@@ -56,7 +56,7 @@ UNGATED = frozenset(
 )
 HEALTH = frozenset({"/health", "/ping"})
 STORED = "/v1/responses/"  # prefix of routes that return stored answers by id
-LEASE_ENDED = "the lease ended and the fleet allows no server without one"
+LEASE_ENDED = "the lease has ended, and the fleet allows no server to answer without one"
 
 
 class ServerLease:

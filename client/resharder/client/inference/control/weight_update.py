@@ -57,7 +57,7 @@ class WeightUpdates:
         deadline = time.monotonic() + _CLAIM_SECONDS
         while not (followed := self._model()):
             if time.monotonic() >= deadline:
-                raise NotServed(f"the daemon has not named the server's model within {_CLAIM_SECONDS:g} s")
+                raise NotServed(f"the daemon did not name this server's model within {_CLAIM_SECONDS:g} s")
             await asyncio.sleep(0.1)
         if model != followed:
             raise UsageError(f"this server follows model {followed!r}, and the trainer publishes model {model!r}")

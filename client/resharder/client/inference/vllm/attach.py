@@ -167,7 +167,7 @@ async def attach(
             numbers.carried_out(outcome)
             restarting = restarting or outcome.restarting
         if end is not None and restarting and order.kind == Order.CLOSE:  # the daemon has noted it, and this side is closed
-            logger.warning("this process ends, to start again on the version's config: %s", order.reason)
+            logger.warning("this process ends, to start again with the version's config: %s", order.reason)
             threading.Thread(target=close_and_end, name="resharder-end", daemon=True).start()
         return outcome
 

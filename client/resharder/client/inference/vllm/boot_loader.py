@@ -107,7 +107,7 @@ class _Booting:
     def verify(self, model: torch.nn.Module) -> None:
         """Compare memory with the store after vLLM's post-processing, decide the route, and report the boot."""
         if self.source is None:
-            raise UsageError("vLLM has loaded a model without a call of load_weights")
+            raise UsageError("vLLM has loaded a model without calling load_weights")
         failpoint("worker.boot.verify")
         with self.agent.host.calling():
             self.part.decide_route(model, self.source)

@@ -96,7 +96,7 @@ class Agent:
         if WEIGHTS in self.sleep_state.tags:
             return f"not verifiable while asleep (level {self.sleep_state.level})"
         if self.dropped:
-            return "a sleep dropped the weights, and no version was installed since"
+            return "a sleep dropped the weights, and no version has been installed since"
         return "" if self.version else "the worker has no version"
 
     def _altered(self, found: resources_pb2.Verification) -> None:

@@ -467,8 +467,8 @@ class HostNode:
             if answer.held_bytes != held:
                 held, since = answer.held_bytes, self._clock()
             elif self._clock() - since > _PATIENCE:
-                missing = f"{answer.folder} cannot be read here" if answer.whole else "no piece arrives"
-                return NodeFiles(None, f"{answer.node}: {missing}, for {_PATIENCE:.0f} s")
+                missing = f"{answer.folder} cannot be read here" if answer.whole else "no piece has arrived"
+                return NodeFiles(None, f"{answer.node}: {missing} for {_PATIENCE:.0f} s")
             pause = min(2 * pause, _ASK_SECONDS)
             answer = self._ask(version, needed, readable)
         return NodeFiles(None, answer.problem or "no node on this host")

@@ -255,4 +255,4 @@ class Staging:
                     staged.prepared = {name: copy for name, copy in made.items() if copy is not None}
                     stream.synchronize()
         except RuntimeError as error:  # no GPU memory left for the tables
-            logger.warning("cannot prepare copies from registered pages, CUDA copies through its own buffers: %s", error)
+            logger.warning("cannot register host pages, so CUDA copies through its own buffers: %s", error)

@@ -86,7 +86,9 @@ def _judged(server: Server, report: Worker) -> Worker:
     if ahead is not None and report.fingerprint == ahead.fingerprint:
         return report
     theirs = f"fingerprint {stored[:12]}" if stored is not None else "none READY"
-    error = f"it holds a version {report.version} of fingerprint {report.fingerprint[:12] or 'unknown'}, the store has {theirs}"
+    error = (
+        f"it holds version {report.version} with fingerprint {report.fingerprint[:12] or 'unknown'}, and the store has {theirs}"
+    )
     ordered = server.install is not None and server.install.active and report.install == server.install.id
     return replace(report, state=resources_pb2.Worker.FAILED if ordered else resources_pb2.Worker.EMPTY, version=0, error=error)
 

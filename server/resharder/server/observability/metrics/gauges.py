@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from resharder.server.ingest.publisher import current
 from resharder.server.observability.snapshot import Snapshot
-from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING
 from resharder.v1 import resources_pb2
 
 NOTHING = Snapshot(0.0, 0, 0, {}, {}, (), (), {})
@@ -50,6 +50,14 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         "Time at which it became READY, in seconds since 1970",
         labels=["model"],
     )
+    sizes = GaugeMetricFamily("resharder_newest_version_bytes", "Size of the newest READY version", labels=["model"])
+    available = GaugeMetricFamily(
+        "resharder_available_bytes",
+        "Bytes for versions after the READY ones: uploads, files laid out, and what the limit and the medium leave to the model",
+        labels=["model"],
+    )
+    for model, size in now.available.items():
+        available.add_metric([model], size)
     stuck = GaugeMetricFamily(
         "resharder_versions_not_retired", "READY versions beyond retention whose files cannot be moved", labels=["model"]
     )
@@ -58,15 +66,12 @@ def _models(now: Snapshot) -> Iterator[Metric]:
         counts = Counter(record.state for record in records)
         for state in (UPLOADING, READY, RETIRED, ABORTED):
             states.add_metric([model, state], counts[state])
-        last = max((record for record in records if record.state == READY), key=_number, default=None)
+        last = now.newest(model)
         newest.add_metric([model], last.number if last else 0)
         if last:
             ready.add_metric([model], last.ready_time)
-    yield from (states, newest, ready, stuck)
-
-
-def _number(record: VersionRecord) -> int:
-    return record.number
+            sizes.add_metric([model], last.size_bytes)
+    yield from (states, newest, ready, sizes, available, stuck)
 
 
 def _publishers(now: Snapshot) -> Iterator[Metric]:
