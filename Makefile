@@ -121,7 +121,7 @@ test-vllm-sources: .venv-vllm-sources-$(VERSION)/.ready
 	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/.venv-vllm-sources-$(VERSION)/sources $(BIN)/python -m pytest -m pure \
 		--deselect tests/vllm/test_settings.py::test_the_vllm_that_the_tests_run_in_is_a_tested_one tests/vllm $(PYTEST)
 
-# Generated: what each release of vLLM and megatron-core has shown, in docs/vllm.md and docs/trainer.md, and the plugin's list of
+# Generated: what each release of vLLM and megatron-core has shown, in docs/reference/vllm.md and trainer.md, and the plugin's list of
 # tested ones.
 docs-releases: setup
 	$(BIN)/python -m tools.releases_table

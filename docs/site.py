@@ -4,8 +4,9 @@ session copy its commands alone.
 
 import html
 import logging
+import posixpath
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -32,12 +33,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    def as_text(link: re.Match[str]) -> str:
-        if not (ROOT / "docs" / link["to"]).exists():
+    folder = PurePosixPath(page.file.src_uri).parent
+
+    def on_site(link: re.Match[str]) -> str:
+        to = posixpath.normpath(f"docs/{folder}/{link['to']}")
+        made = next((name for name, source in PAGES.items() if source == to), None)
+        if made or to.startswith("docs/"):
+            return f"[{link['text']}]({posixpath.relpath(made or to.removeprefix('docs/'), folder)}{link[3] or ''})"
+        if not (ROOT / to).exists():
             _log.warning("%s: nothing is at %s", page.file.src_uri, link["to"])
         return link["text"]
 
-    return _LINK.sub(as_text, markdown)
+    return _LINK.sub(on_site, markdown)
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:

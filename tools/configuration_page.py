@@ -42,8 +42,8 @@ def tables() -> dict[str, dict[str, list[str]]]:
             "client variables": _variables(settings.OF_ALL, default=False),
             "refusals": ["| name | accepts |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in REFUSALS.items())],
         },
-        "nodes.md": {"node options": _options(options(NodeConfig))},
-        "vllm.md": {"server variables": _variables(settings.OF_SERVERS, default=True)},
+        "reference/nodes.md": {"node options": _options(options(NodeConfig))},
+        "reference/vllm.md": {"server variables": _variables(settings.OF_SERVERS, default=True)},
     }
 
 
@@ -76,8 +76,14 @@ def page(name: str) -> str:
         if not found:
             raise SystemExit(f"docs/{name} has no place for the table: write {mark} where it belongs")
         rest = re.sub(r"\A\n*(\|.*\n)*\n?", "", after)
-        text = "\n".join([before + mark, "", *rows, ""]) + (f"\n{rest}" if rest else "")
+        text = "\n".join([before + mark, "", *(_links(row, name) for row in rows), ""]) + (f"\n{rest}" if rest else "")
     return text
+
+
+def _links(row: str, name: str) -> str:
+    """Return a row for a page, with its links, which are those of docs/NAME.md, as they are from there."""
+    guide = name.partition("/")[2]
+    return re.sub(r"\]\((?!https?:)([^)#]*)", lambda link: f"](../{link[1] or guide}", row) if guide else row
 
 
 def example() -> str:

@@ -20,6 +20,7 @@ from tests.support.tiny_hf import FAMILIES, tiny_config
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "quantization.md"
 END = "<!-- End of the table. -->"
+_FAMILIES = [architecture.model_type for architecture in ARCHITECTURES]
 
 
 class Proof(NamedTuple):
@@ -107,7 +108,7 @@ PROOFS = (
     Proof(
         "G",
         _GPU,
-        "vLLM engines on a GPU, which CI does not have: [what has run](vllm.md#quantised-models)",
+        "vLLM engines on a GPU, which CI does not have: [what has run](reference/vllm.md#quantised-models)",
         {RELEASED: (_GPU, "FAMILIES"), CHANNELS: (_GPU, _BY_CHANNEL_GPU)},
     ),
 )
@@ -124,29 +125,45 @@ def page() -> str:
 
 
 def modules() -> str:
-    """Return a row for each family: whether FP8 is possible, the modules that are cast, and those that stay unconverted."""
-    rows = ["| family | FP8 | cast | unconverted |", "|---|---|---|---|"]
-    rows += [_modules_of(a.model_type, tiny_config(a.model_type.removesuffix("_text"))) for a in ARCHITECTURES]
+    """Return a row for families that agree in the modules that are cast, and in those that stay unconverted."""
+    rows = ["| families | cast | unconverted |", "|---|---|---|"]
+    rows += _grouped({family: _modules_of(_config(family)) for family in _FAMILIES})
     return "\n".join(rows) + "\n"
 
 
-def _modules_of(family: str, config: Mapping[str, Any]) -> str:
+def _grouped(cells: Mapping[str, str]) -> list[str]:
+    """Return a row for each text of cells, with the families that have it."""
+    families: dict[str, list[str]] = {}
+    for family, text in cells.items():
+        families.setdefault(text, []).append(f"`{family}`")
+    return [f"| {', '.join(names)} | {text} |" for text, names in families.items()]
+
+
+def _config(family: str) -> dict[str, Any]:
+    return tiny_config(family.removesuffix("_text"))
+
+
+def _modules_of(config: Mapping[str, Any]) -> str:
     if not _is_cast(config):
-        return f"| `{family}` | refused: stacked experts | – | – |"
+        return "refused: stacked experts | –"
     shapes, scheme = expected_shapes(config), Scheme()
     cast = {_module(name) for name, shape in shapes.items() if scheme.converts(name, shape)}
     kept = {name.rpartition(".")[2] for name in scheme.unconverted(shapes)}
-    return f"| `{family}` | yes | {_listed(cast)} | {_listed(kept)} |"
+    return f"{_listed(cast)} | {_listed(kept)}"
 
 
 def tests() -> str:
-    """Return a row for each family with the tests in each format, and a line for each test."""
-    rows = [f"| family | {' | '.join(FORMATS)} |", "|---" * (len(FORMATS) + 1) + "|"]
-    for family in (a.model_type for a in ARCHITECTURES):
-        cast = _is_cast(tiny_config(family.removesuffix("_text")))
-        cells = [_letters(family, kind) or ("refused" if kind in (BLOCKS, CHANNELS) and not cast else "–") for kind in FORMATS]
-        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+    """Return a row for families with the same tests in each format, and a line for each test."""
+    rows = [f"| families | {' | '.join(FORMATS)} |", "|---" * (len(FORMATS) + 1) + "|"]
+    rows += _grouped({family: _tests_of(family) for family in _FAMILIES})
     return "\n".join(rows) + "\n\n" + "\n".join(f"- {p.letter}: {p.promise} (`{p.test}`)" for p in PROOFS) + "\n"
+
+
+def _tests_of(family: str) -> str:
+    cast = _is_cast(_config(family))
+    return " | ".join(
+        _letters(family, kind) or ("refused" if kind in (BLOCKS, CHANNELS) and not cast else "–") for kind in FORMATS
+    )
 
 
 def _letters(family: str, kind: str) -> str:

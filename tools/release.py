@@ -32,7 +32,7 @@ def number(root: Path = ROOT) -> str:
 
 def named(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
     """Yield each file that names a release, with the number it names."""
-    for path in (root / "pyproject.toml", *sorted((root / "docs").glob("*.md")), *sorted((root / "deploy").rglob("*"))):
+    for path in (root / "pyproject.toml", *sorted((root / "docs").rglob("*.md")), *sorted((root / "deploy").rglob("*"))):
         if path.is_file():
             yield from ((path, found["number"]) for found in _NAMED.finditer(path.read_text()))
 

@@ -1,8 +1,8 @@
 """Write what the tests marked `compat` have shown of each release of vLLM and of megatron-core; a test compares.
 
 Run `python -m tools.releases_table`. It reads `tests/vllm/releases/*.json`, which `make test-vllm VERSION=0.30.0` writes, and
-`tests/converters/releases/*.json` of `make test-megatron VERSION=0.19.2`. It writes the tables in docs/vllm.md and
-docs/trainer.md, the releases of vLLM that pages name, and `TESTED` in the plugin. What has run on GPUs is in
+`tests/converters/releases/*.json` of `make test-megatron VERSION=0.19.2`. It writes the tables in docs/reference/vllm.md
+and docs/reference/trainer.md, the releases of vLLM that pages name, and `TESTED` in the plugin. What has run on GPUs is in
 benchmarks/results/gpu_tests.md.
 """
 
@@ -16,9 +16,9 @@ from resharder.client.inference.vllm import in_words
 from tests.support.release_results import MEGATRON, VLLM, Component
 
 ROOT = Path(__file__).parents[1]
-PAGES = {VLLM: ROOT / "docs" / "vllm.md", MEGATRON: ROOT / "docs" / "trainer.md"}
+PAGES = {VLLM: ROOT / "docs" / "reference" / "vllm.md", MEGATRON: ROOT / "docs" / "reference" / "trainer.md"}
 PLUGIN = ROOT / "client/resharder/client/inference/vllm/__init__.py"
-NAMING = (PAGES[VLLM], ROOT / "docs" / "guarantees.md", ROOT / "README.md")
+NAMING = (ROOT / "docs" / "vllm.md", ROOT / "docs" / "guarantees.md", ROOT / "README.md")
 """Pages that name the tested releases: `0.28 to 0.32 on CPU, 0.26 on GPUs`."""
 GPU_RUNS = ROOT / "benchmarks" / "results" / "gpu_tests.md"
 BEGIN, END = "<!-- Table of releases, made by `python -m tools.releases_table`. -->", "<!-- End of the table. -->"
@@ -27,7 +27,7 @@ _NAMED = re.compile(f"{_MINORS} on CPU, {_MINORS} on GPUs")
 TITLES = {
     "boxes": "install by boxes",
     "load_weights": "install by `load_weights`",
-    "weight transfer": "[weight transfer](frameworks.md)",
+    "weight transfer": "[weight transfer](../frameworks.md)",
 }
 """Titles of columns that are not the feature's name."""
 
@@ -70,15 +70,20 @@ def table(component: Component) -> str:
         return "No run has been recorded yet."
     rows = [[component.name, "Python", "torch", *(TITLES.get(feature, feature) for feature in component.features)]]
     rows.append(["---"] * len(rows[0]))
-    skipped = list[str]()
+    skipped = dict[str, list[str]]()
     for each in results(component):
         release, python = each[component.name], ".".join(each.get("python", "–").split(".")[:2])
         cells = (_cell(each["features"].get(feature)) for feature in component.features)
         rows.append([release, python, each["torch"].partition("+")[0], *cells])
         reasons = sorted({reason for found in each["features"].values() for reason in found["skipped"]})
-        skipped += [f"- {release}: {reason}" for reason in reasons]
+        for reason in reasons:
+            skipped.setdefault(reason, []).append(release)
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return "\n\n".join([text, *(["Skipped:", "\n".join(skipped)] if skipped else [])])
+    return "\n\n".join([text, *(["Skipped:", "\n".join(_reasons(skipped))] if skipped else [])])
+
+
+def _reasons(skipped: dict[str, list[str]]) -> list[str]:
+    return [f"- {reason}: {', '.join(releases)}" for reason, releases in skipped.items()]
 
 
 def _cell(found: dict[str, Any] | None) -> str:

@@ -6,7 +6,6 @@ Exits with 1 if the reward of the last five steps is not above that of the first
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -19,14 +18,12 @@ from rich.progress import Progress
 
 from examples.grpo.chart import svg
 from examples.grpo.history import FIRST, LAST, History, Pause, Step, read_steps
-from tests.support.daemon import Daemon
-from tests.support.ports import free_port
-from tests.support.vllm_server import VllmServer
+from examples.grpo.processes import daemon, free_port, process, program, vllm_server
 
 MODEL = "policy"
-SERVER_OPTIONS = ["--load-format", "resharder", "--enable-scale-out", "--max-num-seqs", "64"]
+SERVER_OPTIONS = ["--load-format", "resharder", "--enable-scale-out", "--max-num-seqs", "64", "--served-model-name", "m"]
 """`--enable-scale-out` adds the route that names the version of each token."""
-START_SECONDS, STEP_SECONDS = 120.0, 60.0
+START_SECONDS, STEP_SECONDS = 500.0, 300.0
 GAIN = 0.2
 console = Console(highlight=False)
 
@@ -37,40 +34,21 @@ class TrainerFailed(RuntimeError):
 
 def run(steps: int, seed: int) -> History:
     """Run the job, and return its history. Raises TrainerFailed with the end of the ranks' output."""
-    with TemporaryDirectory(prefix="resharder-grpo-") as temporary, Daemon() as daemon, Operator(daemon.endpoint) as operator:
+    with TemporaryDirectory(prefix="resharder-grpo-") as temporary, daemon(Path(temporary)) as endpoint:
         folder, port = Path(temporary), free_port()
-        ranks = start_ranks(daemon.endpoint, f"http://127.0.0.1:{port}", folder, steps, seed)
-        try:
+        arguments = [endpoint, f"http://127.0.0.1:{port}", str(folder), str(steps), str(seed)]
+        torchrun = [*program("torch.distributed.run"), "--standalone", "--nproc-per-node", "2", "-m", "examples.grpo.trainer"]
+        with (
+            process([*torchrun, *arguments], folder / "trainer.log", {"OMP_NUM_THREADS": "1"}) as ranks,
+            Operator(endpoint) as operator,
+        ):
             console.print("two Megatron ranks publish their initial weights …")
             wait_ready(operator, ranks, folder)
             operator.set_fleet(MODEL, model=MODEL, pause_mode=PauseMode.KEEP)
-            config = fetch_config(daemon.endpoint, folder / "config")
+            operator.fetch_config(folder / "config", model=MODEL)
             console.print("a vLLM server loads them from the daemon …")
-            environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
-            with VllmServer(config, SERVER_OPTIONS, environment, port=port):
+            with vllm_server(folder / "config", SERVER_OPTIONS, endpoint, port):
                 return follow(operator, ranks, folder, steps)
-        finally:
-            end(ranks)
-
-
-def start_ranks(endpoint: str, url: str, folder: Path, steps: int, seed: int) -> subprocess.Popen[bytes]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    with (folder / "trainer.log").open("wb") as log:
-        return subprocess.Popen(
-            [*torchrun, "examples.grpo.trainer", endpoint, url, str(folder), str(steps), str(seed)],
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-
-
-def end(ranks: subprocess.Popen[bytes]) -> None:
-    """End torchrun and the ranks; SIGKILL for torchrun alone would leave its ranks."""
-    ranks.terminate()
-    try:
-        ranks.wait(30)
-    except subprocess.TimeoutExpired:
-        ranks.kill()
 
 
 def wait_ready(operator: Operator, ranks: subprocess.Popen[bytes], folder: Path) -> None:
@@ -78,12 +56,6 @@ def wait_ready(operator: Operator, ranks: subprocess.Popen[bytes], folder: Path)
     while not any(version.state is Version.State.READY for version in operator.versions()):
         check(ranks, folder, deadline)
         time.sleep(0.2)
-
-
-def fetch_config(endpoint: str, folder: Path) -> Path:
-    command = [Path(sys.executable).with_name("resharder"), "fetch-config", str(folder)]
-    subprocess.run(command, env=os.environ | {"RESHARDER_ENDPOINT": endpoint}, check=True, stdout=subprocess.DEVNULL)
-    return folder
 
 
 def follow(operator: Operator, ranks: subprocess.Popen[bytes], folder: Path, steps: int) -> History:

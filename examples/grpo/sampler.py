@@ -9,7 +9,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from examples.grpo.samples import Sample, read_answer
 
-TIMEOUT = 300.0
+TIMEOUT = 600.0
 """Seconds, for a group of responses and for the start of the server."""
 
 

@@ -13,18 +13,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from tests.support.megatron_models import build_model, fill_from_hf  # isort: skip
 import torch
 import torch.distributed as dist
-from resharder.client import connect
-from transformers import AutoModelForCausalLM, Qwen2Config
+from resharder.client import connect, fill
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from examples.grpo.history import Step, append
 from examples.grpo.objective import group_advantages, lags, policy_loss
 from examples.grpo.reward import PROMPT_LENGTH, prompts, reward
 from examples.grpo.sampler import Sampler
 from examples.grpo.samples import Sample
-from tests.support.tiny_hf import save_tokenizer
+from examples.megatron.model import build, token_losses
 
 PROMPTS, GROUP, LENGTH = 32, 8, 12
 MAX_LAG = 2  # optimizer steps; older tokens are dropped
@@ -50,15 +50,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    chunks, config = initial_model(seed)
-    optimizer = torch.optim.AdamW(chunks[0].parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     if rank == 0:
-        save_tokenizer(folder / "tokenizer", CONFIG.vocab_size)
+        save_initial(folder / "initial", seed)
     dist.barrier()
+    model = build(CONFIG)
+    fill(model, CONFIG, folder / "initial")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     sampler = Sampler(url, model=SERVED_NAME, group=GROUP, length=LENGTH) if rank == 0 else None
 
     with connect(endpoint, model=MODEL, max_ahead=2) as publisher:
-        publisher.attach(chunks, config, tokenizer=folder / "tokenizer", check_replicas=True)
+        publisher.attach(model, CONFIG, tokenizer=folder / "initial", check_replicas=True)
         published = publisher.publish(0)
         steps_of = {published.version: 0}
         if sampler:
@@ -68,7 +69,7 @@ def main() -> None:
             start = time.perf_counter()
             samples = share(coming)
             coming = sampler.start(prompts(PROMPTS, seed=1000 * seed + step + 1)) if sampler and step < steps else None
-            record = train(chunks[0], optimizer, samples, steps_of, step)
+            record = train(model, optimizer, samples, steps_of, step)
             version = publisher.publish(step).version
             steps_of[version] = step
             if rank == 0:
@@ -78,14 +79,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def initial_model(seed: int) -> tuple[list[torch.nn.Module], dict[str, Any]]:
-    """Return this rank's chunks with the initial weights of transformers, and the content of config.json."""
-    config = CONFIG.to_dict()
+def save_initial(folder: Path, seed: int) -> None:
+    """Write the initial weights of transformers, and a tokenizer whose word for token `i` is `ti`."""
     torch.manual_seed(seed)
-    weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
-    chunks = build_model(config, tp=dist.get_world_size())
-    fill_from_hf(chunks, config, weights)
-    return chunks, config
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(CONFIG.vocab_size)}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2", unk_token="t3").save_pretrained(folder)
 
 
 def share(coming: Future[list[Sample]] | None) -> list[Sample]:
@@ -129,11 +129,7 @@ def train(
 def response_logprobs(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tensor:
     """Return log-probabilities of the responses' tokens by the model's weights, [responses, tokens]."""
     tokens = torch.tensor([sample.prompt + sample.response for sample in samples])
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    batch, length = inputs.shape
-    future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    losses: torch.Tensor = model(inputs, torch.arange(length).expand(batch, length), future, labels=labels)
-    return -losses[:, PROMPT_LENGTH - 1 :]
+    return -token_losses(model, tokens)[:, PROMPT_LENGTH - 1 :]
 
 
 if __name__ == "__main__":

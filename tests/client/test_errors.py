@@ -101,7 +101,7 @@ def test_a_client_translates_no_reason_that_nobody_sends() -> None:
 
 
 def test_the_trainers_page_names_every_error_that_a_trainer_can_get() -> None:
-    page = (ROOT / "docs/trainer.md").read_text()
+    page = (ROOT / "docs/reference/trainer.md").read_text()
     kinds = [client.ResharderError]
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -20,7 +20,7 @@ from resharder.converters import errors as conversion_errors
 
 ROOT = Path(__file__).parents[2]
 FRAGMENTS = ("adding-a-family.md",)  # lines of the sources themselves, for those who change them
-DOCUMENTS = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in FRAGMENTS)]
+DOCUMENTS = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in FRAGMENTS)]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ports import free_port
 from tests.support.shell_session import Session
-from tests.support.typed_page import save_programs, type_page
+from tests.support.typed_page import save_files, type_page
 
 pytestmark = pytest.mark.full
 
@@ -31,7 +31,7 @@ def test_the_quickstart_gets_the_answers_that_the_page_shows(tmp_path: Path, mem
     for shown, own in (("8000", port), ("127.0.0.1:7677", endpoint), ("/dev/shm/quickstart", str(memory / "store"))):
         assert shown in page
         page = page.replace(shown, own)
-    assert save_programs(page, tmp_path) == [tmp_path / "train.py"]
+    assert save_files(page, tmp_path) == [tmp_path / "train.py"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RESHARDER", "VLLM"))}
     environment |= {"RESHARDERD_LISTEN": endpoint, "RESHARDERD_WEB_LISTEN": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"

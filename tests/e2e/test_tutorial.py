@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.ports import free_port
 from tests.support.shell_session import Session
-from tests.support.typed_page import save_programs, type_page
+from tests.support.typed_page import save_files, type_page
 from tests.support.vllm_server import CPU_ENVIRONMENT
 
 pytestmark = pytest.mark.full
@@ -43,7 +43,7 @@ def test_each_command_of_the_tutorial_prints_what_the_page_says(tmp_path: Path, 
     ):
         page, found = re.subn(rf"\b{shown}\b" if shown.isdigit() else re.escape(shown), own, page)
         assert found, shown
-    assert save_programs(page, tmp_path) == [tmp_path / "checkpoints.py"]
+    assert save_files(page, tmp_path) == [tmp_path / "checkpoints.py"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RESHARDER")}
     environment |= {"RESHARDERD_LISTEN": endpoint, "RESHARDERD_WEB_LISTEN": ""}
     environment |= {**CPU_ENVIRONMENT, "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT / "tests" / "support" / "raw_mode")}

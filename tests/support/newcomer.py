@@ -1,4 +1,4 @@
-"""A newcomer: types README.md, docs/start.md and docs/tutorial.md in a bare environment, and compares each output with the page.
+"""A newcomer: types README.md and pages of docs/ in a bare environment, and compares each output with the page.
 
     tests/support/newcomer.sh
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tests.support.shell_session import Session
-from tests.support.typed_page import save_programs, type_page
+from tests.support.typed_page import save_files, type_page
 
 ROOT = Path(__file__).parents[2]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -35,9 +35,9 @@ def main() -> int:
         "daemon:7677": "127.0.0.1:7677",
     }
     found = type_session(folder / "start", ("docs/start.md", "README.md"), replaced, os.environ["PATH"], install=True)
-    found += type_session(
-        folder / "tutorial", ("docs/tutorial.md",), replaced, f"{folder}/start/env/bin:{os.environ['PATH']}", install=False
-    )
+    path = f"{folder}/start/env/bin:{os.environ['PATH']}"
+    for name in ("tutorial", "security"):
+        found += type_session(folder / name, (f"docs/{name}.md",), replaced, path, install=False)
     print("\n".join(found) or "every command printed what its page says")
     return 1 if found else 0
 
@@ -50,7 +50,7 @@ def type_session(folder: Path, pages: tuple[str, ...], replaced: dict[str, str],
     with Session(folder, environment | {"PATH": path}, folder / "log") as session:
         for name in pages:
             page, began = (ROOT / name).read_text(), time.monotonic()
-            save_programs(page, folder)
+            save_files(page, folder)
             for shown, typed in replaced.items():
                 page = page.replace(shown, typed)
             found += (wrong := type_page(session, page, name, install=install))

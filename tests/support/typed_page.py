@@ -1,6 +1,6 @@
-"""A page of the documentation, typed into a shell: its programs are saved, its commands run, their outputs compared.
+"""A page of the documentation, typed into a shell: its files are saved, its commands run, their outputs compared.
 
-The page names a program's file: "Save this as `train.py`", followed by a ```python block.
+The page names a file: "Save this as `train.py`", followed by a ```python or ```yaml block.
 """
 
 import re
@@ -9,15 +9,15 @@ from pathlib import Path
 from tests.support.console_docs import difference, steps
 from tests.support.shell_session import Session, SessionEnded
 
-_PROGRAM = re.compile(r"^Save this as `(?P<name>[^`]+)`.*?^```python\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"^Save this as `(?P<name>[^`]+)`.*?^```(?:python|yaml)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def save_programs(page: str, folder: Path) -> list[Path]:
-    """Write the programs of a page into a folder."""
+def save_files(page: str, folder: Path) -> list[Path]:
+    """Write the files that a page shows into a folder."""
     written = []
-    for program in _PROGRAM.finditer(page):
-        written.append(folder / program["name"])
-        written[-1].write_text(program["text"])
+    for file in _FILE.finditer(page):
+        written.append(folder / file["name"])
+        written[-1].write_text(file["text"])
     return written
 
 

@@ -1,6 +1,6 @@
 """The environment of clients: every variable that trainers, the command and the vLLM plugin read.
 
-docs/configuration.md and docs/vllm.md have tables of them, made from here.
+docs/configuration.md and docs/reference/vllm.md have tables of them, made from here.
 """
 
 import logging
@@ -175,10 +175,10 @@ NODE_TLS_PEER_NAME = text("RESHARDER_NODE_TLS_PEER_NAME")  # also an option of n
 OF_ALL: tuple[Variable[object], ...] = (ENDPOINT, *TLS, PROXY, JOB, MODEL, PEER_MEMORY, ALLOW)
 """Variables of trainers, the command and vLLM servers."""
 OF_SERVERS: tuple[Variable[object], ...] = (
-    ENDPOINT, MODEL, FLEET, SERVER_ID, ADDRESS, UNREACHABLE, ON_CONFIG_CHANGE, BOOT_WAIT_SECONDS, HOLD_SECONDS, *TLS, PROXY,
-    TRANSPORT, STAGING_DIR, DIRECT, PEER_MEMORY, VERIFY_SECONDS, UPDATE_SECONDS, ALLOW, FAULT,
+    FLEET, SERVER_ID, ADDRESS, UNREACHABLE, ON_CONFIG_CHANGE, BOOT_WAIT_SECONDS, HOLD_SECONDS, TRANSPORT, STAGING_DIR, DIRECT,
+    VERIFY_SECONDS, UPDATE_SECONDS, FAULT,
 )  # fmt: skip
-"""Variables of vLLM servers."""
+"""Variables of vLLM servers alone."""
 
 # Variables that the processes of a server inherit from each other.
 PAGE = text("RESHARDER_PAGE")
