@@ -45,7 +45,7 @@ def test_the_extra_takes_the_releases_of_megatron_core_that_layouts_are_tested_w
     assert found.specifier.contains(MEGATRON), "the newest that has a run of its own"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/trainer.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/trainer.md"])
 def test_the_pages_name_the_releases_of_megatron_core_that_the_extra_takes(page: str) -> None:
     named = re.findall(r"megatron-core,? (0\.\d+) to (0\.\d+)", (ROOT / page).read_text())
     assert {*named} == {(TESTED[0], TESTED[-1])}
