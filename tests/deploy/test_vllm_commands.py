@@ -42,7 +42,13 @@ def of_systemd() -> list[str]:
 
 @pytest.mark.parametrize(
     "of",
-    [of_kubernetes, of_helm, lambda: of_compose("vllm"), lambda: of_compose("node-vllm"), of_systemd],
+    [
+        of_kubernetes,
+        pytest.param(of_helm, marks=pytest.mark.process),
+        lambda: of_compose("vllm"),
+        lambda: of_compose("node-vllm"),
+        of_systemd,
+    ],
     ids=["kubernetes", "helm", "compose", "compose-node", "systemd"],
 )
 def test_vllm_knows_every_option(of: Callable[[], list[str]]) -> None:
