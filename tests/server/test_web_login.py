@@ -82,6 +82,6 @@ def test_a_page_whose_token_is_taken_away_shows_nothing_new(page: "Chrome", daem
     wait_until(lambda: text(page, "#link") == "live", "the page is drawn")
     try:
         daemon.authority.allow(trainer=OTHER)
-        wait_until(lambda: "below is what was known then" in text(page, "#link"), "the page says so")
+        wait_until(lambda: "below is what was known then" in text(page, "#away"), "the page says so")
     finally:
         daemon.authority.allow(grafana=TOKEN, trainer=OTHER)
