@@ -19,6 +19,7 @@ PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 TEXT = torch.arange(64).remainder(7)[None]
 
 
+@pytest.mark.full
 def test_each_version_of_two_megatron_ranks_has_the_loss_that_the_example_prints(daemon: Daemon, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
