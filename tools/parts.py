@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / ".parts"
 SHOWN_LINES = 200
 MINUTE = 60.0
-CI_LAST_START, CI_END = 40 * MINUTE, 80 * MINUTE
+CI_LAST_START, CI_END = 25 * MINUTE, 80 * MINUTE
 """When continuous integration, which has 90 minutes with its set-up, begins no further part, and when it ends all."""
 ALSO = os.environ.get("PYTEST", "").split()
 
