@@ -28,7 +28,7 @@ REACH, GUARD = Reach(), Guard()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """What tests import is 900,000 objects, none of them garbage: to look for some takes a fifth of the time of their imports."""
+    """Collect tests without the garbage collector, which would visit the 900,000 objects of their imports many times."""
     gc.disable()
     try:
         return (yield)

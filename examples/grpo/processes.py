@@ -23,7 +23,7 @@ ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""What makes vLLM start on two cores without a network."""
+"""Environment with which vLLM starts on two cores without a network."""
 
 
 class ProcessFailed(RuntimeError):

@@ -1,4 +1,4 @@
-"""What the package's metadata and the first pages claim of Python and megatron-core is what the tests run with."""
+"""The package's metadata and the first pages name the releases of Python and megatron-core that the tests run with."""
 
 import re
 import tomllib
@@ -17,7 +17,7 @@ CLAIMED = re.findall(r"Programming Language :: Python :: (3\.\d+)$", "\n".join(P
 
 
 def setting(name: str) -> str:
-    """Of the Makefile."""
+    """Return the value of a variable of the Makefile."""
     found = re.search(rf"^{name} \??:?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]

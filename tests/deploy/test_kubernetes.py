@@ -30,7 +30,7 @@ Resource = dict[str, Any]
 
 @cache
 def built(overlay: str) -> list[Resource]:
-    """Of an overlay, or of the chart with a kind of store and all that may be switched on."""
+    """Return the resources of an overlay, or of the chart with one kind of store and every option enabled."""
     if overlay in CHARTS:
         trainer = {"enabled": True, "image": "registry.example/trainer:1", "command": ["python", "train.py"]}
         store, daemon = {"kind": overlay.removeprefix("chart-")}, {"nodeSelector": {"resharder-store": "here"}}
@@ -49,7 +49,7 @@ def of(resources: list[Resource], kind: str, name: str = "") -> list[Resource]:
 
 
 def pods(resources: list[Resource]) -> dict[str, Resource]:
-    """By what they are."""
+    """Return the pod templates by the name of their application."""
     found = (one["spec"]["template"] for one in of(resources, "StatefulSet"))
     return {pod["metadata"]["labels"]["app.kubernetes.io/name"]: pod for pod in found}
 

@@ -1,4 +1,4 @@
-"""What holds for every page of the documentation."""
+"""Rules for every page of the documentation."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the status page says of a store."""
+"""The status page's badge of the store."""
 
 from dataclasses import replace
 
@@ -17,9 +17,7 @@ def test_a_store_without_room_for_the_next_version_of_a_trainer_is_almost_full()
     now = plain(1e9, [server("a", 4)], fleet("policy", 4), store_used=6 * SIZE, available={"policy": SIZE - 1})
     shown = status(now, ())
     assert shown["store"]["badge"] == {"text": "ALMOST FULL", "severity": "warn"}
-    assert shown["problems"] == [
-        "the store has no room for the next version of model policy: raise --store-limit-bytes or lower --keep-count"
-    ]
+    assert shown["problems"] == [], "it passes by itself while servers leave an old version; the alert waits ten minutes"
 
 
 def test_a_model_that_no_trainer_publishes_needs_no_room() -> None:

@@ -40,7 +40,7 @@ _POWERS = {"ASLEEP_1": "level 1", "ASLEEP_2": "level 2", "WEIGHTS_AWAKE": "weigh
 
 
 class Badge(NamedTuple):
-    """What is shown of a state."""
+    """The word for a state, and the severity that selects its colour."""
 
     text: str
     severity: Severity
@@ -71,7 +71,7 @@ def publisher_badge(state: str, job: str) -> Badge:
 
 
 class ServerState(NamedTuple):
-    """What counts of a server. `staged`: a WAITING one has staged its next version, and serves the present one."""
+    """State and version of a server. `staged`: it has staged its next version, and serves this one while it is WAITING."""
 
     state: str
     version: int
@@ -102,7 +102,7 @@ def health(servers: Mapping[str, ServerState], wanted: int, move: str = "", move
     """Return the health of a fleet.
 
     Args:
-        servers: What counts of each server, by its id.
+        servers: State and version of each server, by its id.
         wanted: Version that the fleet wants; 0: none.
         move: State of the last move; empty without one.
         move_failed: Ids of servers that failed in the last move.

@@ -49,8 +49,6 @@ def _problems(now: Snapshot) -> Iterator[str]:
     """Yield a sentence for each problem: of the store, fleets, publishers, versions, and nodes."""
     if now.store_problem:
         yield f"the store is lost: {now.store_problem}"
-    for model in now.without_room():
-        yield f"the store has no room for the next version of model {model}: raise --store-limit-bytes or lower --keep-count"
     for view in now.fleets:
         yield from _fleet_problems(now, view)
     for publisher, live in now.publishers:
