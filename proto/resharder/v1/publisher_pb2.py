@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cresharder/v1/publisher.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"o\n\x16\x43reatePublisherRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.resharder.v1.Model\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x10\n\x08together\x18\x04 \x03(\t\"\xc9\x02\n\x13RegisterSlotRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.resharder.v1.TensorSpec\x12&\n\x05\x62oxes\x18\x04 \x03(\x0b\x32\x17.resharder.v1.TensorBox\x12\x0f\n\x07process\x18\x05 \x01(\t\x12/\n\x0b\x63ontributed\x18\x06 \x03(\x0b\x32\x1a.resharder.v1.SharedBlocks\x12,\n\x08received\x18\x07 \x03(\x0b\x32\x1a.resharder.v1.SharedBlocks\x12+\n\x08readable\x18\x08 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0f\n\x07gathers\x18\t \x01(\x08\x12\x10\n\x08warnings\x18\n \x03(\t\".\n\x0cSharedBlocks\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"M\n\x14GetAssignmentRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\"\x96\x01\n\nAssignment\x12*\n\tpublisher\x18\x01 \x01(\x0b\x32\x17.resharder.v1.Publisher\x12\r\n\x05\x62oxes\x18\x02 \x03(\r\x12\x13\n\x0b\x63hunk_bytes\x18\x03 \x01(\x03\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x12\n\nnode_boxes\x18\x05 \x03(\r\x12\x16\n\x0egathered_boxes\x18\x06 \x03(\r\"a\n\x11RenewLeaseRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\"\x86\x01\n\x14\x43reateVersionRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x10\n\x08withheld\x18\x04 \x01(\x08\x12\x12\n\x05\x61\x66ter\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07skipped\x18\x06 \x01(\x08\x42\x08\n\x06_after\"k\n\x15\x45xchangeMaximaRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06maxima\x18\x04 \x03(\x02\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\"\x18\n\x06Maxima\x12\x0e\n\x06maxima\x18\x01 \x03(\x02\"s\n\x05\x43hunk\x12\x0f\n\x07version\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0c\n\x04rank\x18\x03 \x01(\x07\x12\r\n\x05index\x18\x04 \x01(\x07\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\r\n\x05model\x18\x07 \x01(\t\"@\n\rUploadSummary\x12\x17\n\x0freceived_chunks\x18\x01 \x01(\x03\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x03\";\n\x0bSlotRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\" \n\rMissingChunks\x12\x0f\n\x07indices\x18\x01 \x03(\r\"R\n\x13ReleaseFilesRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05\x66iles\x18\x04 \x03(\t\"\x16\n\x14ReleaseFilesResponse\"\x87\x01\n\x0fSealSlotRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\x12\x0e\n\x06mapped\x18\x05 \x01(\x08\x12%\n\x07timings\x18\x06 \x03(\x0b\x32\x14.resharder.v1.Timing\"E\n\x13\x41\x62ortVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"L\n\x12WaitVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x32\x9c\x07\n\x10PublisherService\x12P\n\x0f\x43reatePublisher\x12$.resharder.v1.CreatePublisherRequest\x1a\x17.resharder.v1.Publisher\x12J\n\x0cRegisterSlot\x12!.resharder.v1.RegisterSlotRequest\x1a\x17.resharder.v1.Publisher\x12M\n\rGetAssignment\x12\".resharder.v1.GetAssignmentRequest\x1a\x18.resharder.v1.Assignment\x12\x46\n\nRenewLease\x12\x1f.resharder.v1.RenewLeaseRequest\x1a\x17.resharder.v1.Publisher\x12J\n\rCreateVersion\x12\".resharder.v1.CreateVersionRequest\x1a\x15.resharder.v1.Version\x12K\n\x0e\x45xchangeMaxima\x12#.resharder.v1.ExchangeMaximaRequest\x1a\x14.resharder.v1.Maxima\x12\x42\n\x0cUploadChunks\x12\x13.resharder.v1.Chunk\x1a\x1b.resharder.v1.UploadSummary(\x01\x12K\n\x11ListMissingChunks\x12\x19.resharder.v1.SlotRequest\x1a\x1b.resharder.v1.MissingChunks\x12U\n\x0cReleaseFiles\x12!.resharder.v1.ReleaseFilesRequest\x1a\".resharder.v1.ReleaseFilesResponse\x12@\n\x08SealSlot\x12\x1d.resharder.v1.SealSlotRequest\x1a\x15.resharder.v1.Version\x12H\n\x0c\x41\x62ortVersion\x12!.resharder.v1.AbortVersionRequest\x1a\x15.resharder.v1.Version\x12\x46\n\x0bWaitVersion\x12 .resharder.v1.WaitVersionRequest\x1a\x15.resharder.v1.Versionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cresharder/v1/publisher.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"}\n\x16\x43reatePublisherRequest\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.resharder.v1.Model\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x10\n\x08together\x18\x04 \x03(\t\x12\x0c\n\x04\x62\x61se\x18\x05 \x01(\t\"\xc9\x02\n\x13RegisterSlotRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.resharder.v1.TensorSpec\x12&\n\x05\x62oxes\x18\x04 \x03(\x0b\x32\x17.resharder.v1.TensorBox\x12\x0f\n\x07process\x18\x05 \x01(\t\x12/\n\x0b\x63ontributed\x18\x06 \x03(\x0b\x32\x1a.resharder.v1.SharedBlocks\x12,\n\x08received\x18\x07 \x03(\x0b\x32\x1a.resharder.v1.SharedBlocks\x12+\n\x08readable\x18\x08 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0f\n\x07gathers\x18\t \x01(\x08\x12\x10\n\x08warnings\x18\n \x03(\t\".\n\x0cSharedBlocks\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"M\n\x14GetAssignmentRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\"\x96\x01\n\nAssignment\x12*\n\tpublisher\x18\x01 \x01(\x0b\x32\x17.resharder.v1.Publisher\x12\r\n\x05\x62oxes\x18\x02 \x03(\r\x12\x13\n\x0b\x63hunk_bytes\x18\x03 \x01(\x03\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x12\n\nnode_boxes\x18\x05 \x03(\r\x12\x16\n\x0egathered_boxes\x18\x06 \x03(\r\"a\n\x11RenewLeaseRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\"\x9c\x01\n\x14\x43reateVersionRequest\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x10\n\x08withheld\x18\x04 \x01(\x08\x12\x12\n\x05\x61\x66ter\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07skipped\x18\x06 \x01(\x08\x12\x14\n\x0c\x62\x61se_version\x18\x07 \x01(\x03\x42\x08\n\x06_after\"k\n\x15\x45xchangeMaximaRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06maxima\x18\x04 \x03(\x02\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\"\x18\n\x06Maxima\x12\x0e\n\x06maxima\x18\x01 \x03(\x02\"s\n\x05\x43hunk\x12\x0f\n\x07version\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0c\n\x04rank\x18\x03 \x01(\x07\x12\r\n\x05index\x18\x04 \x01(\x07\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\r\n\x05model\x18\x07 \x01(\t\"@\n\rUploadSummary\x12\x17\n\x0freceived_chunks\x18\x01 \x01(\x03\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x03\";\n\x0bSlotRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\" \n\rMissingChunks\x12\x0f\n\x07indices\x18\x01 \x03(\r\"R\n\x13ReleaseFilesRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05\x66iles\x18\x04 \x03(\t\"\x16\n\x14ReleaseFilesResponse\"\x87\x01\n\x0fSealSlotRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\x12\x0e\n\x06mapped\x18\x05 \x01(\x08\x12%\n\x07timings\x18\x06 \x03(\x0b\x32\x14.resharder.v1.Timing\"E\n\x13\x41\x62ortVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"L\n\x12WaitVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x32\x9c\x07\n\x10PublisherService\x12P\n\x0f\x43reatePublisher\x12$.resharder.v1.CreatePublisherRequest\x1a\x17.resharder.v1.Publisher\x12J\n\x0cRegisterSlot\x12!.resharder.v1.RegisterSlotRequest\x1a\x17.resharder.v1.Publisher\x12M\n\rGetAssignment\x12\".resharder.v1.GetAssignmentRequest\x1a\x18.resharder.v1.Assignment\x12\x46\n\nRenewLease\x12\x1f.resharder.v1.RenewLeaseRequest\x1a\x17.resharder.v1.Publisher\x12J\n\rCreateVersion\x12\".resharder.v1.CreateVersionRequest\x1a\x15.resharder.v1.Version\x12K\n\x0e\x45xchangeMaxima\x12#.resharder.v1.ExchangeMaximaRequest\x1a\x14.resharder.v1.Maxima\x12\x42\n\x0cUploadChunks\x12\x13.resharder.v1.Chunk\x1a\x1b.resharder.v1.UploadSummary(\x01\x12K\n\x11ListMissingChunks\x12\x19.resharder.v1.SlotRequest\x1a\x1b.resharder.v1.MissingChunks\x12U\n\x0cReleaseFiles\x12!.resharder.v1.ReleaseFilesRequest\x1a\".resharder.v1.ReleaseFilesResponse\x12@\n\x08SealSlot\x12\x1d.resharder.v1.SealSlotRequest\x1a\x15.resharder.v1.Version\x12H\n\x0c\x41\x62ortVersion\x12!.resharder.v1.AbortVersionRequest\x1a\x15.resharder.v1.Version\x12\x46\n\x0bWaitVersion\x12 .resharder.v1.WaitVersionRequest\x1a\x15.resharder.v1.Versionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,41 +33,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'resharder.v1.publisher_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CREATEPUBLISHERREQUEST']._serialized_start=76
-  _globals['_CREATEPUBLISHERREQUEST']._serialized_end=187
-  _globals['_REGISTERSLOTREQUEST']._serialized_start=190
-  _globals['_REGISTERSLOTREQUEST']._serialized_end=519
-  _globals['_SHAREDBLOCKS']._serialized_start=521
-  _globals['_SHAREDBLOCKS']._serialized_end=567
-  _globals['_GETASSIGNMENTREQUEST']._serialized_start=569
-  _globals['_GETASSIGNMENTREQUEST']._serialized_end=646
-  _globals['_ASSIGNMENT']._serialized_start=649
-  _globals['_ASSIGNMENT']._serialized_end=799
-  _globals['_RENEWLEASEREQUEST']._serialized_start=801
-  _globals['_RENEWLEASEREQUEST']._serialized_end=898
-  _globals['_CREATEVERSIONREQUEST']._serialized_start=901
-  _globals['_CREATEVERSIONREQUEST']._serialized_end=1035
-  _globals['_EXCHANGEMAXIMAREQUEST']._serialized_start=1037
-  _globals['_EXCHANGEMAXIMAREQUEST']._serialized_end=1144
-  _globals['_MAXIMA']._serialized_start=1146
-  _globals['_MAXIMA']._serialized_end=1170
-  _globals['_CHUNK']._serialized_start=1172
-  _globals['_CHUNK']._serialized_end=1287
-  _globals['_UPLOADSUMMARY']._serialized_start=1289
-  _globals['_UPLOADSUMMARY']._serialized_end=1353
-  _globals['_SLOTREQUEST']._serialized_start=1355
-  _globals['_SLOTREQUEST']._serialized_end=1414
-  _globals['_MISSINGCHUNKS']._serialized_start=1416
-  _globals['_MISSINGCHUNKS']._serialized_end=1448
-  _globals['_RELEASEFILESREQUEST']._serialized_start=1450
-  _globals['_RELEASEFILESREQUEST']._serialized_end=1532
-  _globals['_RELEASEFILESRESPONSE']._serialized_start=1534
-  _globals['_RELEASEFILESRESPONSE']._serialized_end=1556
-  _globals['_SEALSLOTREQUEST']._serialized_start=1559
-  _globals['_SEALSLOTREQUEST']._serialized_end=1694
-  _globals['_ABORTVERSIONREQUEST']._serialized_start=1696
-  _globals['_ABORTVERSIONREQUEST']._serialized_end=1765
-  _globals['_WAITVERSIONREQUEST']._serialized_start=1767
-  _globals['_WAITVERSIONREQUEST']._serialized_end=1843
-  _globals['_PUBLISHERSERVICE']._serialized_start=1846
-  _globals['_PUBLISHERSERVICE']._serialized_end=2770
+  _globals['_CREATEPUBLISHERREQUEST']._serialized_end=201
+  _globals['_REGISTERSLOTREQUEST']._serialized_start=204
+  _globals['_REGISTERSLOTREQUEST']._serialized_end=533
+  _globals['_SHAREDBLOCKS']._serialized_start=535
+  _globals['_SHAREDBLOCKS']._serialized_end=581
+  _globals['_GETASSIGNMENTREQUEST']._serialized_start=583
+  _globals['_GETASSIGNMENTREQUEST']._serialized_end=660
+  _globals['_ASSIGNMENT']._serialized_start=663
+  _globals['_ASSIGNMENT']._serialized_end=813
+  _globals['_RENEWLEASEREQUEST']._serialized_start=815
+  _globals['_RENEWLEASEREQUEST']._serialized_end=912
+  _globals['_CREATEVERSIONREQUEST']._serialized_start=915
+  _globals['_CREATEVERSIONREQUEST']._serialized_end=1071
+  _globals['_EXCHANGEMAXIMAREQUEST']._serialized_start=1073
+  _globals['_EXCHANGEMAXIMAREQUEST']._serialized_end=1180
+  _globals['_MAXIMA']._serialized_start=1182
+  _globals['_MAXIMA']._serialized_end=1206
+  _globals['_CHUNK']._serialized_start=1208
+  _globals['_CHUNK']._serialized_end=1323
+  _globals['_UPLOADSUMMARY']._serialized_start=1325
+  _globals['_UPLOADSUMMARY']._serialized_end=1389
+  _globals['_SLOTREQUEST']._serialized_start=1391
+  _globals['_SLOTREQUEST']._serialized_end=1450
+  _globals['_MISSINGCHUNKS']._serialized_start=1452
+  _globals['_MISSINGCHUNKS']._serialized_end=1484
+  _globals['_RELEASEFILESREQUEST']._serialized_start=1486
+  _globals['_RELEASEFILESREQUEST']._serialized_end=1568
+  _globals['_RELEASEFILESRESPONSE']._serialized_start=1570
+  _globals['_RELEASEFILESRESPONSE']._serialized_end=1592
+  _globals['_SEALSLOTREQUEST']._serialized_start=1595
+  _globals['_SEALSLOTREQUEST']._serialized_end=1730
+  _globals['_ABORTVERSIONREQUEST']._serialized_start=1732
+  _globals['_ABORTVERSIONREQUEST']._serialized_end=1801
+  _globals['_WAITVERSIONREQUEST']._serialized_start=1803
+  _globals['_WAITVERSIONREQUEST']._serialized_end=1879
+  _globals['_PUBLISHERSERVICE']._serialized_start=1882
+  _globals['_PUBLISHERSERVICE']._serialized_end=2806
 # @@protoc_insertion_point(module_scope)

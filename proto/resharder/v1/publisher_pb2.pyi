@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreatePublisherRequest(_message.Message):
-    __slots__ = ("model", "job", "world_size", "together")
+    __slots__ = ("model", "job", "world_size", "together", "base")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOGETHER_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     model: _resources_pb2.Model
     job: str
     world_size: int
     together: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ...) -> None: ...
+    base: str
+    def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
     __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable", "gathers", "warnings")
@@ -87,20 +89,22 @@ class RenewLeaseRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "step", "withheld", "after", "skipped")
+    __slots__ = ("publisher", "rank", "step", "withheld", "after", "skipped", "base_version")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     step: int
     withheld: bool
     after: int
     skipped: bool
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ..., skipped: bool = ...) -> None: ...
+    base_version: int
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ..., skipped: bool = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class ExchangeMaximaRequest(_message.Message):
     __slots__ = ("version", "epoch", "rank", "maxima", "wait_seconds")

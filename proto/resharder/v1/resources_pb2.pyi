@@ -28,6 +28,12 @@ class ServeAhead(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVE_AHEAD_AUTO: _ClassVar[ServeAhead]
     SERVE_AHEAD_ON: _ClassVar[ServeAhead]
     SERVE_AHEAD_OFF: _ClassVar[ServeAhead]
+
+class BaseBinding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BASE_BINDING_UNSPECIFIED: _ClassVar[BaseBinding]
+    HOLD: _ClassVar[BaseBinding]
+    WARN: _ClassVar[BaseBinding]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 KEEP: PauseMode
 WAIT: PauseMode
@@ -41,6 +47,9 @@ SERVE_AHEAD_UNSPECIFIED: ServeAhead
 SERVE_AHEAD_AUTO: ServeAhead
 SERVE_AHEAD_ON: ServeAhead
 SERVE_AHEAD_OFF: ServeAhead
+BASE_BINDING_UNSPECIFIED: BaseBinding
+HOLD: BaseBinding
+WARN: BaseBinding
 
 class Box(_message.Message):
     __slots__ = ("start", "count", "step")
@@ -121,7 +130,7 @@ class Profile(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
-    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files", "settled_nonces")
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address", "nonce_files", "settled_nonces", "base")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Publisher.State]
@@ -151,6 +160,7 @@ class Publisher(_message.Message):
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
     SETTLED_NONCES_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     job: str
@@ -166,7 +176,8 @@ class Publisher(_message.Message):
     data_address: str
     nonce_files: _containers.RepeatedScalarFieldContainer[str]
     settled_nonces: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ..., settled_nonces: _Optional[_Iterable[str]] = ...) -> None: ...
+    base: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ..., settled_nonces: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ...) -> None: ...
 
 class Slot(_message.Message):
     __slots__ = ("rank", "state", "size_bytes", "received_bytes")
@@ -189,7 +200,7 @@ class Slot(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Slot.State, str]] = ..., size_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class Version(_message.Message):
-    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace", "skipped", "homes", "warnings")
+    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace", "skipped", "homes", "warnings", "base", "base_version")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Version.State]
@@ -224,6 +235,8 @@ class Version(_message.Message):
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     HOMES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     number: int
@@ -246,7 +259,9 @@ class Version(_message.Message):
     skipped: bool
     homes: _containers.RepeatedCompositeFieldContainer[VersionHome]
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., skipped: bool = ..., homes: _Optional[_Iterable[_Union[VersionHome, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    base: str
+    base_version: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., skipped: bool = ..., homes: _Optional[_Iterable[_Union[VersionHome, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class VersionHome(_message.Message):
     __slots__ = ("node", "folder", "gathers")
@@ -370,7 +385,7 @@ class Refusal(_message.Message):
     def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead", "returning", "serve_ahead_setting", "serve_ahead_reason")
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead", "returning", "serve_ahead_setting", "serve_ahead_reason", "base_binding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +403,7 @@ class Fleet(_message.Message):
     RETURNING_FIELD_NUMBER: _ClassVar[int]
     SERVE_AHEAD_SETTING_FIELD_NUMBER: _ClassVar[int]
     SERVE_AHEAD_REASON_FIELD_NUMBER: _ClassVar[int]
+    BASE_BINDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     pause_mode: PauseMode
@@ -405,7 +421,8 @@ class Fleet(_message.Message):
     returning: _containers.RepeatedScalarFieldContainer[str]
     serve_ahead_setting: ServeAhead
     serve_ahead_reason: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ..., serve_ahead_setting: _Optional[_Union[ServeAhead, str]] = ..., serve_ahead_reason: _Optional[str] = ...) -> None: ...
+    base_binding: BaseBinding
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ..., serve_ahead_setting: _Optional[_Union[ServeAhead, str]] = ..., serve_ahead_reason: _Optional[str] = ..., base_binding: _Optional[_Union[BaseBinding, str]] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "released_bytes", "memory", "path", "transport_reason", "warnings")
@@ -548,7 +565,7 @@ class Install(_message.Message):
     def __init__(self, id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[Install.State, str]] = ..., error: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv", "ahead", "verify_request")
+    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv", "ahead", "verify_request", "base_server")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -591,6 +608,7 @@ class Server(_message.Message):
     PASSES_KV_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     VERIFY_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_SERVER_FIELD_NUMBER: _ClassVar[int]
     name: str
     fleet: str
     model: str
@@ -611,7 +629,8 @@ class Server(_message.Message):
     passes_kv: bool
     ahead: bool
     verify_request: str
-    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ..., verify_request: _Optional[str] = ...) -> None: ...
+    base_server: str
+    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ..., verify_request: _Optional[str] = ..., base_server: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
     __slots__ = ("name", "state", "data_address", "capacity_bytes", "used_bytes", "transfers", "received_daemon_bytes", "received_peer_bytes", "sent_bytes", "report_time", "copies", "links", "received_engine_bytes")

@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ClaimServerRequest(_message.Message):
-    __slots__ = ("server", "model", "fleet", "wait_seconds", "boot", "renews")
+    __slots__ = ("server", "model", "fleet", "wait_seconds", "base_server", "boot", "renews")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_SERVER_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
     RENEWS_FIELD_NUMBER: _ClassVar[int]
     server: str
     model: str
     fleet: str
     wait_seconds: float
+    base_server: str
     boot: bool
     renews: bool
-    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., boot: bool = ..., renews: bool = ...) -> None: ...
+    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., base_server: _Optional[str] = ..., boot: bool = ..., renews: bool = ...) -> None: ...
 
 class Claim(_message.Message):
     __slots__ = ("server", "model", "fleet", "boot_version", "store", "lease_seconds", "attached")

@@ -48,6 +48,16 @@ class ServeAhead(StrEnum):
     OFF = "SERVE_AHEAD_OFF"
 
 
+class BaseBinding(StrEnum):
+    """Treatment of an adapter on a server whose base is at another version than the one that the adapter was trained on."""
+
+    UNSPECIFIED = "BASE_BINDING_UNSPECIFIED"
+    HOLD = "HOLD"
+    """The default: it is not installed, or leaves service, until the base is at that version."""
+    WARN = "WARN"
+    """It is served, and the server says so."""
+
+
 @dataclass(frozen=True)
 class StoreAccess:
     """A file in the daemon's store. A client that finds `nonce` in `nonce_file` is on the daemon's host."""
@@ -100,6 +110,8 @@ class PublisherStatus:
     """SHA-256, as hexadecimal digits, of the nonces of nodes that have reported to this daemon, and of nodes that are known to be
     gone: after a restart of the daemon, no rank waits for a node whose nonce is among them; of CreatePublisher only.
     """
+    base: str = ""
+    """See CreatePublisherRequest.base."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,10 @@ class Version:
     """While it is UPLOADING: nodes into whose files ranks of their hosts write."""
     warnings: tuple[str, ...] = ()
     """Texts of refusals that RESHARDER_ALLOW allowed on its ranks."""
+    base: str = ""
+    """Id of the model that this one, an adapter, is loaded beside; empty for a model of its own."""
+    base_version: int = 0
+    """Version of `base` that the adapter was trained on; 0 if the trainer has not said it."""
 
     @property
     def set_aside(self) -> bool:
@@ -391,6 +407,8 @@ class Server:
     """Whether its version is not READY, or not yet compared with the store's copy."""
     verify_request: str = ""
     """Id of the last request to verify, for `Verification.request`; in answers to workers alone."""
+    base_server: str = ""
+    """`servers/{id}` of the server that the adapter is loaded into; empty for a server of a model of its own."""
 
 
 @dataclass(frozen=True)
@@ -529,6 +547,8 @@ class Fleet:
     """The setting that decides `serve_ahead`; UNSPECIFIED from a daemon without it."""
     serve_ahead_reason: str = ""
     """The rule that decided `serve_ahead`."""
+    base_binding: BaseBinding = BaseBinding.UNSPECIFIED
+    """For fleets of an adapter."""
 
 
 @dataclass(frozen=True)
