@@ -71,9 +71,10 @@ def test_only_what_is_not_shared_goes_over_the_network_library(acts: Acts) -> No
 
 
 def test_members_of_a_shared_transfer_give_up_when_one_sleeps_or_is_told_to(acts: Acts) -> None:
-    for act in ("shared asleep", "shared aborted"):
-        for rank, rank_acts in enumerate(acts):
-            assert rank_acts[act]["error"], (act, rank)
+    # The other receiver may have read everything before the senders learn of the abort: then it has a whole version.
+    for act, ranks in (("shared asleep", (0, 1, 2, 3)), ("shared aborted", (0, 1, 2))):
+        for rank in ranks:
+            assert acts[rank][act]["error"], (act, rank)
     assert not any(rank_acts["shared asleep"]["torn"] for rank_acts in acts), "no rank has let a worker read"
 
 

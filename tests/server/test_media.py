@@ -452,7 +452,8 @@ def test_a_daemon_without_descriptors_logs_a_line_a_minute_of_the_connections_th
     with Daemon(command=("bash", "-c", 'ulimit -Sn 128; exec "$@"', "-"), **options) as daemon:
         before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
         assert before[0] == min(before[1], 1 << 20) > 128, "as far as it may"
-        assert re.search(rf"descriptor_limit .*before=128 .*limit={before[0]}\b", daemon.log.read_text())
+        logged = rf"descriptor_limit .*before=128 .*limit={before[0]}\b"  # after the line with which it is up
+        wait_until(lambda: re.search(logged, daemon.log.read_text()), "the limit")
         used = {int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")}
         free = next(number for number in itertools.count() if number not in used)
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (free, before[1]))
