@@ -95,6 +95,26 @@ MODEL = Variable(
     "model that a vLLM server follows. Also the model's name for [vLLM's weight transfer API](frameworks.md) in a trainer",
     "the daemon's only model",
 )
+
+
+def _adapters(variable: str, given: str) -> tuple[tuple[str, str], ...]:
+    found = tuple((model, fleet) for model, _, fleet in (part.strip().partition(":") for part in given.split(",")))
+    names = [name for pair in found for name in pair if name]
+    if not all(NAME.fullmatch(name) for name in names) or not all(model for model, _ in found):
+        raise UsageError(f"expected MODEL or MODEL:FLEET, separated by commas, in {variable}, got {given!r}")
+    if len({model for model, _ in found}) < len(found):
+        raise UsageError(f"{variable} names an adapter twice: {given!r}")
+    return found
+
+
+_NO_ADAPTERS: tuple[tuple[str, str], ...] = ()
+ADAPTERS = Variable(
+    "RESHARDER_ADAPTERS",
+    _NO_ADAPTERS,
+    _adapters,
+    "[adapters](adapters.md) that a server with `--enable-lora` follows beside its model: `MODEL` or `MODEL:FLEET`, separated by "
+    "commas",
+)
 FLEET = Variable("RESHARDER_FLEET", "", _name, "fleet that a vLLM server joins", "the model's name")
 SERVER_ID = text(
     "RESHARDER_SERVER_ID",
@@ -175,8 +195,8 @@ NODE_TLS_PEER_NAME = text("RESHARDER_NODE_TLS_PEER_NAME")  # also an option of n
 OF_ALL: tuple[Variable[object], ...] = (ENDPOINT, *TLS, PROXY, JOB, MODEL, PEER_MEMORY, ALLOW)
 """Variables of trainers, the command and vLLM servers."""
 OF_SERVERS: tuple[Variable[object], ...] = (
-    FLEET, SERVER_ID, ADDRESS, UNREACHABLE, ON_CONFIG_CHANGE, BOOT_WAIT_SECONDS, HOLD_SECONDS, TRANSPORT, STAGING_DIR, DIRECT,
-    VERIFY_SECONDS, UPDATE_SECONDS, FAULT,
+    ADAPTERS, FLEET, SERVER_ID, ADDRESS, UNREACHABLE, ON_CONFIG_CHANGE, BOOT_WAIT_SECONDS, HOLD_SECONDS, TRANSPORT, STAGING_DIR,
+    DIRECT, VERIFY_SECONDS, UPDATE_SECONDS, FAULT,
 )  # fmt: skip
 """Variables of vLLM servers alone."""
 
@@ -190,4 +210,5 @@ RANK, WORLD_SIZE, LOCAL_WORLD_SIZE = text("RANK"), text("WORLD_SIZE"), text("LOC
 VLLM_PLUGINS = names("VLLM_PLUGINS")
 VLLM_RAY_PREFIXES = names("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY")
 VLLM_RUST_FRONTEND = text("VLLM_USE_RUST_FRONTEND")
+VLLM_RUNTIME_LORA = text("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 VLLM_LOGGING_LEVEL = text("VLLM_LOGGING_LEVEL")

@@ -26,7 +26,7 @@ from resharder.v1 import publisher_pb2 as resharder_dot_v1_dot_publisher__pb2
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19resharder/v1/server.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/publisher.proto\x1a\x1cresharder/v1/resources.proto\"\x8b\x01\n\x12\x43laimServerRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x66leet\x18\x03 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x13\n\x0b\x62\x61se_server\x18\x06 \x01(\t\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x08\x12\x0e\n\x06renews\x18( \x01(\x08\"\x9e\x01\n\x05\x43laim\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x66leet\x18\x03 \x01(\t\x12\x14\n\x0c\x62oot_version\x18\x04 \x01(\x03\x12(\n\x05store\x18\x05 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\x12\x10\n\x08\x61ttached\x18( \x01(\x08\"\x9e\x03\n\rControlReport\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontrol\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07install\x18\x05 \x01(\t\x12&\n\x04\x64one\x18\x06 \x01(\x0e\x32\x18.resharder.v1.Order.Kind\x12\n\n\x02ok\x18\x07 \x01(\x08\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x15\n\rpause_seconds\x18\t \x01(\x01\x12\"\n\x05power\x18\n \x01(\x0e\x32\x13.resharder.v1.Power\x12\x11\n\tin_flight\x18\x0b \x01(\x05\x12\x0f\n\x07serving\x18\r \x01(\x03\x12%\n\x07timings\x18\x0e \x03(\x0b\x32\x14.resharder.v1.Timing\x12\x11\n\tpasses_kv\x18\x0c \x01(\x08\x12\x0c\n\x04term\x18\x0f \x01(\x03\x12\x0f\n\x07leaving\x18\x10 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x11 \x01(\t\x12\x12\n\nrestarting\x18) \x01(\x08\x12\x16\n\x0eworkers_failed\x18* \x01(\x08\"\xac\x03\n\x05Order\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.resharder.v1.Order.Kind\x12\x0f\n\x07install\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12+\n\npause_mode\x18\x04 \x01(\x0e\x32\x17.resharder.v1.PauseMode\x12\x15\n\rlease_seconds\x18\x05 \x01(\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\"\n\x05power\x18\x07 \x01(\x0e\x32\x13.resharder.v1.Power\x12\x0f\n\x07profile\x18\t \x01(\x08\x12\x10\n\x08\x61head_of\x18\n \x01(\x03\x12\x14\n\x0cstrict_lease\x18\x08 \x01(\x08\x12\x0c\n\x04term\x18\x0b \x01(\x03\x12\x15\n\rboots_another\x18) \x01(\x08\"\x82\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0b\n\x07RENEWED\x10\x01\x12\x08\n\x04LEAD\x10\x02\x12\t\n\x05STAGE\x10\x03\x12\t\n\x05\x41PPLY\x10\x04\x12\n\n\x06RESUME\x10\x05\x12\t\n\x05\x43LOSE\x10\x06\x12\x0b\n\x07UNSTAGE\x10\x07\x12\t\n\x05SLEEP\x10\x08\x12\x08\n\x04WAKE\x10\t\"K\n\x13ReportWorkerRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\x12$\n\x06worker\x18\x02 \x01(\x0b\x32\x14.resharder.v1.Worker\"K\n\x11PutProfileRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\x12&\n\x07profile\x18\x02 \x01(\x0b\x32\x15.resharder.v1.Profile\"\x14\n\x12PutProfileResponse\"6\n\x12GetManifestRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\x08\"&\n\x13GetNextFilesRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\x1b\n\tNextFiles\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"f\n\x0eManifestTensor\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.resharder.v1.TensorSpec\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"\xb2\x01\n\x08Manifest\x12&\n\x07version\x18\x01 \x01(\x0b\x32\x15.resharder.v1.Version\x12-\n\x07tensors\x18\x02 \x03(\x0b\x32\x1c.resharder.v1.ManifestTensor\x12)\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1a.resharder.v1.ManifestFile\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18( \x01(\x0c\"@\n\x0cManifestFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"m\n\x0c\x42oxesRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07tensors\x18\x02 \x03(\t\x12&\n\x05\x62oxes\x18\x03 \x03(\x0b\x32\x17.resharder.v1.TensorBox\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x03\"\x1d\n\nBoxDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x06\"@\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x66leet\x18( \x01(\t\x12\x0f\n\x07version\x18) \x01(\x03\x32\x8e\x05\n\rServerService\x12\x44\n\x0b\x43laimServer\x12 .resharder.v1.ClaimServerRequest\x1a\x13.resharder.v1.Claim\x12>\n\x06\x41ttend\x12\x1b.resharder.v1.ControlReport\x1a\x13.resharder.v1.Order(\x01\x30\x01\x12G\n\x0cReportWorker\x12!.resharder.v1.ReportWorkerRequest\x1a\x14.resharder.v1.Server\x12O\n\nPutProfile\x12\x1f.resharder.v1.PutProfileRequest\x1a .resharder.v1.PutProfileResponse\x12G\n\x0bGetManifest\x12 .resharder.v1.GetManifestRequest\x1a\x16.resharder.v1.Manifest\x12J\n\x0cGetNextFiles\x12!.resharder.v1.GetNextFilesRequest\x1a\x17.resharder.v1.NextFiles\x12\x43\n\x0b\x44igestBoxes\x12\x1a.resharder.v1.BoxesRequest\x1a\x18.resharder.v1.BoxDigests\x12\x43\n\x0e\x44ownloadChunks\x12\x1a.resharder.v1.BoxesRequest\x1a\x13.resharder.v1.Chunk0\x01\x12>\n\x08GetModel\x12\x1d.resharder.v1.GetModelRequest\x1a\x13.resharder.v1.Modelb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19resharder/v1/server.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/publisher.proto\x1a\x1cresharder/v1/resources.proto\"\x8b\x01\n\x12\x43laimServerRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x66leet\x18\x03 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x13\n\x0b\x62\x61se_server\x18\x06 \x01(\t\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x08\x12\x0e\n\x06renews\x18( \x01(\x08\"\x9e\x01\n\x05\x43laim\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x66leet\x18\x03 \x01(\t\x12\x14\n\x0c\x62oot_version\x18\x04 \x01(\x03\x12(\n\x05store\x18\x05 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\x12\x10\n\x08\x61ttached\x18( \x01(\x08\"\x9e\x03\n\rControlReport\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontrol\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07install\x18\x05 \x01(\t\x12&\n\x04\x64one\x18\x06 \x01(\x0e\x32\x18.resharder.v1.Order.Kind\x12\n\n\x02ok\x18\x07 \x01(\x08\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x15\n\rpause_seconds\x18\t \x01(\x01\x12\"\n\x05power\x18\n \x01(\x0e\x32\x13.resharder.v1.Power\x12\x11\n\tin_flight\x18\x0b \x01(\x05\x12\x0f\n\x07serving\x18\r \x01(\x03\x12%\n\x07timings\x18\x0e \x03(\x0b\x32\x14.resharder.v1.Timing\x12\x11\n\tpasses_kv\x18\x0c \x01(\x08\x12\x0c\n\x04term\x18\x0f \x01(\x03\x12\x0f\n\x07leaving\x18\x10 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x11 \x01(\t\x12\x12\n\nrestarting\x18) \x01(\x08\x12\x16\n\x0eworkers_failed\x18* \x01(\x08\"\xc2\x03\n\x05Order\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.resharder.v1.Order.Kind\x12\x0f\n\x07install\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12+\n\npause_mode\x18\x04 \x01(\x0e\x32\x17.resharder.v1.PauseMode\x12\x15\n\rlease_seconds\x18\x05 \x01(\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\"\n\x05power\x18\x07 \x01(\x0e\x32\x13.resharder.v1.Power\x12\x0f\n\x07profile\x18\t \x01(\x08\x12\x10\n\x08\x61head_of\x18\n \x01(\x03\x12\x14\n\x0cstrict_lease\x18\x08 \x01(\x08\x12\x0c\n\x04term\x18\x0b \x01(\x03\x12\x15\n\rboots_another\x18) \x01(\x08\x12\x14\n\x0c\x62\x61se_version\x18* \x01(\x03\"\x82\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0b\n\x07RENEWED\x10\x01\x12\x08\n\x04LEAD\x10\x02\x12\t\n\x05STAGE\x10\x03\x12\t\n\x05\x41PPLY\x10\x04\x12\n\n\x06RESUME\x10\x05\x12\t\n\x05\x43LOSE\x10\x06\x12\x0b\n\x07UNSTAGE\x10\x07\x12\t\n\x05SLEEP\x10\x08\x12\x08\n\x04WAKE\x10\t\"K\n\x13ReportWorkerRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\x12$\n\x06worker\x18\x02 \x01(\x0b\x32\x14.resharder.v1.Worker\"K\n\x11PutProfileRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\x12&\n\x07profile\x18\x02 \x01(\x0b\x32\x15.resharder.v1.Profile\"\x14\n\x12PutProfileResponse\"6\n\x12GetManifestRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\x08\"&\n\x13GetNextFilesRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\x1b\n\tNextFiles\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"f\n\x0eManifestTensor\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.resharder.v1.TensorSpec\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"\xb2\x01\n\x08Manifest\x12&\n\x07version\x18\x01 \x01(\x0b\x32\x15.resharder.v1.Version\x12-\n\x07tensors\x18\x02 \x03(\x0b\x32\x1c.resharder.v1.ManifestTensor\x12)\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1a.resharder.v1.ManifestFile\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18( \x01(\x0c\"@\n\x0cManifestFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"m\n\x0c\x42oxesRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07tensors\x18\x02 \x03(\t\x12&\n\x05\x62oxes\x18\x03 \x03(\x0b\x32\x17.resharder.v1.TensorBox\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x03\"\x1d\n\nBoxDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x06\"@\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x66leet\x18( \x01(\t\x12\x0f\n\x07version\x18) \x01(\x03\x32\x8e\x05\n\rServerService\x12\x44\n\x0b\x43laimServer\x12 .resharder.v1.ClaimServerRequest\x1a\x13.resharder.v1.Claim\x12>\n\x06\x41ttend\x12\x1b.resharder.v1.ControlReport\x1a\x13.resharder.v1.Order(\x01\x30\x01\x12G\n\x0cReportWorker\x12!.resharder.v1.ReportWorkerRequest\x1a\x14.resharder.v1.Server\x12O\n\nPutProfile\x12\x1f.resharder.v1.PutProfileRequest\x1a .resharder.v1.PutProfileResponse\x12G\n\x0bGetManifest\x12 .resharder.v1.GetManifestRequest\x1a\x16.resharder.v1.Manifest\x12J\n\x0cGetNextFiles\x12!.resharder.v1.GetNextFilesRequest\x1a\x17.resharder.v1.NextFiles\x12\x43\n\x0b\x44igestBoxes\x12\x1a.resharder.v1.BoxesRequest\x1a\x18.resharder.v1.BoxDigests\x12\x43\n\x0e\x44ownloadChunks\x12\x1a.resharder.v1.BoxesRequest\x1a\x13.resharder.v1.Chunk0\x01\x12>\n\x08GetModel\x12\x1d.resharder.v1.GetModelRequest\x1a\x13.resharder.v1.Modelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,33 +40,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLREPORT']._serialized_start=407
   _globals['_CONTROLREPORT']._serialized_end=821
   _globals['_ORDER']._serialized_start=824
-  _globals['_ORDER']._serialized_end=1252
-  _globals['_ORDER_KIND']._serialized_start=1122
-  _globals['_ORDER_KIND']._serialized_end=1252
-  _globals['_REPORTWORKERREQUEST']._serialized_start=1254
-  _globals['_REPORTWORKERREQUEST']._serialized_end=1329
-  _globals['_PUTPROFILEREQUEST']._serialized_start=1331
-  _globals['_PUTPROFILEREQUEST']._serialized_end=1406
-  _globals['_PUTPROFILERESPONSE']._serialized_start=1408
-  _globals['_PUTPROFILERESPONSE']._serialized_end=1428
-  _globals['_GETMANIFESTREQUEST']._serialized_start=1430
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1484
-  _globals['_GETNEXTFILESREQUEST']._serialized_start=1486
-  _globals['_GETNEXTFILESREQUEST']._serialized_end=1524
-  _globals['_NEXTFILES']._serialized_start=1526
-  _globals['_NEXTFILES']._serialized_end=1553
-  _globals['_MANIFESTTENSOR']._serialized_start=1555
-  _globals['_MANIFESTTENSOR']._serialized_end=1657
-  _globals['_MANIFEST']._serialized_start=1660
-  _globals['_MANIFEST']._serialized_end=1838
-  _globals['_MANIFESTFILE']._serialized_start=1840
-  _globals['_MANIFESTFILE']._serialized_end=1904
-  _globals['_BOXESREQUEST']._serialized_start=1906
-  _globals['_BOXESREQUEST']._serialized_end=2015
-  _globals['_BOXDIGESTS']._serialized_start=2017
-  _globals['_BOXDIGESTS']._serialized_end=2046
-  _globals['_GETMODELREQUEST']._serialized_start=2048
-  _globals['_GETMODELREQUEST']._serialized_end=2112
-  _globals['_SERVERSERVICE']._serialized_start=2115
-  _globals['_SERVERSERVICE']._serialized_end=2769
+  _globals['_ORDER']._serialized_end=1274
+  _globals['_ORDER_KIND']._serialized_start=1144
+  _globals['_ORDER_KIND']._serialized_end=1274
+  _globals['_REPORTWORKERREQUEST']._serialized_start=1276
+  _globals['_REPORTWORKERREQUEST']._serialized_end=1351
+  _globals['_PUTPROFILEREQUEST']._serialized_start=1353
+  _globals['_PUTPROFILEREQUEST']._serialized_end=1428
+  _globals['_PUTPROFILERESPONSE']._serialized_start=1430
+  _globals['_PUTPROFILERESPONSE']._serialized_end=1450
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1452
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1506
+  _globals['_GETNEXTFILESREQUEST']._serialized_start=1508
+  _globals['_GETNEXTFILESREQUEST']._serialized_end=1546
+  _globals['_NEXTFILES']._serialized_start=1548
+  _globals['_NEXTFILES']._serialized_end=1575
+  _globals['_MANIFESTTENSOR']._serialized_start=1577
+  _globals['_MANIFESTTENSOR']._serialized_end=1679
+  _globals['_MANIFEST']._serialized_start=1682
+  _globals['_MANIFEST']._serialized_end=1860
+  _globals['_MANIFESTFILE']._serialized_start=1862
+  _globals['_MANIFESTFILE']._serialized_end=1926
+  _globals['_BOXESREQUEST']._serialized_start=1928
+  _globals['_BOXESREQUEST']._serialized_end=2037
+  _globals['_BOXDIGESTS']._serialized_start=2039
+  _globals['_BOXDIGESTS']._serialized_end=2068
+  _globals['_GETMODELREQUEST']._serialized_start=2070
+  _globals['_GETMODELREQUEST']._serialized_end=2134
+  _globals['_SERVERSERVICE']._serialized_start=2137
+  _globals['_SERVERSERVICE']._serialized_end=2791
 # @@protoc_insertion_point(module_scope)

@@ -87,7 +87,7 @@ class ControlReport(_message.Message):
     def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ..., term: _Optional[int] = ..., leaving: bool = ..., failure: _Optional[str] = ..., restarting: bool = ..., workers_failed: bool = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease", "term", "boots_another")
+    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease", "term", "boots_another", "base_version")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Order.Kind]
@@ -122,6 +122,7 @@ class Order(_message.Message):
     STRICT_LEASE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     BOOTS_ANOTHER_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     kind: Order.Kind
     install: str
     version: int
@@ -134,7 +135,8 @@ class Order(_message.Message):
     strict_lease: bool
     term: int
     boots_another: bool
-    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ..., term: _Optional[int] = ..., boots_another: bool = ...) -> None: ...
+    base_version: int
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ..., term: _Optional[int] = ..., boots_another: bool = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class ReportWorkerRequest(_message.Message):
     __slots__ = ("server", "worker")

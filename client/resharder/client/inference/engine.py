@@ -4,7 +4,7 @@
 reach engines through these protocols only. `InstallError` is the end of an install.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -20,6 +20,8 @@ Mode = Literal["keep", "wait", "abort"]
 """Effect of a pause on the requests in flight."""
 Loader = Callable[..., object]
 """A weight loader: copies a checkpoint's tensor, or a part of it, into a parameter."""
+AdapterTensors = Mapping[str, "torch.Tensor"]
+"""An adapter's tensors by PEFT's names."""
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """vLLM's tags of the memory that sleeps (`device_allocator/cumem.py`; 0.26, 0.28 and 0.32): allocated while the model loads, and
@@ -152,6 +154,48 @@ class Engine(Protocol):
 
     async def reset_encoder_cache(self) -> None:
         """Drop the cache of encoder outputs."""
+
+
+class AdapterSlots(Protocol):
+    """The slots of one worker for adapters, which requests name by the adapter's id."""
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """The dtype of the slots."""
+
+    def whole(self) -> bool:
+        """Whether this worker has every element of an adapter."""
+
+    def check(self, config: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `InstallError` if the engine would refuse an adapter of this adapter_config.json and these tensors, or a part."""
+
+    def reserve(self, id: int) -> int | None:
+        """Give a slot to an adapter, and return its number; None if none is free."""
+
+    def full(self) -> str:
+        """Return why no slot is free, and what to do."""
+
+    def write(self, slot: int, id: int, tensors: "AdapterTensors", config: Mapping[str, Any]) -> Any:
+        """Have the engine write an adapter into a slot that no request reads; return what `enter` needs.
+
+        Raises:
+            InstallError: The engine refuses the adapter.
+        """
+
+    def read(self, slot: int) -> "dict[str, torch.Tensor]":
+        """Return the engine's memory of a slot, by name, on the engine's device."""
+
+    def enter(self, id: int, adapter: Any) -> None:
+        """Make requests for `id` find their slot."""
+
+    def release(self, id: int) -> None:
+        """Free the slot of an adapter; a no-op for an unknown one."""
+
+    def scaling(self, config: Mapping[str, Any], name: str) -> float:
+        """Return the factor by which the engine multiplies a tensor before it keeps it."""
+
+    def unscaled(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config of an adapter of the same shape that the engine does not scale."""
 
 
 class InstallError(Exception):

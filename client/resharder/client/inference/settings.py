@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from resharder.client import settings
@@ -35,6 +35,10 @@ class PluginSettings:
     address: str = settings.ADDRESS.unset
     restarts: bool = False
     """RESHARDER_ON_CONFIG_CHANGE=exit: end for a version of another config.json, to be started again."""
+    adapters: tuple[tuple[str, str], ...] = settings.ADAPTERS.unset
+    """Adapters to follow beside the model, each with its fleet; empty for the adapter's default fleet."""
+    base_server: str = ""
+    """For the settings of an adapter's own server: the server that it is loaded into."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -62,7 +66,23 @@ class PluginSettings:
             verify_seconds=settings.VERIFY_SECONDS.read(environment),
             update_seconds=settings.UPDATE_SECONDS.read(environment),
             address=settings.ADDRESS.read(environment),
+            adapters=settings.ADAPTERS.read(environment),
         )
+
+    def of_adapter(self, index: int) -> Self:
+        """Return the settings of the server that the daemon has for the adapter at `index`.
+
+        Raises:
+            UsageError: Its id, made of the server's and the adapter's, is too long.
+        """
+        model, fleet = self.adapters[index]
+        server = f"{self.server}.{model}"
+        if not settings.NAME.fullmatch(server):
+            raise UsageError(
+                f"the daemon would know adapter {model} of this server as {server}, which is longer than 64 letters: choose a "
+                "shorter RESHARDER_SERVER_ID"
+            )
+        return replace(self, server=server, model=model, fleet=fleet, adapters=(), base_server=self.server, direct=False)
 
 
 def _endpoint(environment: Mapping[str, str] | None) -> str:

@@ -51,6 +51,13 @@ class Journal:
         """The version that all workers have installed; 0 for none."""
         return self.changes[-1][1] if self.changes else 0
 
+    @property
+    def last(self) -> int:
+        """The version that all workers had installed last, also while they differ; 0 for none, and once one has dropped it."""
+        if any(not version for _, version in self.ranks):
+            return 0
+        return next((version for _, version in reversed(self.changes) if version), 0)
+
     def others(self, version: int) -> dict[int, int]:
         """Return the ranks on this host that have installed another version than `version`, with theirs."""
         return {rank: installed for rank, installed in self.ranks if rank >= 0 and installed != version}
@@ -180,19 +187,22 @@ def remove_stale(path: Path) -> None:
 
 def _remove_at_end(path: Path, process: int) -> None:
     if os.getpid() == process:
-        path.unlink(missing_ok=True)
+        for each in (path, *path.parent.glob(f"{path.name}.*")):  # and those of adapters
+            each.unlink(missing_ok=True)
 
 
 @functools.cache
-def page() -> Page:
-    """Return this server's page.
+def page(adapter: str = "") -> Page:
+    """Return this server's page, or that of one of its adapters.
 
     Raises:
         KeyError: `provide` was not called in this process or a parent.
     """
     if not (path := PAGE.text()):
         raise KeyError(VARIABLE)
-    return Page(Path(path))
+    if not adapter:
+        return Page(Path(path))
+    return Page(Path(f"{path}.{adapter}"))
 
 
 def _open(path: Path) -> int:

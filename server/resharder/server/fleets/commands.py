@@ -12,9 +12,9 @@ from resharder.server.state.errors import FailedPrecondition, InvalidArgument, R
 from resharder.server.state.fleet import Fleet, UpdateStrategy, VersionTarget, View
 from resharder.server.state.server import ASLEEP
 from resharder.v1 import operator_pb2, resources_pb2
-from resharder.v1.resources_pb2 import PauseMode, Power
+from resharder.v1.resources_pb2 import BaseBinding, PauseMode, Power
 
-_FIELDS = ("target", "strategy", "pause_mode", "max_skew", "serve_ahead", "serve_ahead_setting")
+_FIELDS = ("target", "strategy", "pause_mode", "max_skew", "serve_ahead", "serve_ahead_setting", "base_binding")
 SERVE_AHEAD: dict[int, bool | None] = {
     resources_pb2.SERVE_AHEAD_AUTO: None,
     resources_pb2.SERVE_AHEAD_ON: True,
@@ -47,7 +47,7 @@ class Operations:
         """Set the fields of a fleet that the mask names.
 
         Raises:
-            InvalidArgument: UPDATE_MASK, TARGET, STRATEGY, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN.
+            InvalidArgument: UPDATE_MASK, TARGET, STRATEGY, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, BASE_BINDING, CHECK_UNKNOWN.
             FailedPrecondition: VERSION_NOT_READY, KV_FLEET, FLEET_MODEL.
             ResourceNotFound: FLEET_UNKNOWN, MODEL_UNKNOWN.
         """
@@ -60,6 +60,9 @@ class Operations:
         if mode is not None and (problem := unknown_value(PauseMode, mode, "a pause mode")):
             raise InvalidArgument("PAUSE_MODE", problem)
         ahead = _read_serve_ahead(message.serve_ahead_setting) if "serve_ahead_setting" in fields else None
+        binding = message.base_binding if "base_binding" in fields else None
+        if binding is not None and (problem := unknown_value(BaseBinding, binding, "base_binding")):
+            raise InvalidArgument("BASE_BINDING", problem)
         if message.max_skew < 0:
             raise InvalidArgument("MAX_SKEW", f"expected max_skew of 0 or more, got {message.max_skew}")
         model = message.model.removeprefix("models/")
@@ -77,6 +80,8 @@ class Operations:
                 fleet = replace(fleet, strategy=strategy)
             if mode is not None:
                 fleet = replace(fleet, pause_mode=mode)
+            if binding is not None:
+                fleet = replace(fleet, base_binding=binding)
             if "max_skew" in fields:
                 fleet = replace(fleet, max_skew=message.max_skew)
             if "serve_ahead" in fields:

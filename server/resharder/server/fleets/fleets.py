@@ -180,7 +180,15 @@ class Fleets:
     # Calls of servers
 
     def claim(
-        self, server: str, model: str, fleet: str, *, wait_seconds: float, boot: bool, renews: bool = False
+        self,
+        server: str,
+        model: str,
+        fleet: str,
+        *,
+        wait_seconds: float,
+        boot: bool,
+        renews: bool = False,
+        base_server: str = "",
     ) -> Waiting[Server]:
         """Register a server, and return it. With `boot`, wait for a READY version and assign the boot version.
 
@@ -191,13 +199,14 @@ class Fleets:
             wait_seconds: Bound on the wait, 0 to 3600.
             boot: Whether the server boots from the daemon.
             renews: Whether the claim is repeated within every lease.
+            base_server: For an adapter, id of the server that it is loaded into.
 
         Raises:
             Unavailable: NO_VERSION after `wait_seconds`, or DRAINING.
             InvalidArgument: NAME, WAIT_SECONDS, MODEL_AMBIGUOUS.
-            FailedPrecondition: SERVER_ELSEWHERE, FLEET_MODEL.
+            FailedPrecondition: SERVER_ELSEWHERE, FLEET_MODEL, BASE_SERVER.
         """
-        for what, name in (("server", server), ("model", model), ("fleet", fleet)):
+        for what, name in (("server", server), ("model", model), ("fleet", fleet), ("base server", base_server)):
             if name or what == "server":
                 check_name(what, name)
         if not 0 <= wait_seconds <= MAX_WAIT:
@@ -209,7 +218,8 @@ class Fleets:
             ready = self._versions.look(name) if name else {}
             with self.lock:
                 if name and (ready or not boot):
-                    self._enter(server, name, fleet or name)
+                    self._check_base(server, name, base_server)
+                    self._enter(server, name, fleet or name, base_server)
                     self._happen(server, Claimed(boot, renews))
                     if not boot or self.by_id[server].boot_version:
                         return self.by_id[server]
@@ -223,7 +233,19 @@ class Fleets:
                     raise Unavailable("NO_VERSION", f"{what} after {wait_seconds:g} s")
             yield self.changed.pause(changes, min(left, _LOOK))
 
-    def _enter(self, id: str, model: str, fleet: str) -> None:
+    def _check_base(self, id: str, model: str, base_server: str) -> None:
+        """Raise FailedPrecondition (BASE_SERVER) for an adapter on a server that follows another model than its base."""
+        base, host = self._versions.base(model), self.by_id.get(base_server)
+        if base and not base_server:
+            raise FailedPrecondition(
+                "BASE_SERVER", f"{model} is an adapter of {base}: a server follows it by RESHARDER_ADAPTERS beside {base}"
+            )
+        if base and host is not None and host.model != base:
+            raise FailedPrecondition(
+                "BASE_SERVER", f"{model} is an adapter of {base}, and server {base_server} follows {host.model}"
+            )
+
+    def _enter(self, id: str, model: str, fleet: str, base_server: str) -> None:
         known = self.by_id.get(id)
         if known is not None and (known.model, known.fleet) != (model, fleet):
             raise FailedPrecondition(
@@ -236,7 +258,8 @@ class Fleets:
             self._store(replace(found, members=found.members | {id}))
         if known is None:
             left, ready = self._left.pop(id, frozenset()), self._versions.ready(model)
-            self._put(Server(id, model, fleet, self._new_life(), self.clock(), ready, gone=left, term=self._term))
+            life, now = self._new_life(), self.clock()
+            self._put(Server(id, model, fleet, life, now, ready, gone=left, term=self._term, base_server=base_server))
         else:
             self._see_versions(id)
         self._steer(fleet)
@@ -471,8 +494,12 @@ class Fleets:
 
     def _happen(self, id: str, event: Event) -> None:
         """Take a step of a server, then steer its fleet."""
+        base = self.by_id[id].agreed
         self._step(id, event)
         self._steer(self.by_id[id].fleet)
+        if self.by_id[id].agreed != base:
+            for fleet in {server.fleet for server in self.by_id.values() if server.base_server == id}:
+                self._steer(fleet)
 
     def _step(self, id: str, event: Event) -> None:
         """Take one step of a server: new state, pins, orders, signals."""
@@ -566,7 +593,10 @@ class Fleets:
         settling = now < self._settled_at and not fleet.members <= here
         ahead = frozenset(number for number, one in self._versions.ahead(fleet).items() if one.staging) - ready
         at_once, skipped = self._versions.at_once(fleet.model), self._versions.skipped(fleet.model)
-        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped)
+        hosts = {id: self.by_id.get(server.base_server) for id, server in servers.items() if server.base_server}
+        bases = {id: host.agreed if host is not None else 0 for id, host in hosts.items()}
+        bound = self._versions.base_versions(fleet.model) if bases else {}
+        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, bases, bound)
 
     def _store(self, fleet: Fleet) -> None:
         """Make a fleet's new state durable, then put it into effect. Raises OSError; the state is then unchanged."""

@@ -21,7 +21,7 @@ from resharder.server.fleets.updates import (
 from resharder.server.state.fleet import NOBODY, Fleet, View
 from resharder.server.state.server import Goal, Server
 from resharder.v1 import resources_pb2
-from resharder.v1.resources_pb2 import PauseMode
+from resharder.v1.resources_pb2 import BaseBinding, PauseMode
 
 _PAUSED = 2  # paused servers for each that ranks can send to at the same time
 _PATIENCE = 20.0  # seconds of a pause after which a server no longer counts as paused
@@ -38,11 +38,19 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
         version = _instead(version, fleet, server, view)
         if apply and id in late:
             apply, why = False, "it waits for its turn on the direct path"
+        serves = _range(fleet, id, view)
+        if id in view.bases:
+            shown = server.opened or server.agreed
+            if problem := _unbound(fleet, view, id, shown):
+                serves, why = NOBODY, problem
+            if apply and version != shown and (problem := _unbound(fleet, view, id, version) or _without_base(view, id)):
+                apply, why = False, problem
         found[id] = Goal(
             version=version,
             boot=boots(fleet, view),
             apply=apply,
-            serves=_range(fleet, id, view),
+            serves=serves,
+            bound=view.base_versions if fleet.base_binding == BaseBinding.HOLD else {},
             open=id not in fleet.drained,
             power=fleet.power_of(id),
             strict=fleet.strict,
@@ -50,6 +58,18 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
             why=why,
         )
     return found
+
+
+def _unbound(fleet: Fleet, view: View, id: str, version: int) -> str:
+    """Return why an adapter's version must not be served beside its base's; empty if it may."""
+    needed, base = view.base_versions.get(version, 0), view.bases[id]
+    if fleet.base_binding != BaseBinding.HOLD or not needed or base in (0, needed):
+        return ""
+    return f"version {version} was trained on version {needed} of its base, which is at {base}"
+
+
+def _without_base(view: View, id: str) -> str:
+    return "" if view.bases[id] else "its base has no confirmed version"
 
 
 def boots(fleet: Fleet, view: View) -> int:

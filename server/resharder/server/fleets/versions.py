@@ -29,6 +29,8 @@ class FleetVersions:
         self._ready: dict[str, dict[int, str]] = {}
         self._ahead: dict[str, dict[int, Ahead]] = {}
         self._skipped: dict[str, frozenset[int]] = {}
+        self._base: dict[str, str] = {}
+        self._base_versions: dict[str, dict[int, int]] = {}
         self._pinned: dict[tuple[str, str], frozenset[int]] = {}  # by holder and model
         self._lost: frozenset[tuple[str, int]] = frozenset()
 
@@ -45,6 +47,8 @@ class FleetVersions:
         ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == UPLOADING) for r in records if r.number in offered}
         self._ready[model], self._ahead[model] = found, ahead
         self._skipped[model] = frozenset(record.number for record in records if record.skipped)
+        self._base[model] = next((record.base for record in records if record.base), "")
+        self._base_versions[model] = {record.number: record.base_version for record in records if record.base_version}
         return found
 
     def look_at_all(self) -> list[str]:
@@ -53,6 +57,14 @@ class FleetVersions:
         for model in models:
             self.look(model)
         return models
+
+    def base(self, model: str) -> str:
+        """Return the base of a model that is an adapter; empty for any other, and before it has a version."""
+        return self._base.get(model, "")
+
+    def base_versions(self, model: str) -> dict[int, int]:
+        """Return the versions of an adapter that name the version of its base that they were trained on."""
+        return self._base_versions.get(model, {})
 
     def only_model(self) -> str:
         """Return the name of the only model, or an empty name if there is none.

@@ -274,6 +274,7 @@ def server_to_proto(view: ServerView) -> resources_pb2.Server:
         drained=not server.goal.open,
         in_flight=sum(control.in_flight for control in server.controls),
         passes_kv=server.passes_kv,
+        base_server=f"servers/{server.base_server}" if server.base_server else "",
         ahead=bool(server.opened) and server.unproven,
     )
     if server.install is not None:
@@ -321,6 +322,7 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
         power=fleet.power,
         reason=view.reason,
+        base_binding=fleet.base_binding,
     )
     if fleet.move is not None:
         message.move.CopyFrom(_move_to_proto(fleet.move))

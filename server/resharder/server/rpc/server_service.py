@@ -64,6 +64,7 @@ class ServerService:
             wait_seconds=request.wait_seconds,
             boot=request.boot,
             renews=request.renews,
+            base_server=request.base_server.removeprefix("servers/"),
         )
         return server_pb2.Claim(
             server=f"servers/{server.id}",
@@ -200,6 +201,7 @@ class Attendance:
             ahead_of=order.ahead_of,
             term=order.term,
             boots_another=order.boots_another,
+            base_version=order.base_version,
         )
 
 

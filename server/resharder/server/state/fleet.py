@@ -9,7 +9,7 @@ from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 from resharder.server.state.server import Server, Settings
 from resharder.v1 import resources_pb2
-from resharder.v1.resources_pb2 import PauseMode, Power
+from resharder.v1.resources_pb2 import BaseBinding, PauseMode, Power
 
 NOBODY = (1, 0)  # an empty range of versions: no server may serve
 
@@ -110,6 +110,7 @@ class Fleet:
     drained: frozenset[str] = frozenset()
     members: frozenset[str] = frozenset()
     rolled_back: str = ""  # request id of the last rollback
+    base_binding: Annotated[BaseBinding, _known(BaseBinding.values())] = BaseBinding.HOLD  # for fleets of an adapter
 
     @property
     def moving(self) -> Move | None:
@@ -173,6 +174,10 @@ class View:
     wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
     skipped: Set[int] = frozenset()  # versions that LATEST skips while there are others
+    bases: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of servers of an adapter, their base's confirmed version; 0: none now
+    base_versions: Mapping[int, int] = field(default_factory=dict)  # versions of an adapter that name one of their base
 
     @cached_property
     def usable(self) -> Set[int]:

@@ -93,6 +93,7 @@ class Goal:
     strict: bool = False  # gates close when leases expire
     retry: tuple[int, int] = (0, 0)  # a change clears all failures
     why: str = ""
+    bound: Mapping[int, int] = field(default_factory=dict)  # versions of an adapter that may be served with one of the base alone
 
     @property
     def in_service(self) -> bool:
@@ -202,6 +203,7 @@ class Server:
     change_failed: Failure | None = None
     lingers: int = 0  # version that clients may still get after the gate was ordered to close
     passes_kv: bool = False
+    base_server: str = ""  # id of the server that the adapter is loaded into; empty for a model of its own
 
     def lease(self, settings: Settings) -> float:
         """Return the seconds of silence after which the server is LOST."""

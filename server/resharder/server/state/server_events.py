@@ -107,3 +107,4 @@ class Order:
     ahead_of: int = 0
     term: int = 0  # set by the fleets when the order is sent
     boots_another: bool = False  # for STAGE: processes that start now boot another version
+    base_version: int = 0  # for RESUME of an adapter: the only version of its base with which it may be served; 0: any

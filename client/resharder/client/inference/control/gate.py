@@ -288,7 +288,7 @@ class GateMiddleware:
         else:
             refusal, counted = await self._gate.enter(), self._gate.answering()
         if refusal is not None:
-            await _refuse(scope, receive, send, refusal)
+            await refuse(scope, receive, send, refusal)
             return
         installed = _no_version if path.startswith(STORED) else self._installed
         with counted, labels.answering() as answer:
@@ -299,7 +299,8 @@ def _no_version() -> int:
     return 0
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
+async def refuse(scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
+    """Answer 503 with the reason of a refusal, or close a websocket with it."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1013, "reason": refusal.reason})  # 1013: try again later

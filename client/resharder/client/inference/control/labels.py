@@ -25,9 +25,9 @@ _OBJECT = re.compile(rb"(?<![^\r\n])data: ?\{([ \t]*\})?")  # at the start of a 
 _LINE_END = re.compile(rb"[\r\n][^\r\n]*\Z")
 
 
-def name(versions: tuple[int, ...]) -> str:
-    """Format versions as a label: comma-separated, `none` for 0."""
-    return ",".join(str(version) if version else UNCONFIRMED for version in versions)
+def name(versions: tuple[int, ...], adapters: tuple[str, ...] = ()) -> str:
+    """Format versions as a label: comma-separated, `none` for 0; then adapters, as in `8;policy-lora=4`."""
+    return ";".join([",".join(str(version) if version else UNCONFIRMED for version in versions), *adapters])
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Answer:
     def __init__(self) -> None:
         self.versions: tuple[int, ...] = ()
         """The versions of all tokens, in order."""
+        self.adapters: tuple[str, ...] = ()
+        """The adapters that computed them, with their versions: `policy-lora=4`."""
         self._taken: dict[int, _Taken] = {}  # by source
         self._sender: asyncio.Task[Any] | None = None
         self._sent = False  # whether an event was sent since outputs were last taken
@@ -55,6 +57,11 @@ class Answer:
     def made(self, versions: tuple[int, ...]) -> None:
         """Append the versions of new tokens."""
         self.versions = joined(self.versions, versions)
+
+    def adapted(self, adapter: str) -> None:
+        """Record that a request of the answer uses an adapter."""
+        if adapter not in self.adapters:
+            self.adapters = (*self.adapters, adapter)
 
     def took(self, source: int, versions: tuple[int, ...]) -> None:
         """Record that the current task took outputs from the queue `source`.
@@ -109,12 +116,13 @@ class EventLabeller:
         self._partial = b""  # a line without its end
         self._partial_versions: tuple[int, ...] = ()
 
-    def feed(self, chunk: bytes, versions: tuple[int, ...], *, last: bool = False) -> bytes:
+    def feed(self, chunk: bytes, versions: tuple[int, ...], adapters: tuple[str, ...] = (), *, last: bool = False) -> bytes:
         """Return the labelled lines that are complete with `chunk`, and buffer the rest.
 
         Args:
             chunk: The next bytes of the stream.
             versions: The versions of the chunk's tokens.
+            adapters: The adapters of the answer.
             last: Whether the stream ends here; nothing is buffered then.
         """
         content = self._partial + chunk
@@ -124,11 +132,12 @@ class EventLabeller:
             found = _LINE_END.search(content)
             cut = found.start() + 1 if found else 0
         self._partial, self._partial_versions = content[cut:], versions if cut < len(content) else ()
-        return _OBJECT.sub(lambda found: _labelled(found, versions), content[:cut]) if versions else content[:cut]
+        label = name(versions, adapters).encode()
+        return _OBJECT.sub(lambda found: _labelled(found, label), content[:cut]) if versions else content[:cut]
 
 
-def _labelled(found: re.Match[bytes], versions: tuple[int, ...]) -> bytes:
-    label = b'data: {"' + _KEY + b'": "' + name(versions).encode() + b'"'
+def _labelled(found: re.Match[bytes], named: bytes) -> bytes:
+    label = b'data: {"' + _KEY + b'": "' + named + b'"'
     return label + (b"}" if found[1] else b", ")
 
 
@@ -160,7 +169,8 @@ class Signed:
             await self._begin(STREAMED if message.get("more_body") else self._whole())
         if self._events is not None and message["type"] == "http.response.body":
             last = not message.get("more_body", False)
-            message = {**message, "body": self._events.feed(message.get("body", b""), self._answer.sent(), last=last)}
+            labelled = self._events.feed(message.get("body", b""), self._answer.sent(), self._answer.adapters, last=last)
+            message = {**message, "body": labelled}
         await self._send(message)
 
     async def _begin(self, version: str) -> None:
@@ -169,7 +179,7 @@ class Signed:
         await self._send(_with_version(message, version))
 
     def _whole(self) -> str:
-        return name(self._answer.versions or (self._installed(),))
+        return name(self._answer.versions or (self._installed(),), self._answer.adapters)
 
 
 def header(value: str) -> tuple[bytes, bytes]:

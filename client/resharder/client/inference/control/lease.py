@@ -45,6 +45,8 @@ class ControlIdentity:
     fleet: str = ""
     passes_kv: bool = False
     """Whether the engine exchanges KV cache with other servers."""
+    base_server: str = ""
+    """For an adapter: the server that it is loaded into."""
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique for each lifetime of an API server."""
 
@@ -168,7 +170,12 @@ class LeaseThread:
         """Register the server with a daemon that has no record of it: one that it did not boot from, or that was restarted."""
         identity = self._identity
         request = server_pb2.ClaimServerRequest(
-            server=identity.server, model=identity.model, fleet=identity.fleet, boot=False, renews=True
+            server=identity.server,
+            model=identity.model,
+            fleet=identity.fleet,
+            base_server=identity.base_server,
+            boot=False,
+            renews=True,
         )
         failpoint("control.claim")
         claim = self._channel.call(self._stub.ClaimServer, request, patience=0)

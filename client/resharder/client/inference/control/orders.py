@@ -55,6 +55,8 @@ class ControlOrder:
     """For STAGE of a version that is not READY: the READY version to fall back on."""
     boots_another: bool = False
     """For STAGE: whether processes of the server that start now boot another version."""
+    base_version: int = 0
+    """For RESUME of an adapter: the only version of its base with which it may be served; 0 for any."""
     term: int = 0
     """Term of the leadership under which the daemon gave the order."""
     span: int = 0
@@ -226,5 +228,6 @@ def order_from_proto(message: Order) -> ControlOrder:
         message.profile,
         message.ahead_of,
         message.boots_another,
+        message.base_version,
         message.term,
     )

@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +30,7 @@ from resharder.client.inference.engine import InstallError, refuse_config
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import outputs, refusals, weight_transfer
+from resharder.client.inference.vllm.adapter_engine import Adapter
 from resharder.client.inference.vllm.engine_core import EngineEnd, engines_are_here, guard, passes_kv
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.sleep import cannot_sleep
@@ -48,8 +49,10 @@ _LOOK_SECONDS = 1.0  # between looks whether a handle that waits was closed
 class AttachedEngine:
     """An engine that follows the daemon. Not thread-safe; use it on the engine's event loop only."""
 
-    def __init__(self, gate: Gate, thread: LeaseThread, control: OrderExecutor) -> None:
+    def __init__(self, gate: Gate, thread: LeaseThread, control: OrderExecutor, adapters: Sequence[Adapter] = ()) -> None:
         self._gate, self._thread, self._control = gate, thread, control
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+        """The adapters of RESHARDER_ADAPTERS, by name. `adapters[name].request()` is the `LoRARequest` for new requests."""
         self._closed = False
 
     @property
@@ -93,6 +96,8 @@ class AttachedEngine:
     def leave(self) -> None:
         """Announce the end of this process to the daemon, which then removes the server. If the engine has failed, it is LOST."""
         self._closed = True
+        for adapter in self.adapters.values():
+            adapter.leave()
         self._thread.leave()
         self._control.release()
 
@@ -102,6 +107,8 @@ class AttachedEngine:
         The engine does not change: in the middle of an install it stays paused, until it is attached again or resumed.
         """
         self._closed = True
+        for adapter in self.adapters.values():
+            adapter.close()
         self._thread.close()
         self._control.release()
 
@@ -133,6 +140,7 @@ async def attach(
     settings = settings or PluginSettings.from_environment()
     config = engine.vllm_config
     refuse_unsupported(config)
+    refusals.refuse_adapters(config, settings)
     if settings.restarts and end is None:
         raise UsageError(f"{ON_CONFIG_CHANGE.name}=exit is for vLLM's API server: leave it out where a program embeds the engine")
     engine_config, restarting = EngineConfig(config) if settings.restarts else None, False
@@ -156,6 +164,8 @@ async def attach(
         return ""
 
     def close_and_end() -> None:
+        for adapter in adapters:
+            adapter.close()
         thread.close()
         if end is not None:
             end()
@@ -190,6 +200,7 @@ async def attach(
         why_restart=why_restart if settings.restarts else None,
     )
     gate.emptied.connect(thread.report_now)
+    adapters = [Adapter(engine, index, settings, world_size, address) for index in range(len(settings.adapters))]
     if weight_transfer.is_selected(config):
         weight_transfer.take_over(engine, _updates(gate, settings, lambda: thread.model))
     try:
@@ -198,7 +209,9 @@ async def attach(
         logger.warning("cannot tell yet whether the engine sleeps: %s", error)
     await engine_end.find_processes()
     thread.start()
-    return AttachedEngine(gate, thread, control)
+    for adapter in adapters:
+        await adapter.start()
+    return AttachedEngine(gate, thread, control, adapters)
 
 
 async def attach_until_shutdown(engine: Any) -> None:

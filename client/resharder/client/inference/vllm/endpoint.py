@@ -19,6 +19,8 @@ from resharder.client.inference.control.gate import Gate, GateMiddleware
 from resharder.client.inference.settings import PluginSettings, server_address
 from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import weight_transfer
+from resharder.client.inference.vllm.adapter_engine import Adapter
+from resharder.client.inference.vllm.adapter_routes import AdapterGateMiddleware, AdapterNames
 from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 from resharder.client.settings import ENDPOINT
@@ -39,6 +41,7 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._settings: PluginSettings | None = None
         self._gate: Gate | None = None
+        self._adapters: dict[str, Adapter] = {}
         self._passing: set[str] = set()  # routes that neither the gate nor the rules stop
         self.handle: AttachedEngine | None = None
 
@@ -52,6 +55,7 @@ class EndpointPlugin:
             return
         self._settings = PluginSettings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
+        app.add_middleware(AdapterGateMiddleware, adapters=self._adapters)
         app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version, passing=self._passing)
         app.add_middleware(RouteRulesMiddleware, passing=self._passing)
 
@@ -70,6 +74,9 @@ class EndpointPlugin:
             self._passing |= weight_transfer.ROUTES
         address = _address(args, settings)
         self.handle = await attach(engine_client, settings, gate=self._gate, address=address, end=end_process)
+        self._adapters |= self.handle.adapters
+        if self._adapters:
+            state.openai_serving_models.lora_requests = AdapterNames(self._adapters.values())
         atexit.register(self.handle.leave)  # vLLM has no shutdown hook
 
 

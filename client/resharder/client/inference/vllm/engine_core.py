@@ -11,8 +11,12 @@ from typing import Any
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
 from resharder.client.inference.engine import STAY_PAUSED
+from resharder.client.inference.vllm.adapter_ids import is_ours
 
 _RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
+ADAPTER = "resharder_adapter"
+"""Name of the engine core's method, and of the workers', for an adapter."""
+_FREED = "_resharder_freed"  # attribute of an engine core: ids of adapters' versions whose slots were freed
 _PAUSED = "_resharder_paused"  # attribute of an engine core that an order has paused
 _PROCESS = "resharder_process"  # name of the engine core's method for its process
 _ORDERLY = (None, 0, -signal.SIGTERM)  # exit codes of engine cores that run, or that got the server's SIGTERM too
@@ -26,6 +30,8 @@ def fence_engine_core() -> None:
     setattr(EngineCore, FENCED, resharder_fenced)
     setattr(EngineCore, _RESUME, resharder_resume)
     setattr(EngineCore, _PROCESS, resharder_process)
+    setattr(EngineCore, ADAPTER, resharder_adapter)
+    _refuse_freed_adapters(EngineCore)
 
 
 def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -33,7 +39,8 @@ def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) 
 
     The core executes one call after the other, so check and execution are atomic.
     """
-    fence = self.__dict__.setdefault("_resharder_fence", Fence())
+    fences = self.__dict__.setdefault("_resharder_fences", {})  # the daemon counts terms for each server, also an adapter's
+    fence = fences.setdefault(args[0] if method == ADAPTER else "", Fence())
     refusal = fence.refuse(token)
     if method == "resume_scheduler":
         refusal = _agreed(self, refusal)
@@ -58,6 +65,44 @@ def resharder_resume(self: Any) -> None:
         logger.warning("ignoring resume_generation by another caller: %s", refusal)
     else:
         _resume(self)
+
+
+def resharder_adapter(self: Any, adapter: str, method: str, args: list[Any]) -> Any:
+    """Call a method of an adapter's agents in the workers: a method of the engine core.
+
+    A version's slot is freed only here, between two steps: no request in the scheduler uses it, and one that arrives later is
+    refused.
+    """
+    freed: set[int] = self.__dict__.setdefault(_FREED, set())
+    if method == "release":
+        lora_requests = [request.lora_request for request in self.scheduler.requests.values()]
+        args = [[request.lora_int_id for request in lora_requests if is_ours(request)]]
+    answers = self.collective_rpc(ADAPTER, args=(adapter, method, *args))
+    for answer in answers:
+        freed |= set(answer.get("freed", ()))
+        freed -= set(answer.get("entered", ()))
+    return answers
+
+
+def _refuse_freed_adapters(core: Any) -> None:
+    """Have the engine core refuse a request for a version whose slot was freed; vLLM would look for it at its path, and end.
+
+    It answers an error for the one request (`_handle_request_preproc_error`, `v1/engine/core.py`; 0.28 to 0.32). An API server
+    that is late by more than `adapter_agent.GRACE_SECONDS` may name such a version.
+    """
+    plain = core.preprocess_add_request
+    if hasattr(plain, "resharder"):
+        return
+
+    @functools.wraps(plain)
+    def checked(self: Any, request: Any) -> Any:
+        lora: Any = getattr(request, "lora_request", None)
+        if is_ours(lora) and lora.lora_int_id in getattr(self, _FREED, ()):
+            raise ValueError(f"{lora.lora_name} was superseded and has left this engine: send the request again")
+        return plain(self, request)
+
+    checked.resharder = True  # type: ignore[attr-defined]
+    core.preprocess_add_request = checked
 
 
 def _resume(core: Any) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from resharder.client.inference.control import labels
 from resharder.client.inference.version_page import Page, joined, page
+from resharder.client.inference.vllm import adapter_ids
 
 _ATTRIBUTE = "resharder"  # on vLLM's objects
 _STAMP = "_attach_weight_version"
@@ -107,6 +108,8 @@ def _add_request(processor: Any, plain: Any, request: Any, *args: Any, **kwargs:
     state, answer = processor.request_states.get(request.request_id), labels.current()
     if source is not None and state is not None and answer is not None and not hasattr(state, _ATTRIBUTE):
         state.resharder = _Request(answer, source.clock())
+        if adapter := adapter_ids.label_of(getattr(request, "lora_request", None)):
+            answer.adapted(adapter)
         if state.queue is not None and not hasattr(state.queue, _ATTRIBUTE):
             state.queue.resharder = _Queue(answer)
     return result

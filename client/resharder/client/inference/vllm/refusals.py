@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from resharder.client.errors import UsageError
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.drafters import foreign_drafter
-from resharder.client.settings import VLLM_RUST_FRONTEND
+from resharder.client.settings import ADAPTERS, VLLM_RUNTIME_LORA, VLLM_RUST_FRONTEND
 
 _GRPC_SERVERS = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
 
@@ -27,6 +29,28 @@ def refuse_unsupported(vllm_config: Any) -> str:
     wrong += [drafter] if (drafter := foreign_drafter(vllm_config)) else []
     wrong += [front_end] if (front_end := ungated_front_end()) else []
     return f"Resharder does not support servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def refuse_adapters(vllm_config: Any, settings: PluginSettings) -> None:
+    """Raise `UsageError` if a server cannot follow the adapters of RESHARDER_ADAPTERS."""
+    if not settings.adapters:
+        return
+    for index in range(len(settings.adapters)):
+        settings.of_adapter(index)
+    lora = vllm_config.lora_config
+    if lora is None:
+        raise UsageError(f"{ADAPTERS.name} names adapters, and this server takes none: start vLLM with --enable-lora")
+    needed = len(settings.adapters) + 1
+    if lora.max_loras < needed:
+        raise UsageError(
+            f"{len(settings.adapters)} adapters need {needed} slots, one for the next version of any: start vLLM with "
+            f"--max-loras {needed} (got {lora.max_loras})"
+        )
+    if VLLM_RUNTIME_LORA.text().strip().lower() in ("1", "true"):
+        raise UsageError(
+            f"with {ADAPTERS.name}, all adapters come from the daemon, and their versions keep their slots: unset "
+            f"{VLLM_RUNTIME_LORA.name}"
+        )
 
 
 def _of_newer_releases(vllm_config: Any) -> list[tuple[str, bool]]:

@@ -185,22 +185,22 @@ class RouteRulesMiddleware:
         rule = rule_of(method, path)
         body: bytes | None = b""
         if rule.field:
-            body, receive = await _read(receive)
+            body, receive = await read_body(receive, _LONGEST_BODY)
         if reason := refusal(method, path, body):
             await _refuse(send, reason)
             return
         await self._app(scope, receive, send)
 
 
-async def _read(receive: Receive) -> tuple[bytes | None, Receive]:
-    """Return the body, `None` if it is too long, and a `receive` that repeats it."""
+async def read_body(receive: Receive, longest: int | None) -> tuple[bytes | None, Receive]:
+    """Return the body, `None` if it has more than `longest` bytes, and a `receive` that repeats it."""
     body, more = b"", True
     while more:
         message = await receive()
         if message["type"] != "http.request":
             break
         body, more = body + message.get("body", b""), message.get("more_body", False)
-        if len(body) > _LONGEST_BODY:
+        if longest is not None and len(body) > longest:
             return None, receive
     given = False
 

@@ -11,17 +11,23 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from resharder.client.inference.engine import WEIGHTS
 from resharder.client.inference.recording import inventory
+from resharder.client.inference.recording.adapter_layout import AdapterLayout
 from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm.drafters import drafter_of
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.host import VLLMHost
+from resharder.client.inference.vllm.lora import LoraSlots
+from resharder.client.inference.worker.adapter_agent import AdapterAgent
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
 from resharder.client.inference.worker.profile import profiled
 from resharder.client.inference.worker.reporter import PROCESS
 
 AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
+ADAPTERS: WeakKeyDictionary[torch.nn.Module, dict[str, AdapterAgent]] = WeakKeyDictionary()
 
 
 def agent_of(worker: Any) -> tuple[Agent, Models]:
@@ -112,7 +118,55 @@ def resharder_fingerprint(self: Any) -> dict[str, Any]:
     return _answer(self, act)
 
 
-METHODS = (resharder_describe, resharder_stage, resharder_unstage, resharder_apply, resharder_fingerprint)
+def resharder_adapter(self: Any, adapter: str, method: str, *args: Any) -> dict[str, Any]:
+    """Call a method of the worker's agent of an adapter.
+
+    Args:
+        adapter: Model of the adapter, one of RESHARDER_ADAPTERS.
+        method: `describe`, `stage`, `unstage`, `apply` or `release`.
+        args: Its arguments.
+    """
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        own = adapter_agents(self)[adapter]
+        try:
+            found: dict[str, Any] = getattr(own, method)(*args)
+        except Exception as error:
+            if method == "apply":
+                own.failed(args[0], f"{type(error).__name__}: {error}")
+            raise
+        return found
+
+    return _answer(self, act)
+
+
+def adapter_agents(worker: Any) -> dict[str, AdapterAgent]:
+    """Return the agents of one of vLLM's workers for adapters, by model, created on the first call.
+
+    Raises:
+        InstallError: vLLM was started without `--enable-lora`.
+    """
+    agent, models = agent_of(worker)
+    model = models[MODEL]
+    if model not in ADAPTERS:
+        settings, slots, layouts = agent.settings, LoraSlots.of_worker(worker), dict[Any, AdapterLayout]()
+        ADAPTERS[model] = {
+            name: AdapterAgent(
+                index,
+                agent.host.rank,
+                agent.host.device,
+                slots,
+                settings.of_adapter(index),
+                page(name),
+                lambda: WEIGHTS not in agent.sleep_state.tags,
+                layouts,
+            )
+            for index, (name, _) in enumerate(settings.adapters)
+        }
+    return ADAPTERS[model]
+
+
+METHODS = (resharder_adapter, resharder_describe, resharder_stage, resharder_unstage, resharder_apply, resharder_fingerprint)
 
 
 def watch_workers(made: Callable[[Any], None]) -> None:

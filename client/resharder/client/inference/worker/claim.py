@@ -58,7 +58,13 @@ def claim(
     """
     stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
     request = server_pb2.ClaimServerRequest(
-        server=settings.server, model=settings.model, fleet=settings.fleet, wait_seconds=wait_seconds, boot=boot, renews=renews
+        server=settings.server,
+        model=settings.model,
+        fleet=settings.fleet,
+        base_server=settings.base_server,
+        wait_seconds=wait_seconds,
+        boot=boot,
+        renews=renews,
     )
     answer: server_pb2.Claim = channel.call(stub.ClaimServer, request, timeout=wait_seconds + answer_seconds, patience=patience)
     return answer

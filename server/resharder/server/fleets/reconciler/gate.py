@@ -80,4 +80,5 @@ def _opening(server: Server) -> str:
 
 def resume_order(server: Server, control: Control) -> Order:
     """Return the order to open the gate on `opened` and, for a paused leader, to resume the engine."""
-    return Order(control.nonce, server_pb2.Order.RESUME, server.opened_by, server.opened)
+    bound = server.goal.bound.get(server.opened, 0)
+    return Order(control.nonce, server_pb2.Order.RESUME, server.opened_by, server.opened, base_version=bound)

@@ -1,0 +1,30 @@
+"""How vLLM names a version of an adapter: a `LoRARequest` with a name, an id and a path of its own.
+
+vLLM's prefix cache is keyed by the name (`_gen_lora_extra_hash_keys`, `v1/core/kv_cache_utils.py`; since 0.32 by name and
+path), and its slots by the id. There is nothing at the path: the workers have loaded the version before any request names it.
+"""
+
+from typing import Any
+
+_PATH = "resharder:"
+
+
+def request_of(adapter: str, id: int, version: int) -> Any:
+    """Return the `LoRARequest` of a version of an adapter."""
+    from vllm.lora.request import LoRARequest
+
+    name = f"{adapter}@{version}"
+    return LoRARequest(lora_name=name, lora_int_id=id, lora_path=_PATH + name)
+
+
+def is_ours(request: Any) -> bool:
+    """Return whether a `LoRARequest` or None is of `request_of`."""
+    return request is not None and str(request.lora_path).startswith(_PATH)
+
+
+def label_of(request: Any) -> str:
+    """Return the label of a `LoRARequest`, as `policy-lora=4`; empty for one that is not ours."""
+    if not is_ours(request):
+        return ""
+    adapter, _, version = request.lora_name.rpartition("@")
+    return f"{adapter}={version}"

@@ -1,0 +1,409 @@
+"""The agent of one adapter in one worker: stages, proves, enters and releases versions of it while the engine computes.
+
+An adapter is a model of the daemon with a base, and its agent reports to the daemon as the worker of a server of its own, which
+names the server of its base. So its versions move by the same orders as a model's: STAGE loads a version into a slot that no
+request names and reads the slot back; APPLY makes the slot known to the engine, which takes microseconds; the page of the adapter
+then has the new version, and all API servers of the server name it in new requests.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from resharder.client.errors import ResharderError
+from resharder.client.gpu.streams import on_stream, use_gpu
+from resharder.client.inference.engine import AdapterSlots, InstallError
+from resharder.client.inference.recording.adapter_layout import AdapterLayout, learn
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.version_page import Page
+from resharder.client.inference.worker.claim import claim
+from resharder.client.inference.worker.reporter import PROCESS, Reporter
+from resharder.client.inference.worker.source import Sources, VersionSource
+from resharder.client.rpc.channel import Channel
+from resharder.client.runtime.switch_interval import short_switch_interval
+from resharder.client.tracing import Timings, timed
+from resharder.client.versions.manifest import VersionManifest, get_manifest
+from resharder.converters.errors import ConversionError
+from resharder.converters.failpoints import failpoint
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.models.tensor_io import tensor_of_bits
+from resharder.converters.storage.digest import digest
+from resharder.v1 import resources_pb2
+from resharder.v1.resources_pb2 import Power
+
+logger = logging.getLogger("vllm.resharder.adapter")
+
+_RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
+_LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
+GRACE_SECONDS = 2.0
+"""Time for which a superseded version stays, for requests that name it and have not reached the engine yet."""
+
+
+@dataclass
+class Loaded:
+    """A version of the adapter in a slot."""
+
+    number: int
+    fingerprint: str
+    slot: int
+    adapter: Any = None
+    """The engine's own form of it, once it is written and proven."""
+    entered: bool = False
+    proven: int = 0
+    """Number of its tensors."""
+    loading: bool = False
+    """Whether a thread writes the slot."""
+    superseded: float = float("-inf")
+    """Monotonic time since which new requests get another version."""
+
+
+@dataclass
+class _Staged:
+    install: str
+    version: str
+    loaded: Loaded | None = None
+    seconds: float = 0.0
+    timings: Timings = field(default_factory=list)
+
+
+class AdapterAgent:
+    """The state of one adapter in one worker, and the operations on it.
+
+    vLLM's thread calls all public methods. Staging and reports run on threads of their own.
+
+    Args:
+        index: Position of the adapter among those of the server: its versions get ids of their own.
+        rank: The worker's rank over the server.
+        device: The device of the slots.
+        slots: The worker's slots.
+        settings: The plugin's settings for the adapter's own server.
+        page: The page of the adapter.
+        awake: Returns whether the weights, and with them the slots, are awake.
+        layouts: Where adapters lie in a slot, by their tensors' shapes; shared by the adapters of a worker.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        rank: int,
+        device: torch.device,
+        slots: AdapterSlots,
+        settings: PluginSettings,
+        page: Page,
+        awake: Callable[[], bool],
+        layouts: dict[Any, AdapterLayout],
+    ) -> None:
+        self.rank, self._device, self._index = rank, device, index
+        self._slots, self._settings, self._page, self._awake, self._layouts = slots, settings, page, awake, layouts
+        self._channel = Channel(settings.endpoint)
+        self._reporter = Reporter(self._channel, settings, lambda request: None)
+        self._sources: Sources | None = None
+        self._lock = threading.Lock()
+        self._staged: _Staged | None = None
+        self._loaded: dict[int, Loaded] = {}  # by id
+        self._known: dict[int, str] = {}  # fingerprint of each number that was ever entered
+        self._current: Loaded | None = None
+        self._applied = ""
+        page.write(rank, 0)
+
+    @property
+    def version(self) -> int:
+        """The version that new requests get, as far as this worker is concerned; 0 for none."""
+        return self._current.number if self._current is not None else 0
+
+    def id_of(self, number: int) -> int:
+        """Return the id of a version in the engine: the same in all workers and API servers, and another for each version."""
+        return adapter_id(self._index, number)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the adapter, and begin to report it to the daemon."""
+        if not self._reporter.started:
+            self._report(resources_pb2.Worker.EMPTY, installed=True)
+        staged = self._staged
+        return {
+            "version": self.version,
+            "staged": staged.install if staged and staged.loaded and staged.loaded.adapter and not staged.loaded.loading else "",
+            "entered": sorted(id for id, loaded in self._loaded.items() if loaded.entered),
+            "power": int(Power.AWAKE),
+            "asleep": [],
+            "dropped": False,
+        }
+
+    def stage(self, install: str, version: str, waits: bool = False) -> dict[str, Any]:
+        """Start to stage a version on a thread, in a slot that is reserved before this returns.
+
+        Args:
+            install: Id of the install.
+            version: Full name of the version.
+            waits: Whether the caller tries again if no slot is free.
+
+        A failure is reported to the daemon, at once or from the thread.
+
+        Returns:
+            Whether no slot is free, so that the caller has to try again.
+
+        Raises:
+            InstallError: No slot is free, and the caller does not wait.
+            ResharderError: The daemon is away.
+        """
+        failpoint("worker.stage.begin")
+        with self._lock:
+            if self._staged is not None and self._staged.install == install:
+                return {"full": False}
+            self._staged = staged = _Staged(install, version)
+        try:
+            number = int(version.rpartition("/")[2])
+            id = self.id_of(number)
+            with self._lock:
+                present = self._loaded.get(id)
+                if present is None or present.number != number:
+                    slot = self._slots.reserve(id) if present is None else None
+                    if slot is None and waits:
+                        self._staged = None
+                        return {"full": True}
+                    if slot is None:
+                        raise InstallError(self._slots.full())
+                    present = self._loaded[id] = Loaded(number, "", slot)
+                staged.loaded = present
+                begins, present.loading = not present.loading, True
+            if self._sources is None:
+                store = claim(self._channel, self._settings, boot=False, patience=_RPC_PATIENCE).store
+                self._sources = Sources(self._channel, store, self._settings)
+        except Exception as error:
+            self._stage_failed(staged, error)
+            raise
+        if not begins:
+            raise InstallError(f"version {number} is still being staged for an earlier order")
+        threading.Thread(target=self._stage, args=(staged, present), name="resharder-adapter", daemon=True).start()
+        return {"full": False}
+
+    def unstage(self, install: str) -> dict[str, Any]:
+        """Drop the install if it is staged or being staged."""
+        with self._lock:
+            if self._staged is not None and self._staged.install == install:
+                self._staged = None
+                self._reporter.report_installed()
+        return {}
+
+    def apply(self, install: str, profile: bool = False) -> dict[str, Any]:
+        """Make a staged version the one of new requests.
+
+        Args:
+            install: Id of the install.
+            profile: Ignored; there is nothing to profile.
+
+        Returns:
+            The version, its id in the engine, and whether the engine's caches may have entries of another version of its number.
+
+        Raises:
+            InstallError: The install is not staged.
+        """
+        if self._applied == install and self._current is not None:
+            return {"version": self.version, "renumbered": False, "entered": [self.id_of(self.version)]}
+        with self._lock:
+            staged = self._staged
+            loaded = staged.loaded if staged is not None else None
+            if staged is None or staged.install != install or loaded is None or loaded.adapter is None or loaded.loading:
+                raise InstallError(f"install {install} is not staged in this worker")
+            failpoint("worker.apply.begin")
+            id = self.id_of(loaded.number)
+            self._slots.enter(id, loaded.adapter)
+            loaded.entered = True
+            renumbered = self._known.get(loaded.number, loaded.fingerprint) != loaded.fingerprint
+            self._known[loaded.number] = loaded.fingerprint
+            failpoint("worker.apply.written")
+            if self._current is not None and self._current is not loaded:
+                self._current.superseded = time.monotonic()
+            self._current, self._applied, self._staged = loaded, install, None
+            self._page.write(self.rank, loaded.number)
+            self._report(resources_pb2.Worker.APPLIED, install=install, staged=staged, installed=True)
+        return {"version": loaded.number, "renumbered": renumbered, "entered": [id]}
+
+    def failed(self, install: str, error: str) -> None:
+        """Report a failed apply. What requests got before is as it was."""
+        self._report(resources_pb2.Worker.FAILED, install=install, error=error)
+
+    def release(self, used: list[int]) -> dict[str, Any]:
+        """Free the slots of versions that no request uses, except the current and the staged one, and those superseded just now.
+
+        Args:
+            used: Ids of the versions that requests in the engine use.
+
+        Returns:
+            The ids of the freed versions, and of those that are left beside the current one.
+        """
+        with self._lock:
+            now, freed = time.monotonic(), []
+            staged = self._staged.loaded if self._staged is not None else None
+            for id, loaded in list(self._loaded.items()):
+                kept = loaded is self._current or loaded is staged or loaded.loading or id in used
+                if not kept and now - loaded.superseded >= GRACE_SECONDS:
+                    self._slots.release(id)
+                    del self._loaded[id]
+                    freed.append(id)
+            return {"freed": freed, "left": [id for id, loaded in self._loaded.items() if loaded not in (self._current, staged)]}
+
+    # Called on the thread that stages
+
+    def _stage(self, staged: _Staged, loaded: Loaded) -> None:
+        started = time.perf_counter()
+        try:
+            with timed(staged.timings, "stage"), short_switch_interval():
+                manifest = get_manifest(self._channel, staged.version)
+                if loaded.adapter is None or loaded.fingerprint != manifest.fingerprint:
+                    loaded.adapter = None
+                    self._load(manifest, loaded, lambda: self._staged is staged)
+        except (ResharderError, ConversionError, InstallError, OSError, ValueError, RuntimeError) as error:
+            loaded.loading = False
+            self._stage_failed(staged, error)
+            return
+        failpoint("worker.stage.staged")
+        staged.seconds = time.perf_counter() - started
+        with self._lock:
+            loaded.loading = False
+            if self._staged is staged:
+                self._report(resources_pb2.Worker.STAGED, install=staged.install, staged=staged)
+
+    def _load(self, manifest: VersionManifest, loaded: Loaded, wanted: Callable[[], bool]) -> None:
+        """Write a version into its slot, and prove the slot.
+
+        Raises:
+            InstallError: The engine refuses the adapter, or the slot does not contain it.
+        """
+        if loaded.entered:
+            raise InstallError(
+                f"the engine still has another version {loaded.number} of this adapter in use, of another store: it is loaded "
+                "once the requests of that one have ended"
+            )
+        while not self._awake():  # the slots sleep with the weights
+            if not wanted():
+                raise InstallError("it was replaced while the weights slept")
+            time.sleep(_LOOK_SECONDS)
+        use_gpu(self._device)
+        config = json.loads(manifest.config)
+        shapes = {name: tuple(spec.shape) for name, spec in manifest.specs.items()}
+        self._slots.check(config, shapes)
+        assert self._sources is not None
+        source = self._sources.open(manifest, {name: (full_box(shape),) for name, shape in shapes.items()})
+        try:
+            tensors = _verified(source)
+        finally:
+            source.close()
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with torch.no_grad(), on_stream(stream) if stream is not None else torch.no_grad():
+            layout = self._layout(loaded, shapes, config)
+            adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), _copies(tensors), config)
+            failpoint("worker.apply.half-way")
+            self._prove(loaded.slot, layout, tensors, config)
+        loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
+
+    def _layout(self, loaded: Loaded, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> AdapterLayout:
+        key = tuple(sorted(shapes.items())), json.dumps([config.get("r"), config.get("rank_pattern")])
+        if (known := self._layouts.get(key)) is not None:
+            return known
+        unscaled, id = self._slots.unscaled(config), self.id_of(loaded.number)
+        layout = learn(
+            shapes,
+            lambda tensors: _done(self._slots.write(loaded.slot, id, tensors, unscaled)),
+            lambda: self._slots.read(loaded.slot),
+        )
+        held = layout.elements()
+        missing = [name for name in shapes if not held.get(name)]
+        if self._slots.whole():
+            missing = [name for name, shape in shapes.items() if held.get(name, 0) < _size(shape)]
+        if missing and (self._slots.whole() or len(missing) == len(shapes)):
+            raise InstallError(
+                f"the engine takes only a part of the adapter: it leaves out {len(missing)} tensors, as {', '.join(missing[:4])}"
+            )
+        self._layouts[key] = layout
+        return layout
+
+    def _prove(self, slot: int, layout: AdapterLayout, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        """Raise `InstallError` unless the slot contains the tensors, scaled, and zeros, bit for bit."""
+        dtype = self._slots.dtype
+        kept = {}
+        for name, tensor in tensors.items():
+            scale = self._slots.scaling(config, name)
+            kept[name] = tensor.to(dtype) if scale == 1 else tensor.to(dtype) * scale
+        expected, found = layout.expected(kept), self._slots.read(slot)
+        wrong = sorted(expected.keys() ^ found.keys())
+        wrong += [
+            name
+            for name, part in expected.items()
+            if name in found and not torch.equal(_bits(part.to(found[name].device)), _bits(found[name]))
+        ]
+        if wrong:
+            raise InstallError(
+                f"{len(wrong)} of {len(expected)} tensors of the slot differ from the version: {', '.join(wrong[:4])}"
+                f"{', …' if len(wrong) > 4 else ''}"
+            )
+
+    def _stage_failed(self, staged: _Staged, error: Exception) -> None:
+        with self._lock:
+            if self._staged is staged:
+                self._staged = None
+        self._report(resources_pb2.Worker.FAILED, install=staged.install, error=f"{type(error).__name__}: {error}", staged=staged)
+
+    def _report(
+        self, state: int, *, install: str = "", error: str = "", staged: _Staged | None = None, installed: bool = False
+    ) -> None:
+        loaded = staged.loaded if staged is not None else self._current
+        version = loaded.number if loaded is not None and state != resources_pb2.Worker.EMPTY else 0
+        worker = resources_pb2.Worker(
+            rank=self.rank,
+            state=state,  # type: ignore[arg-type]
+            version=version,
+            install=install,
+            error=error,
+            transport=self._sources.transport if self._sources else "",
+            transport_reason=self._sources.transport_reason if self._sources else "",
+            stage_seconds=staged.seconds if staged else 0.0,
+            verified_tensors=loaded.proven if loaded is not None else 0,
+            process=PROCESS,
+            fingerprint=loaded.fingerprint if loaded is not None else "",
+            timings=staged.timings if staged else (),
+        )
+        self._reporter.report(worker, installed=installed)
+
+
+def adapter_id(index: int, number: int) -> int:
+    """Return vLLM's id of a version of the server's adapter at `index`: below 2**31, and above vLLM's own, which are small."""
+    return (index + 1) * 1_000_000 + number % 1_000_000
+
+
+def _verified(source: VersionSource) -> dict[str, torch.Tensor]:
+    """Return the version's tensors, copied to memory of this process, whose digests are the store's."""
+    found, wrong = {}, []
+    for name, spec in source.specs.items():
+        box, array = full_box(spec.shape), source.arrays[name].copy()
+        if digest(array, box, spec.shape) != source.expected[name, box]:
+            wrong.append(name)
+        found[name] = tensor_of_bits(array, spec.dtype)
+    if wrong:
+        raise InstallError(f"{len(wrong)} tensors differ from the store's digests: {', '.join(wrong[:4])}")
+    return found
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies, which the engine may scale in place."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _done(written: Any) -> None:
+    del written
