@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,9 +72,13 @@ class Engine:
         (answer,) = self.rpc(method, *args)
         return answer
 
-    def logprobs(self, prompt: list[int], tokens: int = 8) -> list[tuple[int, float]]:
-        """(token, logprob) of a greedy continuation."""
-        return self._ask("logprobs", prompt, tokens)
+    def logprobs(self, prompt: list[int], tokens: int = 8, adapter: Path | None = None) -> list[tuple[int, float]]:
+        """(token, logprob) of a greedy continuation, by an adapter if one is given."""
+        return self._ask("logprobs", prompt, tokens, adapter)
+
+    def add_adapter(self, folder: Path) -> bool:
+        """Whether vLLM's own loader took the adapter of a folder into a slot."""
+        return self._ask("add_adapter", folder)
 
     def weight_versions(self, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:
         """vLLM's own (version, first token, end) of a greedy continuation."""
@@ -165,7 +170,8 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     pipe.send((True, None))
     acts: dict[str, Callable[..., Any]] = {
         "rpc": lambda method, args: engine.collective_rpc(method, args=args),
-        "logprobs": lambda prompt, tokens: _logprobs(engine, prompt, tokens),
+        "logprobs": lambda prompt, tokens, adapter: _logprobs(engine, prompt, tokens, adapter),
+        "add_adapter": lambda folder: engine.llm_engine.add_lora(_request(folder)),
         "weight_versions": lambda prompt, tokens: _weight_versions(engine, prompt, tokens),
         "core": lambda method, args: getattr(engine.llm_engine.engine_core.engine_core, method)(*args),
         "sleep": engine.sleep,
@@ -186,12 +192,19 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     os._exit(0)
 
 
-def _logprobs(engine: Any, prompt: list[int], tokens: int) -> list[tuple[int, float]]:
+def _request(adapter: Path) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, zlib.crc32(str(adapter).encode()), str(adapter))
+
+
+def _logprobs(engine: Any, prompt: list[int], tokens: int, adapter: Path | None = None) -> list[tuple[int, float]]:
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
     settings = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True)
-    (output,) = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
+    request = _request(adapter) if adapter else None
+    (output,) = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False, lora_request=request)
     answer = output.outputs[0]
     return [(token, found[token].logprob) for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
 

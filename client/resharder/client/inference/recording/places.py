@@ -14,10 +14,12 @@ from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from resharder.client.inference.recording.wrappers import base_modules, join, wrappers
 
 _DEPTH = 12
-_NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
-_SKIPPED = ("vllm.config", "vllm.distributed", "vllm.compilation", "vllm.platforms", "vllm.transformers_utils")
+_NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache", "lora_manager")
+_ADAPTERS = "vllm.model_executor.layers.fused_moe.experts.lora_context"
+_SKIPPED = ("vllm.config", "vllm.distributed", "vllm.compilation", "vllm.platforms", "vllm.transformers_utils", _ADAPTERS)
 # Libraries whose objects have no weights, or only workspaces that their kernels write.
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "flashinfer", "triton", "transformers", "tokenizers", "ray"}
 Put = Callable[[Any], None]
@@ -40,28 +42,23 @@ class TensorPlace(NamedTuple):
     """View of the tensor's elements, which stay those of this moment if the tensor gets others (`.data = …`)."""
 
 
-def join(path: str, name: str) -> str:
-    """Return the path of `name` in `path`."""
-    return f"{path}.{name}" if path else name
-
-
 def places(model: torch.nn.Module) -> Iterator[TensorPlace]:
     """Yield the places of parameters and buffers first, then those in other attributes of modules.
 
-    Each object is searched once, on the shortest way from the first module that reaches it.
+    Each object is searched once, on the shortest way from the first module that reaches it. Wrappers of adapters are not searched.
     """
-    modules = [(path, module) for path, module in model.named_modules()]
-    for path, module in modules:
+    modules = list(base_modules(model))
+    for path, module, _ in modules:
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 if tensor is not None:
                     setter = partial(kind.__setitem__, name)
                     yield TensorPlace(join(path, name), path, tensor, kind is module._parameters, True, setter, tensor.data)
-    seen = {id(module) for _, module in modules}
-    for path, module in modules:
+    seen = {id(module) for module in model.modules()}
+    for path, module, found in modules:
         attributes = [
             (join(path, name), value, partial(object.__setattr__, module, name))
-            for name, value in vars(module).items()
+            for name, value in found.items()
             if name not in _NO_WEIGHTS
         ]
         for where, value, put in _inside(attributes, seen):
@@ -71,14 +68,23 @@ def places(model: torch.nn.Module) -> Iterator[TensorPlace]:
 
 def sealed_modules(model: torch.nn.Module) -> frozenset[str]:
     """Return the paths of modules that reach an object of C++ (`torch.ScriptObject`), whose tensors cannot be found."""
-    modules = list(model.named_modules())
-    seen = {id(module) for _, module in modules}
+    seen = {id(module) for module in model.modules()}
     sealed = set()
-    for path, module in modules:
-        attributes = [(name, value, None) for name, value in vars(module).items() if name not in _NO_WEIGHTS]
+    for path, _, found in base_modules(model):
+        attributes = [(name, value, None) for name, value in found.items() if name not in _NO_WEIGHTS]
         if any(isinstance(value, torch.ScriptObject) for _, value, _ in _inside(attributes, seen)):
             sealed.add(path)
     return frozenset(sealed)
+
+
+def adapter_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of the wrappers of adapters, which no version of the base model has."""
+    if not (found := wrappers(model)):
+        return []
+    base = {memory_of(place.tensor) for place in places(model)}
+    seen = {id(module) for module in model.modules()}
+    attributes = [(name, value, None) for wrapper in found for name, value in vars(wrapper).items() if name != "_modules"]
+    return [v for _, v, _ in _inside(attributes, seen) if isinstance(v, torch.Tensor) and memory_of(v) not in base]
 
 
 def _inside(found: Iterable[tuple[str, Any, Put | None]], seen: set[int]) -> Iterator[tuple[str, Any, Put | None]]:

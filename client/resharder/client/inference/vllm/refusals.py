@@ -21,7 +21,6 @@ def refuse_unsupported(vllm_config: Any) -> str:
         for what, on in (
             ("EPLB (--enable-eplb)", parallel.enable_eplb),
             ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False)),
-            ("LoRA (--enable-lora)", vllm_config.lora_config is not None),
             *_of_newer_releases(vllm_config),
         )
         if on

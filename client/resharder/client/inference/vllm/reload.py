@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from resharder.client.inference.engine import Loader
+from resharder.client.inference.recording.wrappers import without_wrappers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -56,13 +57,14 @@ def _begin_reload(model: torch.nn.Module) -> None:
 @contextmanager
 def format_of_load(model: torch.nn.Module) -> Iterator[None]:
     """Replace a running model's parameters by meta tensors of their shapes before loading; restore them at exit."""
-    _begin_reload(model)
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            _put_back(module)
-        _end_torchao(model)
+    with without_wrappers(model):
+        _begin_reload(model)
+        try:
+            yield
+        finally:
+            for module in model.modules():
+                _put_back(module)
+            _end_torchao(model)
 
 
 @contextmanager
@@ -76,21 +78,22 @@ def reloading(model: torch.nn.Module, model_config: Any, modules: frozenset[str]
         model_config: vLLM's configuration of the model.
         modules: Paths of the modules to reload.
     """
-    _before_reload_on_cpu(model)
-    _begin_reload(model)
-    try:
-        selected = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in modules}
-        for module in model.modules():
-            if id(module) not in selected:
+    with without_wrappers(model):
+        _before_reload_on_cpu(model)
+        _begin_reload(model)
+        try:
+            selected = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in modules}
+            for module in model.modules():
+                if id(module) not in selected:
+                    _put_back(module)
+            with _DirectWrites(model):
+                yield
+            finalize_layerwise_reload(model, model_config)
+        finally:
+            for module in model.modules():
                 _put_back(module)
-        with _DirectWrites(model):
-            yield
-        finalize_layerwise_reload(model, model_config)
-    finally:
-        for module in model.modules():
-            _put_back(module)
-        _end_torchao(model)
-    _after_reload_on_cpu(model)
+            _end_torchao(model)
+        _after_reload_on_cpu(model)
 
 
 class _DirectWrites(TorchFunctionMode):

@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 from resharder.client.inference.engine import Host, InstallError
 from resharder.client.inference.recording import inventory
+from resharder.client.inference.recording.wrappers import join, named_modules
 from resharder.client.inference.worker.source import VersionSource
 from resharder.client.settings import FAULT
 from resharder.converters.geometry.chunking import cut_chunks
@@ -31,7 +31,12 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def live_now(model: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.Tensor]:
     """Return at least the tensors `names`, by path. Fast if all of them are parameters or buffers."""
-    found = dict(chain(model.named_parameters(), model.named_buffers()))
+    found = {
+        join(path, name): tensor
+        for path, module in named_modules(model)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
     if names <= found.keys():
         return found
     return live_tensors(model)

@@ -13,6 +13,7 @@ from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.inference.engine import Host, InstallError, ModelConfig, refuse_config
 from resharder.client.inference.recording import inventory, recorder
 from resharder.client.inference.recording.recorder import Recording
+from resharder.client.inference.recording.wrappers import named_modules
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
@@ -28,8 +29,8 @@ Models = Mapping[str, torch.nn.Module]
 
 def shared_modules(models: Models, name: str) -> frozenset[str]:
     """Return the paths of modules in the model `name` that belong to `MODEL`; empty for `MODEL` itself."""
-    owned = {id(module) for module in models[MODEL].modules()} if name != MODEL else set()
-    return frozenset(path for path, module in models[name].named_modules(remove_duplicate=False) if id(module) in owned)
+    owned = {id(module) for _, module in named_modules(models[MODEL])} if name != MODEL else set()
+    return frozenset(path for path, module in named_modules(models[name], remove_duplicate=False) if id(module) in owned)
 
 
 @dataclass

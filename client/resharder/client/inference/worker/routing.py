@@ -18,6 +18,7 @@ from resharder.client.inference.engine import InstallError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.places import sealed_modules
 from resharder.client.inference.recording.recorder import Local, Recording
+from resharder.client.inference.recording.wrappers import named_modules
 from resharder.client.inference.worker.memory import live_tensors, read_all, strided
 from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_index, box_size
@@ -44,7 +45,7 @@ class Route:
 
 def first_route(recording: Recording, model: torch.nn.Module, shared: frozenset[str]) -> Route:
     """Return the route of the first version: all tensors go through `load_weights`."""
-    modules = frozenset(name for name, _ in model.named_modules(remove_duplicate=False))
+    modules = frozenset(name for name, _ in named_modules(model, remove_duplicate=False))
     return Route((), frozenset(recording.needs), modules - shared, ())
 
 
@@ -204,21 +205,25 @@ def _derived(
         raise InstallError(
             "Resharder cannot observe the loader that loaded this model: start vLLM with --load-format auto, dummy or resharder"
         )
-    paths = {id(module): path for path, module in model.named_modules()}
+    modules = dict(named_modules(model))
+    paths = {id(module): path for path, module in modules.items()}
+
+    def below_of(path: str) -> frozenset[str]:
+        return frozenset(paths[id(module)] for _, module in named_modules(modules[path]))
+
     read = {name for locals_ in recording.reads.values() for name in locals_}
     owners = {tensor.untyped_storage()._cdata for name, tensor in live.items() if name in recording.locals and tensor.numel()}
     holds_weights = {module for local in recording.locals.values() for module in local.modules}
     # An object of C++ may have a packed copy of its module's weights.
     sealed = sealed_modules(model).difference(shared)
-    result = {path: frozenset(paths[id(m)] for m in model.get_submodule(path).modules()) for path in sealed}
+    result = {path: below_of(path) for path in sealed}
     refused = []
     for found in inventory.reachable(model):
         if found.path in read or found.module in shared or not (found.path in notes.made or found.parameter):
             continue
         if found.tensor.numel() == 0 or (found.path not in recording.locals and found.tensor.untyped_storage()._cdata in owners):
             continue  # empty, or an alias of a parameter
-        below = frozenset(paths[id(m)] for m in model.get_submodule(found.module).modules())
-        result[found.module] = below
+        result[found.module] = below = below_of(found.module)
         if not below & holds_weights:
             refused.append(found.path)
     if refused:

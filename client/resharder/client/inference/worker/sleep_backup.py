@@ -3,8 +3,8 @@
 vLLM drops all memory that was allocated while the model was loaded, and itself saves the model's
 `named_buffers()` (`Worker.sleep` in `v1/worker/gpu_worker.py`; from 0.28 also the drafter's, in 0.32 also
 parameters that an option names). This module saves other tensors of modules (in attributes and closures),
-parameters that no HF tensor fills, and padding rows. It does not save memory that an install writes:
-boxes, and tensors that vLLM derives from HF tensors in `load_weights`.
+parameters that no HF tensor fills, padding rows, and the adapters that are loaded. It does not save memory that an install
+writes: boxes, and tensors that vLLM derives from HF tensors in `load_weights`.
 
 Addresses do not change over a sleep, and routes name tensors by path, so both stay valid.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from resharder.client.inference.recording import inventory
+from resharder.client.inference.recording.places import adapter_tensors
 from resharder.client.inference.worker.model_part import ModelPart, Models, shared_modules
 from resharder.converters.geometry.layout import Piece, box_size
 
@@ -47,7 +48,10 @@ def back_up(device: torch.device, models: Models, parts: dict[str, ModelPart]) -
     found = [
         memory
         for name, model in models.items()
-        for memory in not_installed(model, parts.get(name), shared_modules(models, name))
+        for memory in (
+            *not_installed(model, parts.get(name), shared_modules(models, name)),
+            *(_bytes(tensor) for tensor in adapter_tensors(model)),
+        )
         if memory.device.type == device.type and memory.nbytes
     ]
     distinct = {(memory.data_ptr(), memory.nbytes): memory for memory in found}.values()
