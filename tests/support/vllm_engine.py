@@ -72,8 +72,8 @@ class Engine:
         (answer,) = self.rpc(method, *args)
         return answer
 
-    def logprobs(self, prompt: list[int], tokens: int = 8, adapter: Path | None = None) -> list[tuple[int, float]]:
-        """(token, logprob) of a greedy continuation, by an adapter if one is given."""
+    def logprobs(self, prompt: list[int], tokens: int = 8, adapter: Path | tuple[str, int, int] | None = None) -> list[tuple[int, float]]:
+        """(token, logprob) of a greedy continuation, by an adapter if one is given: a folder, or (model, id, version)."""
         return self._ask("logprobs", prompt, tokens, adapter)
 
     def add_adapter(self, folder: Path) -> bool:
@@ -192,13 +192,17 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     os._exit(0)
 
 
-def _request(adapter: Path) -> Any:
+def _request(adapter: Path | tuple[str, int, int]) -> Any:
     from vllm.lora.request import LoRARequest
 
+    if isinstance(adapter, tuple):  # name, id and version, of one that the plugin has loaded
+        from resharder.client.inference.vllm.adapter_ids import request_of
+
+        return request_of(*adapter)
     return LoRARequest(adapter.name, zlib.crc32(str(adapter).encode()), str(adapter))
 
 
-def _logprobs(engine: Any, prompt: list[int], tokens: int, adapter: Path | None = None) -> list[tuple[int, float]]:
+def _logprobs(engine: Any, prompt: list[int], tokens: int, adapter: Any = None) -> list[tuple[int, float]]:
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()

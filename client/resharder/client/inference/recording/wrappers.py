@@ -45,7 +45,9 @@ def join(path: str, name: str) -> str:
 def base_modules(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[BaseModule]:
     """Yield the base model's modules, in the order of `torch.nn.Module.named_modules`."""
     for path, module, wrapped in _walk("", model, False, set() if remove_duplicate else None):
-        yield BaseModule(path, module, vars(module) | {w.name: w.base for w in wrapped if not isinstance(w.base, torch.nn.Module)})
+        yield BaseModule(
+            path, module, vars(module) | {w.name: w.base for w in wrapped if not isinstance(w.base, torch.nn.Module)}
+        )
 
 
 def named_modules(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -63,7 +65,9 @@ def wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def without_wrappers(model: torch.nn.Module) -> Iterator[None]:
     """Put the base model's modules in the place of their wrappers, and the wrappers back at exit. The model must not run."""
     wrapped = _wrapped(model)
-    prefixes = [(attributes, attributes[_PREFIX]) for _, module in named_modules(model) if _PREFIX in (attributes := vars(module))]
+    prefixes = [
+        (attributes, attributes[_PREFIX]) for _, module in named_modules(model) if _PREFIX in (attributes := vars(module))
+    ]
     for attributes, _ in prefixes:
         attributes[_PREFIX] = ""
     for parent, name, _, base in wrapped:

@@ -1,0 +1,111 @@
+"""Versions of adapters in real vLLM workers, held against engines that loaded the same adapter from its folder."""
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resharder.client.trainer import connect
+from resharder.client.inference.vllm.engine_core import ADAPTER
+from resharder.client.inference.worker.adapter_agent import adapter_id
+from safetensors.torch import load_file
+
+from tests.support.adapters import RANK, save_adapter
+from tests.support.daemon import Daemon
+from tests.support.tiny_hf import load_checkpoint
+from tests.support.vllm_engine import Engine
+from tests.support.vllm_models import make_pair, publish, without_weights
+from tests.vllm.test_install import PROMPT, weights
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "dtype": "float32"}
+
+
+def publish_adapter(daemon: Daemon, model: str, base: str, *folders: Path) -> list[str]:
+    """The names of the versions that these PEFT folders became."""
+    config = json.loads((folders[0] / "adapter_config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    publisher = connect.connect(daemon.endpoint, model=model, job=uuid.uuid4().hex, rank=0, world_size=1, config=config)
+    try:
+        found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        handles = [publisher.publish_tensors(step, tensors.items()) for step, tensors in enumerate(found, 1)]
+        for handle in handles:
+            handle.wait_ready(60)
+        return [handle.name for handle in handles]
+    finally:
+        publisher.close()
+
+
+class Adapters:
+    """An engine with a base from the daemon, and one adapter."""
+
+    def __init__(self, engine: Engine, model: str, index: int = 0) -> None:
+        self.engine, self.model, self.index = engine, model, index
+
+    def call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self.engine.core(ADAPTER, self.model, method, list(args))
+        return answers
+
+    def stage(self, install: str, version: str) -> None:
+        for answer in self.call("stage", install, version):
+            assert answer["ok"], answer["error"]
+
+    def install(self, install: str, version: str) -> None:
+        self.stage(install, version)
+        self.wait_staged(install)
+        for answer in self.call("apply", install):
+            assert answer["ok"], answer["error"]
+
+    def wait_staged(self, install: str) -> None:
+        import time
+
+        deadline = time.monotonic() + 60
+        while not all(answer["staged"] == install for answer in self.call("describe")):
+            assert time.monotonic() < deadline, self.call("describe")
+            time.sleep(0.02)
+
+    def logprobs(self, version: int) -> list[tuple[int, float]]:
+        return self.engine.logprobs(PROMPT, 8, (self.model, adapter_id(self.index, version), version))
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# vLLM's kernels for adapters of experts are Triton's, which its CPU build has not.
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "qwen3": ((), {}),
+    "qwen3_moe": (ATTENTION, {"lora_target_modules": list(ATTENTION), "dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Adapters, Any]]:
+    family, folder = request.param, tmp_path_factory.mktemp("adapters")
+    targets, options = KINDS[family][0], LORA | KINDS[family][1]
+    base, _ = make_pair(folder, family, getattr(torch, options["dtype"]))
+    name = folder.name
+    publish(daemon, name, base)
+    folders = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed, *targets) for seed in (1, 2)]
+    with Engine(base, environment={"VLLM_PLUGINS": ""}, **options) as fresh:
+        expected = [fresh.logprobs(PROMPT), *(fresh.logprobs(PROMPT, 8, each) for each in folders)]
+    assert expected[0] != expected[1] != expected[2]
+    lora = f"{name}-lora"
+    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": name, "RESHARDER_ADAPTERS": lora}
+    versions = publish_adapter(daemon, lora, name, *folders)
+    bare = without_weights(base, folder / "bare")
+    with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
+        yield Adapters(engine, lora), (expected, versions)
+
+
+def test_versions_answer_as_an_engine_that_loaded_their_folder(case: tuple[Adapters, Any]) -> None:
+    adapters, (expected, versions) = case
+    base = weights(adapters.engine)
+    adapters.install("first", versions[0])
+    assert adapters.logprobs(1) == expected[1]
+    adapters.stage("second", versions[1])
+    assert adapters.logprobs(1) == expected[1], "while the next version is being staged"
+    adapters.wait_staged("second")
+    adapters.call("apply", "second")
+    assert adapters.logprobs(2) == expected[2]
+    assert adapters.logprobs(1) == expected[1], "requests in progress end on it"
+    assert adapters.engine.logprobs(PROMPT) == expected[0]
+    assert weights(adapters.engine) == base
