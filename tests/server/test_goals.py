@@ -8,7 +8,7 @@ from resharder.server.fleets.goals import boots, goals
 from resharder.server.state.fleet import NOBODY, Fleet, VersionTarget, View
 from resharder.server.state.server import Goal, Server, Worker
 from resharder.v1 import resources_pb2
-from resharder.v1.resources_pb2 import PauseMode, Power
+from resharder.v1.resources_pb2 import BaseBinding, PauseMode, Power
 
 from tests.support.fleet_states import NOW, failed, fleet, install, moving, out_of_service, server, view
 
@@ -319,3 +319,37 @@ def test_a_server_that_waits_for_a_version_to_be_ready_gets_the_newest_ready_one
 
 def test_the_range_of_no_version_permits_none() -> None:
     assert not [version for version in range(4) if Goal(serves=NOBODY).permits(version)]
+
+
+# Adapters
+
+
+def of_adapter(base: int, **changes: Any) -> Goal:
+    """The goal of a server of an adapter whose version 1 was trained on version 7 of its base, and version 2 on version 8."""
+    known = server("one.lora", base_server="one")
+    there = view([known], bases={"one.lora": base}, base_versions={1: 7, 2: 8})
+    return goals(moving(resources_pb2.Move.MOVING, **changes), there)["one.lora"]
+
+
+def test_an_adapter_waits_for_the_version_of_its_base() -> None:
+    goal = of_adapter(base=7)
+    assert (goal.version, goal.apply, goal.permits(1)) == (2, False, True)
+    assert goal.why == "version 2 was trained on version 8 of its base, which is at 7"
+    assert goal.bound == {1: 7, 2: 8}
+
+
+def test_an_adapter_leaves_service_when_its_base_moves_on() -> None:
+    goal = of_adapter(base=8)
+    assert (goal.version, goal.apply, goal.permits(1), goal.permits(2)) == (2, True, False, False)
+    assert goal.why == "version 1 was trained on version 7 of its base, which is at 8"
+
+
+def test_a_fleet_that_only_warns_serves_an_adapter_beside_any_version_of_its_base() -> None:
+    goal = of_adapter(base=9, base_binding=BaseBinding.WARN)
+    assert (goal.apply, goal.permits(1), goal.bound) == (True, True, {})
+    assert goal.warning == "version 1 was trained on version 7 of its base, which is at 9"
+
+
+def test_an_adapter_waits_while_its_base_has_no_confirmed_version_and_stays_in_service() -> None:
+    goal = of_adapter(base=0)
+    assert (goal.apply, goal.permits(1), goal.why) == (False, True, "its base has no confirmed version")

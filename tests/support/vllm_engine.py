@@ -72,7 +72,9 @@ class Engine:
         (answer,) = self.rpc(method, *args)
         return answer
 
-    def logprobs(self, prompt: list[int], tokens: int = 8, adapter: Path | tuple[str, int, int] | None = None) -> list[tuple[int, float]]:
+    def logprobs(
+        self, prompt: list[int], tokens: int = 8, adapter: Path | tuple[str, int, int] | None = None
+    ) -> list[tuple[int, float]]:
         """(token, logprob) of a greedy continuation, by an adapter if one is given: a folder, or (model, id, version)."""
         return self._ask("logprobs", prompt, tokens, adapter)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.trainer import connect
 from resharder.client.inference.vllm.engine_core import ADAPTER
 from resharder.client.inference.worker.adapter_agent import adapter_id
+from resharder.client.trainer import connect
 from safetensors.torch import load_file
 
 from tests.support.adapters import RANK, save_adapter
@@ -25,7 +25,10 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RA
 
 def publish_adapter(daemon: Daemon, model: str, base: str, *folders: Path) -> list[str]:
     """The names of the versions that these PEFT folders became."""
-    config = json.loads((folders[0] / "adapter_config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    config = json.loads((folders[0] / "adapter_config.json").read_text()) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+    }
     publisher = connect.connect(daemon.endpoint, model=model, job=uuid.uuid4().hex, rank=0, world_size=1, config=config)
     try:
         found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
@@ -78,7 +81,9 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def case(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Adapters, Any]]:
+def case(
+    request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Adapters, Any]]:
     family, folder = request.param, tmp_path_factory.mktemp("adapters")
     targets, options = KINDS[family][0], LORA | KINDS[family][1]
     base, _ = make_pair(folder, family, getattr(torch, options["dtype"]))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.places import adapter_tensors
-from resharder.client.inference.vllm.worker_rpc import agent_of
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.daemon import Daemon

@@ -385,7 +385,7 @@ class Refusal(_message.Message):
     def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead", "returning", "serve_ahead_setting", "serve_ahead_reason", "base_binding")
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead", "returning", "serve_ahead_setting", "serve_ahead_reason", "base_binding", "base")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +404,7 @@ class Fleet(_message.Message):
     SERVE_AHEAD_SETTING_FIELD_NUMBER: _ClassVar[int]
     SERVE_AHEAD_REASON_FIELD_NUMBER: _ClassVar[int]
     BASE_BINDING_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     pause_mode: PauseMode
@@ -422,7 +423,8 @@ class Fleet(_message.Message):
     serve_ahead_setting: ServeAhead
     serve_ahead_reason: str
     base_binding: BaseBinding
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ..., serve_ahead_setting: _Optional[_Union[ServeAhead, str]] = ..., serve_ahead_reason: _Optional[str] = ..., base_binding: _Optional[_Union[BaseBinding, str]] = ...) -> None: ...
+    base: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ..., serve_ahead_setting: _Optional[_Union[ServeAhead, str]] = ..., serve_ahead_reason: _Optional[str] = ..., base_binding: _Optional[_Union[BaseBinding, str]] = ..., base: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "released_bytes", "memory", "path", "transport_reason", "warnings")

@@ -15,7 +15,17 @@ from resharder.client.cli.terminal import console, print_json, print_line, print
 from resharder.client.cli.watch import print_problems, watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import Fleet, Move, PauseMode, Power, ServeAhead, Server, UpdateStrategy, VersionTarget
+from resharder.client.operator.answers import (
+    BaseBinding,
+    Fleet,
+    Move,
+    PauseMode,
+    Power,
+    ServeAhead,
+    Server,
+    UpdateStrategy,
+    VersionTarget,
+)
 from resharder.client.operator.convert import plain
 from resharder.client.operator.waiting import FleetListener, went_well
 
@@ -41,6 +51,13 @@ def _pause_mode(text: str) -> PauseMode:
     if text not in PAUSE_MODES:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, PAUSE_MODES))}.")
     return PAUSE_MODES[text]
+
+
+class Binding(str, Enum):
+    """Values of --base-binding."""
+
+    HOLD = "hold"
+    WARN = "warn"
 
 
 @fleet.command("set")
@@ -97,6 +114,10 @@ def set_(
     serve_ahead_auto: Annotated[
         bool, typer.Option("--serve-ahead-auto", help="Serve ahead with --all-at-once and no skew bound (default).")
     ] = False,
+    base_binding: Annotated[
+        Binding | None,
+        typer.Option("--base-binding", help="An adapter whose base is at another version than it was trained on."),
+    ] = None,
     accept_refused: AcceptRefused = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -116,7 +137,8 @@ def set_(
     if serve_ahead_auto and serve_ahead is not None:
         raise UsageError("pass only one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto")
     ahead = ServeAhead.AUTO if serve_ahead_auto else serve_ahead
-    given = (target, strategy, pause_mode, max_skew, ahead)
+    binding = BaseBinding[base_binding.name] if base_binding else None
+    given = (target, strategy, pause_mode, max_skew, ahead, binding)
     if not model and not accept_refused and all(value is None for value in given):
         raise UsageError("nothing to set was given: see resharder fleet set --help")
     with Operator(endpoint) as operator:
@@ -128,13 +150,14 @@ def set_(
             pause_mode=pause_mode,
             max_skew=max_skew,
             serve_ahead=ahead,
+            base_binding=binding,
             model=model,
             accept_refused=accept_refused,
         )
     if as_json:
         return print_json(plain(asked))
     facts = dict(_facts(asked))
-    titles = ("wants", "moves", "pause mode", "max skew", "serves")
+    titles = ("wants", "moves", "pause mode", "max skew", "serves", "base")
     done = [f"{title} {facts[title]}" for title, value in zip(titles, given, strict=True) if value is not None]
     done += [f"model {asked.model}"] * bool(model) + ["refused versions are allowed"] * accept_refused
     print_line(f"{format.outcome(asked)}; set: {'; '.join(done)}")
@@ -272,7 +295,7 @@ def _facts(fleet: Fleet) -> list[tuple[str, str]]:
     facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]
     facts += [("moves", format.strategy(fleet.strategy)), ("pause mode", fleet.pause_mode.lower())]
     facts += [("max skew", str(fleet.max_skew) if fleet.max_skew else "no bound")]
-    facts += [("serves", format.serves(fleet))]
+    facts += [("serves", format.serves(fleet)), *format.binding(fleet)]
     facts += [("power", fleet.power.value)]
     if move:
         facts += [(f"move {move.id}", f"{format.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from resharder.client.cli.terminal import Cell, Columns, Row, alarm, paint, styled
 from resharder.client.operator.answers import (
+    BaseBinding,
     Event,
     Fleet,
     Install,
@@ -167,6 +168,15 @@ def serves(fleet: Fleet) -> str:
     """Return the versions that a fleet's servers take, and the rule that decides it."""
     what = "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only"
     return f"{what} ({fleet.serve_ahead_reason})" if fleet.serve_ahead_reason else what
+
+
+def binding(fleet: Fleet) -> list[tuple[str, str]]:
+    """Return how a fleet of an adapter treats another version of the base, as a title and a text; nothing for other fleets."""
+    if not fleet.base:
+        return []
+    hold = "waits until its base is at the version that it was trained on"
+    warn = "is served beside any version of its base, with a warning"
+    return [("base", f"{fleet.base}; the adapter {warn if fleet.base_binding == BaseBinding.WARN else hold}")]
 
 
 def state_badge(server: Server) -> Badge:

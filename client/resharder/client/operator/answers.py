@@ -549,6 +549,8 @@ class Fleet:
     """The rule that decided `serve_ahead`."""
     base_binding: BaseBinding = BaseBinding.UNSPECIFIED
     """For fleets of an adapter."""
+    base: str = ""
+    """Id of the model that the fleet's one, an adapter, is loaded beside; empty for a model of its own."""
 
 
 @dataclass(frozen=True)

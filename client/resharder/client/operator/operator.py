@@ -12,6 +12,7 @@ from resharder.client.errors import DaemonUnreachable, NotFound, Refused, UsageE
 from resharder.client.operator import waiting
 from resharder.client.operator.answers import (
     ArchivedVersion,
+    BaseBinding,
     Daemon,
     Event,
     ExportedVersion,
@@ -358,6 +359,7 @@ class Operator:
         pause_mode: PauseMode | None = None,
         max_skew: int | None = None,
         serve_ahead: bool | ServeAhead | None = None,
+        base_binding: BaseBinding | None = None,
         model: str = "",
         accept_refused: bool = False,
     ) -> Fleet:
@@ -372,6 +374,7 @@ class Operator:
             max_skew: Bound on the difference between versions served at the same time; 0 is no bound.
             serve_ahead: Whether servers take versions before READY, over the direct path; `ServeAhead.AUTO` returns to the
                 default, which is to take them in a fleet that moves all at once without a skew bound.
+            base_binding: For a fleet of an adapter: whether a version waits for the version of the base that it was trained on.
             accept_refused: Permit versions again that a failed move or a rollback has refused.
 
         Returns:
@@ -386,6 +389,7 @@ class Operator:
             max_skew=max_skew or 0,
             serve_ahead=serve_ahead is True or serve_ahead == ServeAhead.ON,
             serve_ahead_setting=serve_ahead.value if isinstance(serve_ahead, ServeAhead) else None,
+            base_binding=base_binding.value if base_binding else None,
         )
         request = operator_pb2.UpdateFleetRequest(fleet=fleet, accept_refused=accept_refused)
         given = {
@@ -393,6 +397,7 @@ class Operator:
             "strategy": strategy,
             "pause_mode": pause_mode,
             "max_skew": max_skew,
+            "base_binding": base_binding,
             "serve_ahead_setting" if serve_ahead == ServeAhead.AUTO else "serve_ahead": serve_ahead,
         }
         request.update_mask.paths.extend(field for field, value in given.items() if value is not None)

@@ -81,6 +81,9 @@ class Operations:
             if mode is not None:
                 fleet = replace(fleet, pause_mode=mode)
             if binding is not None:
+                if not view.base:
+                    what = f"fleet {fleet.name} follows {fleet.model}, which is no adapter: leave base_binding out"
+                    raise InvalidArgument("BASE_BINDING", what)
                 fleet = replace(fleet, base_binding=binding)
             if "max_skew" in fields:
                 fleet = replace(fleet, max_skew=message.max_skew)

@@ -42,6 +42,7 @@ class FleetView:
     reason: str
     moving_for: float = 0.0
     returning: tuple[str, ...] = ()
+    base: str = ""
 
 
 def state_of(server: Server) -> int:
@@ -104,12 +105,13 @@ def _slow_reads(server: Server) -> str:
 
 
 def _warnings(server: Server) -> str:
-    """Return the refusals that workers' environments have turned into warnings, each once."""
+    """Return the goal's warning, and the refusals that workers' environments have turned into warnings, each once."""
     found: dict[str, int] = {}
     for rank, worker in sorted(server.workers.items()):
         for text in worker.warnings:
             found.setdefault(text, rank)
-    return "".join(f"; worker {rank}: {text}" for text, rank in found.items())
+    texts = [f"worker {rank}: {text}" for text, rank in found.items()]
+    return "".join(f"; {text}" for text in [server.goal.warning, *texts] if text)
 
 
 def _serving(server: Server, settings: Settings) -> str:

@@ -596,7 +596,8 @@ class Fleets:
         hosts = {id: self.by_id.get(server.base_server) for id, server in servers.items() if server.base_server}
         bases = {id: host.agreed if host is not None else 0 for id, host in hosts.items()}
         bound = self._versions.base_versions(fleet.model) if bases else {}
-        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, bases, bound)
+        base = self._versions.base(fleet.model)
+        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, base, bases, bound)
 
     def _store(self, fleet: Fleet) -> None:
         """Make a fleet's new state durable, then put it into effect. Raises OSError; the state is then unchanged."""
@@ -753,7 +754,7 @@ class Fleets:
         view = self._see(fleet)
         moving_for = view.now - fleet.moving.began if fleet.moving else 0.0
         wanted, servers = updates.wanted(fleet, view), tuple(sorted(view.servers))
-        return FleetView(fleet, wanted, servers, explain_fleet(fleet, view), moving_for, self._awaited(fleet))
+        return FleetView(fleet, wanted, servers, explain_fleet(fleet, view), moving_for, self._awaited(fleet), view.base)
 
     def _awaited(self, fleet: Fleet) -> tuple[str, ...]:
         """Return the ids of a fleet's servers that have not returned since the daemon's restart, if they are still awaited."""

@@ -38,19 +38,22 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
         version = _instead(version, fleet, server, view)
         if apply and id in late:
             apply, why = False, "it waits for its turn on the direct path"
-        serves = _range(fleet, id, view)
+        serves, warning, holds = _range(fleet, id, view), "", fleet.base_binding == BaseBinding.HOLD
         if id in view.bases:
             shown = server.opened or server.agreed
-            if problem := _unbound(fleet, view, id, shown):
-                serves, why = NOBODY, problem
-            if apply and version != shown and (problem := _unbound(fleet, view, id, version) or _without_base(view, id)):
-                apply, why = False, problem
+            warning = _unbound(view, id, shown)
+            if warning and holds:
+                serves, why, warning = NOBODY, warning, ""
+            waits = _without_base(view, id) or (_unbound(view, id, version) if holds else "")
+            if apply and version != shown and waits:
+                apply, why = False, waits
         found[id] = Goal(
             version=version,
             boot=boots(fleet, view),
             apply=apply,
             serves=serves,
-            bound=view.base_versions if fleet.base_binding == BaseBinding.HOLD else {},
+            warning=warning,
+            bound=view.base_versions if holds else {},
             open=id not in fleet.drained,
             power=fleet.power_of(id),
             strict=fleet.strict,
@@ -60,10 +63,10 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     return found
 
 
-def _unbound(fleet: Fleet, view: View, id: str, version: int) -> str:
-    """Return why an adapter's version must not be served beside its base's; empty if it may."""
+def _unbound(view: View, id: str, version: int) -> str:
+    """Return how the base's version differs from that of an adapter's version; empty if it does not."""
     needed, base = view.base_versions.get(version, 0), view.bases[id]
-    if fleet.base_binding != BaseBinding.HOLD or not needed or base in (0, needed):
+    if not needed or base in (0, needed):
         return ""
     return f"version {version} was trained on version {needed} of its base, which is at {base}"
 

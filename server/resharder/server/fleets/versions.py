@@ -67,12 +67,14 @@ class FleetVersions:
         return self._base_versions.get(model, {})
 
     def only_model(self) -> str:
-        """Return the name of the only model, or an empty name if there is none.
+        """Return the name of the only model that is no adapter, or an empty name if there is none.
 
         Raises:
             InvalidArgument: MODEL_AMBIGUOUS, if there are several.
         """
         models = self._catalogue.models()
+        if len(models) > 1:
+            models = [model for model in self.look_at_all() if not self.base(model)]
         if len(models) > 1:
             raise InvalidArgument("MODEL_AMBIGUOUS", f"no model was named: name one of {models}")
         return models[0] if models else ""

@@ -323,6 +323,7 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         power=fleet.power,
         reason=view.reason,
         base_binding=fleet.base_binding,
+        base=view.base,
     )
     if fleet.move is not None:
         message.move.CopyFrom(_move_to_proto(fleet.move))

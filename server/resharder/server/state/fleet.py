@@ -174,6 +174,7 @@ class View:
     wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
     skipped: Set[int] = frozenset()  # versions that LATEST skips while there are others
+    base: str = ""  # the base of the fleet's model, an adapter; empty for a model of its own
     bases: Mapping[str, int] = field(
         default_factory=dict
     )  # of servers of an adapter, their base's confirmed version; 0: none now

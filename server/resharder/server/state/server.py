@@ -93,6 +93,7 @@ class Goal:
     strict: bool = False  # gates close when leases expire
     retry: tuple[int, int] = (0, 0)  # a change clears all failures
     why: str = ""
+    warning: str = ""  # a clause that explanations of a server in service include
     bound: Mapping[int, int] = field(default_factory=dict)  # versions of an adapter that may be served with one of the base alone
 
     @property

@@ -107,8 +107,8 @@ class LoraSlots:
     def full(self) -> str:
         """Return why no slot is free, and what to do."""
         return (
-            f"all {len(self.ids)} slots for adapters are in use, and a new version needs one beside its predecessor's: start vLLM "
-            f"with --max-loras {len(self.ids) + 1}, or wait until the requests of older versions have ended"
+            f"all {len(self.ids)} slots for adapters are in use, and a new version needs one beside its predecessor's: start "
+            f"vLLM with --max-loras {len(self.ids) + 1}, or wait until the requests of older versions have ended"
         )
 
     def write(self, slot: int, id: int, tensors: AdapterTensors, config: Mapping[str, Any]) -> Any:
