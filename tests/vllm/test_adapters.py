@@ -1,6 +1,7 @@
 """Versions of adapters in real vLLM workers, held against engines that loaded the same adapter from its folder."""
 
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.inference.vllm.engine_core import ADAPTER
-from resharder.client.inference.worker.adapter_agent import adapter_id
+from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS, adapter_id
 from resharder.client.trainer import connect
 from safetensors.torch import load_file
 
@@ -61,12 +62,18 @@ class Adapters:
             assert answer["ok"], answer["error"]
 
     def wait_staged(self, install: str) -> None:
-        import time
-
         deadline = time.monotonic() + 60
         while not all(answer["staged"] == install for answer in self.call("describe")):
             assert time.monotonic() < deadline, self.call("describe")
             time.sleep(0.02)
+
+    def problem(self) -> str:
+        """Why the version that is being staged cannot be."""
+        deadline = time.monotonic() + 60
+        while not (problem := self.call("describe")[0]["problem"]):
+            assert time.monotonic() < deadline, self.call("describe")
+            time.sleep(0.02)
+        return str(problem)
 
     def logprobs(self, version: int) -> list[tuple[int, float]]:
         return self.engine.logprobs(PROMPT, 8, (self.model, adapter_id(self.index, version), version))
@@ -114,3 +121,60 @@ def test_versions_answer_as_an_engine_that_loaded_their_folder(case: tuple[Adapt
     assert adapters.logprobs(1) == expected[1], "requests in progress end on it"
     assert adapters.engine.logprobs(PROMPT) == expected[0]
     assert weights(adapters.engine) == base
+
+
+def packed(worker: Any) -> Any:
+    modules = worker.model_runner.lora_manager._adapter_manager.modules
+    return next(module for name, module in modules.items() if name.endswith("qkv_proj"))
+
+
+def tamper(worker: Any) -> None:
+    """From now on one module of the model keeps another value than it is given. Runs in the worker."""
+    module = packed(worker)
+    plain = module.set_lora
+
+    def changed(slot: int, *args: Any) -> None:
+        plain(slot, *args)
+        module.lora_b_stacked[0][slot].view(-1)[0] += 1
+
+    module.set_lora = changed
+
+
+def restore(worker: Any) -> None:
+    del packed(worker).set_lora
+
+
+def slots(worker: Any) -> tuple[int, int]:
+    """How many slots, and adapters on the host, vLLM holds. Runs in the worker."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    return sum(id is not None for id in manager.lora_index_to_id), len(manager._registered_adapters)
+
+
+def test_a_slot_that_does_not_contain_the_version_takes_no_request(case: tuple[Adapters, Any]) -> None:
+    adapters, (expected, versions) = case
+    adapters.install("good", versions[0])
+    time.sleep(GRACE_SECONDS)
+    adapters.call("release")
+    adapters.engine.rpc(tamper)
+    try:
+        adapters.stage("altered", versions[1])
+        problem = adapters.problem()
+    finally:
+        adapters.engine.rpc(restore)
+    assert "tensors of the slot differ from the version" in problem
+    (answer,) = adapters.call("apply", "altered")
+    assert not answer["ok"]
+    assert adapters.logprobs(1) == expected[1]
+    adapters.install("again", versions[1])
+    assert adapters.logprobs(2) == expected[2]
+
+
+def test_superseded_versions_leave_slots_and_host(case: tuple[Adapters, Any]) -> None:
+    adapters, (_, versions) = case
+    for round in range(3):
+        for version in versions:
+            adapters.install(f"{round} {version}", version)
+    time.sleep(GRACE_SECONDS)
+    (answer,) = adapters.call("release")
+    assert (answer["left"], adapters.engine.rpc(slots)) == ([], [(1, 1)])
+    assert adapters.logprobs(2)

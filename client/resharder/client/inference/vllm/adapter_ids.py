@@ -22,6 +22,11 @@ def is_ours(request: Any) -> bool:
     return request is not None and str(request.lora_path).startswith(_PATH)
 
 
+def adapter_of(request: Any) -> str:
+    """Return the model of the adapter of a `LoRARequest` of `request_of`."""
+    return str(request.lora_name).rpartition("@")[0]
+
+
 def label_of(request: Any) -> str:
     """Return the label of a `LoRARequest`, as `policy-lora=4`; empty for one that is not ours."""
     if not is_ours(request):

@@ -11,12 +11,12 @@ from typing import Any
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
 from resharder.client.inference.engine import STAY_PAUSED
-from resharder.client.inference.vllm.adapter_ids import is_ours
+from resharder.client.inference.vllm.adapter_ids import adapter_of, is_ours
 
 _RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
 ADAPTER = "resharder_adapter"
 """Name of the engine core's method, and of the workers', for an adapter."""
-_FREED = "_resharder_freed"  # attribute of an engine core: ids of adapters' versions whose slots were freed
+_LOADED = "_resharder_loaded"  # attribute of an engine core: ids of the versions that all workers have loaded, by adapter
 _PAUSED = "_resharder_paused"  # attribute of an engine core that an order has paused
 _PROCESS = "resharder_process"  # name of the engine core's method for its process
 _ORDERLY = (None, 0, -signal.SIGTERM)  # exit codes of engine cores that run, or that got the server's SIGTERM too
@@ -31,7 +31,7 @@ def fence_engine_core() -> None:
     setattr(EngineCore, _RESUME, resharder_resume)
     setattr(EngineCore, _PROCESS, resharder_process)
     setattr(EngineCore, ADAPTER, resharder_adapter)
-    _refuse_freed_adapters(EngineCore)
+    _refuse_missing_adapters(EngineCore)
 
 
 def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -73,19 +73,17 @@ def resharder_adapter(self: Any, adapter: str, method: str, args: list[Any]) -> 
     A version's slot is freed only here, between two steps: no request in the scheduler uses it, and one that arrives later is
     refused.
     """
-    freed: set[int] = self.__dict__.setdefault(_FREED, set())
     if method == "release":
         lora_requests = [request.lora_request for request in self.scheduler.requests.values()]
         args = [[request.lora_int_id for request in lora_requests if is_ours(request)]]
     answers = self.collective_rpc(ADAPTER, args=(adapter, method, *args))
-    for answer in answers:
-        freed |= set(answer.get("freed", ()))
-        freed -= set(answer.get("entered", ()))
+    loaded = [set(answer.get("loaded", ())) for answer in answers]
+    self.__dict__.setdefault(_LOADED, {})[adapter] = set.intersection(*loaded) if loaded else set()
     return answers
 
 
-def _refuse_freed_adapters(core: Any) -> None:
-    """Have the engine core refuse a request for a version whose slot was freed; vLLM would look for it at its path, and end.
+def _refuse_missing_adapters(core: Any) -> None:
+    """Have the engine core refuse a request for a version that is not loaded; vLLM would look for it at its path, and end.
 
     It answers an error for the one request (`_handle_request_preproc_error`, `v1/engine/core.py`; 0.28 to 0.32). An API server
     that is late by more than `adapter_agent.GRACE_SECONDS` may name such a version.
@@ -97,7 +95,7 @@ def _refuse_freed_adapters(core: Any) -> None:
     @functools.wraps(plain)
     def checked(self: Any, request: Any) -> Any:
         lora: Any = getattr(request, "lora_request", None)
-        if is_ours(lora) and lora.lora_int_id in getattr(self, _FREED, ()):
+        if is_ours(lora) and lora.lora_int_id not in getattr(self, _LOADED, {}).get(adapter_of(lora), ()):
             raise ValueError(f"{lora.lora_name} was superseded and has left this engine: send the request again")
         return plain(self, request)
 

@@ -127,6 +127,8 @@ def resharder_adapter(self: Any, adapter: str, method: str, *args: Any) -> dict[
         args: Its arguments.
     """
 
+    loaded: list[int] = []
+
     def act(agent: Agent, models: Models) -> dict[str, Any]:
         own = adapter_agents(self)[adapter]
         try:
@@ -135,9 +137,11 @@ def resharder_adapter(self: Any, adapter: str, method: str, *args: Any) -> dict[
             if method == "apply":
                 own.failed(args[0], f"{type(error).__name__}: {error}")
             raise
+        finally:
+            loaded.extend(own.loaded)
         return found
 
-    return _answer(self, act)
+    return _answer(self, act) | {"loaded": loaded}
 
 
 def adapter_agents(worker: Any) -> dict[str, AdapterAgent]:

@@ -108,13 +108,18 @@ class AdapterAgent:
         self._loaded: dict[int, Loaded] = {}  # by id
         self._known: dict[int, str] = {}  # fingerprint of each number that was ever entered
         self._current: Loaded | None = None
-        self._applied = ""
+        self._applied, self._problem = "", ""  # the problem: of the last version that could not be staged
         page.write(rank, 0)
 
     @property
     def version(self) -> int:
         """The version that new requests get, as far as this worker is concerned; 0 for none."""
         return self._current.number if self._current is not None else 0
+
+    @property
+    def loaded(self) -> list[int]:
+        """Ids of the versions that requests may name."""
+        return sorted(id for id, loaded in self._loaded.items() if loaded.entered)
 
     def id_of(self, number: int) -> int:
         """Return the id of a version in the engine: the same in all workers and API servers, and another for each version."""
@@ -128,7 +133,7 @@ class AdapterAgent:
         return {
             "version": self.version,
             "staged": staged.install if staged and staged.loaded and staged.loaded.adapter and not staged.loaded.loading else "",
-            "entered": sorted(id for id, loaded in self._loaded.items() if loaded.entered),
+            "problem": self._problem,
             "power": int(Power.AWAKE),
             "asleep": [],
             "dropped": False,
@@ -188,7 +193,7 @@ class AdapterAgent:
             if self._staged is not None and self._staged.install == install:
                 self._staged = None
                 self._reporter.report_installed()
-        return {}
+            return {}
 
     def apply(self, install: str, profile: bool = False) -> dict[str, Any]:
         """Make a staged version the one of new requests.
@@ -198,13 +203,13 @@ class AdapterAgent:
             profile: Ignored; there is nothing to profile.
 
         Returns:
-            The version, its id in the engine, and whether the engine's caches may have entries of another version of its number.
+            The version, and whether the engine's caches may have entries of another version of its number.
 
         Raises:
             InstallError: The install is not staged.
         """
         if self._applied == install and self._current is not None:
-            return {"version": self.version, "renumbered": False, "entered": [self.id_of(self.version)]}
+            return {"version": self.version, "renumbered": False}
         with self._lock:
             staged = self._staged
             loaded = staged.loaded if staged is not None else None
@@ -222,7 +227,7 @@ class AdapterAgent:
             self._current, self._applied, self._staged = loaded, install, None
             self._page.write(self.rank, loaded.number)
             self._report(resources_pb2.Worker.APPLIED, install=install, staged=staged, installed=True)
-        return {"version": loaded.number, "renumbered": renumbered, "entered": [id]}
+        return {"version": loaded.number, "renumbered": renumbered}
 
     def failed(self, install: str, error: str) -> None:
         """Report a failed apply. What requests got before is as it was."""
@@ -235,18 +240,18 @@ class AdapterAgent:
             used: Ids of the versions that requests in the engine use.
 
         Returns:
-            The ids of the freed versions, and of those that are left beside the current one.
+            The ids of the versions that are left beside the current and the staged one.
         """
         with self._lock:
-            now, freed = time.monotonic(), []
+            now = time.monotonic()
             staged = self._staged.loaded if self._staged is not None else None
             for id, loaded in list(self._loaded.items()):
                 kept = loaded is self._current or loaded is staged or loaded.loading or id in used
                 if not kept and now - loaded.superseded >= GRACE_SECONDS:
                     self._slots.release(id)
                     del self._loaded[id]
-                    freed.append(id)
-            return {"freed": freed, "left": [id for id, loaded in self._loaded.items() if loaded not in (self._current, staged)]}
+            left = [id for id, loaded in self._loaded.items() if loaded is not self._current and loaded is not staged]
+            return {"left": left}
 
     # Called on the thread that stages
 
@@ -344,10 +349,12 @@ class AdapterAgent:
             )
 
     def _stage_failed(self, staged: _Staged, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
         with self._lock:
+            self._problem = text
             if self._staged is staged:
                 self._staged = None
-        self._report(resources_pb2.Worker.FAILED, install=staged.install, error=f"{type(error).__name__}: {error}", staged=staged)
+        self._report(resources_pb2.Worker.FAILED, install=staged.install, error=text, staged=staged)
 
     def _report(
         self, state: int, *, install: str = "", error: str = "", staged: _Staged | None = None, installed: bool = False
