@@ -45,6 +45,10 @@ class VersionRecord:
     """Time at which it became RETIRED or ABORTED; 0 if unknown."""
     warnings: tuple[str, ...] = ()
     """Texts of refusals that RESHARDER_ALLOW allowed on its ranks."""
+    base: str = ""
+    """Model that this one, an adapter, is loaded beside; empty for a model of its own."""
+    base_version: int = 0
+    """Version of `base` that the adapter was trained on; 0 if the trainer has not said it."""
 
     @property
     def name(self) -> str:
