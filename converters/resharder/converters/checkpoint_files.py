@@ -1,12 +1,27 @@
-"""Small files of a checkpoint folder that config.json and the tokenizer's files refer to."""
+"""Names of the files of a version's folder, and the small files that config.json and the tokenizer's files refer to."""
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from resharder.converters.json_input import parse_json
 
 GENERATION = "generation_config.json"
+
+
+class FolderNames(NamedTuple):
+    """Names of files in the folder of a model's versions."""
+
+    config: str
+    weights: str
+    """Name of the only file of tensors; empty if there may be several, named as `save_pretrained` names them."""
+
+
+def folder_names(base: str) -> FolderNames:
+    """Return the names for a model of its own (`base` is empty), or for an adapter of `base`, whose folder is PEFT's."""
+    return FolderNames("adapter_config.json", "adapter_model.safetensors") if base else FolderNames("config.json", "")
+
+
 _RELATIVE = re.compile(rb"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 _LISTS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 

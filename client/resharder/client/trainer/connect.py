@@ -33,6 +33,7 @@ def connect(
     endpoint: str | None = None,
     *,
     model: str,
+    base: str | None = None,
     job: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -55,10 +56,13 @@ def connect(
     Args:
         endpoint: Address as `host:port`; by default RESHARDER_ENDPOINT.
         model: Name of the model.
+        base: Name of the model that `model`, a LoRA adapter, is loaded beside; it need not have a version yet. `attach` then
+            finds the adapter's parameters in the model, and a version is a PEFT folder of them. None for a model of its own.
         job: Id that the job's ranks share; by default RESHARDER_JOB, else a random one, broadcast over torch.distributed.
         rank: This rank; by default torch.distributed's, else RANK, else 0.
         world_size: Number of ranks; by default torch.distributed's, else WORLD_SIZE, else 1.
-        config: transformers config or content of config.json, for `publish_tensors`.
+        config: transformers config or content of config.json, for `publish_tensors`; of an adapter PEFT's LoraConfig or the
+            content of adapter_config.json.
         tokenizer: Object with `save_pretrained`, or a folder, for `publish_tensors`.
         transport: `auto` writes into the daemon's shared memory if possible, else sends by HTTP to its data port, else by gRPC.
             `shared-memory`, `http` and `grpc` force one; `http` continues by gRPC where the port cannot be used.
@@ -92,6 +96,8 @@ def connect(
         raise UsageError(wrong)
     if model in (also or {}):
         raise UsageError(f"also names {model!r}, which is the first model already: leave it out")
+    if base is not None:
+        _check_adapter_options(model, base, quantization_config=quantization_config, also=also, direct_wait=direct_wait)
     formats = {model: quantization_config, **(also or {})}
     together = tuple(formats) if also else ()
     identity = replace(identify(job, rank, world_size), skipped=skipped, together=together)
@@ -107,11 +113,23 @@ def connect(
             register_timeout=bound(register_timeout),
             direct_wait=direct_wait,
             scheme=_scheme_of(format_),
+            base=base or "",
         )
     assert publisher is not None
     if config is not None:
         publisher.attach_config(config, tokenizer)
     return publisher
+
+
+def _check_adapter_options(model: str, base: str, **options: object) -> None:
+    """Raise UsageError for a base that no adapter can have, or an option that is not for adapters."""
+    if not base or base == model:
+        raise UsageError(f"expected the name of another model as base of adapter {model!r}, got {base!r}")
+    if given := [name for name, value in options.items() if value]:
+        raise UsageError(
+            f"{given[0]} is for models of their own: an adapter such as {model!r} is published in the trainer's dtype, by a "
+            f"publisher of its own and through the daemon; leave {given[0]} out"
+        )
 
 
 def _publisher(next_: Publisher | None) -> Callable[..., Publisher]:

@@ -133,6 +133,7 @@ class Delivery:
         once: bool,
         wake: Wake | None = None,
         then: Then | None = None,
+        base_version: int = 0,
     ) -> Handle:
         """Deliver this rank's part of a version.
 
@@ -144,12 +145,13 @@ class Delivery:
             once: Whether `read` can be called only once, so that the delivery cannot start over.
             wake: Wakes servers that sleep until the version is READY; None if they are awake.
             then: Delivers versions that are READY together with this one; None if there are none.
+            base_version: Version of the base that an adapter was trained on; 0 if it is not known.
 
         Raises as `Publisher.publish`; the version is then aborted.
         """
         restarts = 0 if once else _RESTARTS
         while True:
-            slot, positions, version = self._begin(step, timings, direct)
+            slot, positions, version = self._begin(step, timings, direct, base_version)
             handle: Handle | None = None
             try:
                 self._prepared(version, slot.rank, timings)
@@ -168,7 +170,7 @@ class Delivery:
             timings.clear()
 
     def _begin(
-        self, step: int, timings: tracing.Timings, direct: bool
+        self, step: int, timings: tracing.Timings, direct: bool, base_version: int
     ) -> tuple[AssignedSlot, Sequence[int], resources_pb2.Version]:
         """Return the slot, the positions of its boxes and the version to fill. Registers again with a restarted daemon."""
         restarts = _RESTARTS
@@ -176,7 +178,7 @@ class Delivery:
             try:
                 with tracing.timed(timings, "create"):
                     slot, positions = self._session.assignment()
-                    return slot, positions, self._create_version(step, direct)
+                    return slot, positions, self._create_version(step, direct, base_version)
             except (NotFound, WaitTimeout) as error:
                 if error.reason not in UNREGISTERED or not restarts:
                     raise
@@ -203,7 +205,7 @@ class Delivery:
                 self._session.abort(version.name, f"rank {rank}: {type(error).__name__}: {error}"[:500])
             raise
 
-    def _create_version(self, step: int, direct: bool) -> resources_pb2.Version:
+    def _create_version(self, step: int, direct: bool, base_version: int) -> resources_pb2.Version:
         request = publisher_pb2.CreateVersionRequest(
             publisher=self._session.registration.name,
             rank=self._session.identity.rank,
@@ -211,6 +213,7 @@ class Delivery:
             withheld=not direct or self._sender is None,
             after=self._session.after(step),
             skipped=self._session.identity.skipped,
+            base_version=base_version,
         )
         failpoint("deliver.begin")
         backoff = Backoff(self._staging_timeout, longest=1.0)

@@ -10,10 +10,11 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from resharder.client.errors import UsageError
+from resharder.converters.adapter import check_config, is_adapter_config
 from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.architectures import ARCHITECTURES
 from resharder.converters.architectures.checkpoint import expected_shapes
-from resharder.converters.checkpoint_files import GENERATION, code_files, missing_files
+from resharder.converters.checkpoint_files import GENERATION, code_files, folder_names, missing_files
 from resharder.converters.errors import ConversionError, LayoutError
 from resharder.converters.quantization.scheme import Scheme, check_family
 from resharder.v1 import resources_pb2
@@ -72,11 +73,19 @@ def known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def plain_config(config: Config) -> dict[str, Any]:
     """Return the content of config.json as a dict. Raises UsageError for anything but a config."""
     if isinstance(config, Mapping):
+        if is_adapter_config(config):
+            raise UsageError("expected the config of a model, got that of an adapter: name the adapter's base, connect(base=…)")
         return dict(config)
     if not hasattr(config, "save_pretrained"):
         given = "None" if config is None else f"{type(config).__name__} {config!r}"
         raise UsageError(f"the model's config is needed: pass a transformers config or the content of config.json, got {given}")
-    return dict(json.loads(_saved(config)["config.json"]))
+    saved = _saved(config)
+    if (name := folder_names(base="").config) not in saved:
+        raise UsageError(
+            f"expected the config of a model, got {type(config).__name__}: pass a transformers config; for PEFT's config name "
+            "the adapter's base, connect(base=…)"
+        )
+    return dict(json.loads(saved[name]))
 
 
 def model_files(
@@ -100,6 +109,34 @@ def model_files(
     if wanted - contents.keys() and (missing := missing_files(contents)):
         _log.warning("%s; pass the checkpoint's folder as tokenizer", missing)
     return [resources_pb2.ModelFile(path=path, content=content) for path, content in contents.items()]
+
+
+def adapter_files(config: Config, tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile]:
+    """Return adapter_config.json as PEFT writes it for inference, and the tokenizer's files.
+
+    Raises UsageError for anything but the config of an adapter, and UnsupportedModel for one that servers cannot load.
+    """
+    content = adapter_config(config)
+    name = folder_names(base="any").config
+    written = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    return [resources_pb2.ModelFile(path=name, content=written), *tokenizer_files(tokenizer)]
+
+
+def adapter_config(config: Config) -> dict[str, Any]:
+    """Return the content of adapter_config.json. Raises as `adapter_files` does."""
+    if isinstance(config, Mapping):
+        content = dict(config)
+    elif hasattr(config, "save_pretrained") and (written := _saved(config).get(folder_names(base="any").config)):
+        content = dict(json.loads(written))
+    else:
+        raise UsageError(
+            f"the adapter's config is needed: pass PEFT's LoraConfig or the content of adapter_config.json, got "
+            f"{type(config).__name__}"
+        )
+    check_config(content)
+    content = {name: sorted(value) if isinstance(value, set | frozenset) else value for name, value in content.items()}
+    content.pop("runtime_config", None)  # of the trainer's process; PEFT does not write it either
+    return content | {"peft_type": "LORA", "inference_mode": True}
 
 
 def _first_module(model: "Model | None") -> object:

@@ -19,7 +19,16 @@ from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of
 from resharder.client.trainer.generation import Generation, GenerationPart, SharedFleet, lent_model, meet
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
-from resharder.client.trainer.model_files import Config, Tokenizer, known_shapes, model_files, plain_config, refuse_ids_in_padding
+from resharder.client.trainer.model_files import (
+    Config,
+    Tokenizer,
+    adapter_config,
+    adapter_files,
+    known_shapes,
+    model_files,
+    plain_config,
+    refuse_ids_in_padding,
+)
 from resharder.client.trainer.rank_layout import (
     DeclaredTensor,
     LiveTensors,
@@ -46,8 +55,10 @@ if TYPE_CHECKING:
     from resharder.client.trainer.offload import OffloadedMemory
     from resharder.client.trainer.quantised import QuantisedModel
     from resharder.client.trainer.rank_layout import TensorItem
+    from resharder.client.transport.base import Item
     from resharder.converters.geometry.layout import Layout
     from resharder.converters.models.hf_names import Model, Rename
+    from resharder.converters.models.tensor_io import LookedUp
     from resharder.converters.quantization.scheme import Scheme
 
 _ONE_BY_ONE = "also=… needs attach(model, …): tensors that are given one by one are published as one model"
@@ -68,14 +79,16 @@ class Publisher:
         register_timeout: float,
         direct_wait: float = 0.0,
         scheme: "Scheme | None" = None,
+        base: str = "",
     ) -> None:
         self._backpressure = Backpressure(max_ahead, staging_timeout)
         if transport not in CHOICES:
             raise UsageError(f"expected transport auto, grpc, http or shared-memory, got {transport!r}")
-        self.model, self.identity = model, identity
+        self.model, self.base, self.identity = model, base, identity
         self._channel, self._transport, self._scheme = channel, transport, scheme
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
-        self._session = PublisherSession(channel, model, identity, register_timeout, shares=transport in SHARING)
+        shares = transport in SHARING
+        self._session = PublisherSession(channel, model, identity, register_timeout, shares=shares, base=base)
         self._files: list[resources_pb2.ModelFile] = []
         self._file_warnings: list[str] = []  # allowed refusals of `attach_config`
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -102,20 +115,26 @@ class Publisher:
         rename: "Rename | None" = None,
         ranks: Sequence[int] | None = None,
         check_replicas: bool = False,
+        adapter: str | None = None,
         wait: bool = True,
     ) -> None:
         """Register this rank's layout of a model, and wait for the other ranks unless `wait` is False.
+
+        Of a publisher with a `base`, the layout is that of the model's LoRA adapter alone: PEFT's in any of these forms of a
+        model, or a state dict of an adapter with PEFT's names.
 
         Args:
             model: Megatron's chunks; or a module with HF names, its parts or a state dict, of DTensors and plain tensors,
                 wrapped or not. Each publish looks the tensors up by name again. Those of a state dict are published as they are:
                 copies keep their values until others are put into it.
-            hf_config: transformers config or content of config.json.
+            hf_config: transformers config or content of config.json; with a state dict of an adapter, PEFT's LoraConfig or the
+                content of adapter_config.json.
             tokenizer: Object with `save_pretrained`, or a folder.
             rename: For DTensors, a function from names in memory to names on disk.
             ranks: For DTensors, the ranks that together have the whole of `model`, such as those of a pipeline stage; None for
                 all.
             check_replicas: Compare all ranks' replicas first, a collective of torch's default process group.
+            adapter: Name of the adapter, for a model that has several.
             wait: Wait for all ranks to register.
 
         Raises:
@@ -125,13 +144,15 @@ class Publisher:
             StaleEpoch: A newer job has taken over the model.
             UsageError: An argument is wrong.
         """
-        from resharder.converters.models import local_layout, megatron_chunks, vocabulary_rows
+        from resharder.converters.models import megatron_chunks
 
         with self._alone(), collecting() as warnings:
-            self._set_files(hf_config, tokenizer, model)
-            config = plain_config(hf_config)
-            layout, tensors = local_layout(model, config, rename=rename, ranks=ranks, fp8=bool(self._scheme))
-            refuse_ids_in_padding(tokenizer, self._files, config.get("vocab_size", 0), vocabulary_rows(model))
+            if self.base:
+                layout, tensors = self._adapter_layout(model, hf_config, tokenizer, adapter, rename=rename, ranks=ranks)
+            elif adapter is not None:
+                raise UsageError(f"adapter={adapter!r} needs the name of its base: connect(…, base=…)")
+            else:
+                layout, tensors = self._model_layout(model, hf_config, tokenizer, rename=rename, ranks=ranks)
             if check_replicas:
                 LiveTensors(layout, tensors).check()
                 compare_replicas(layout, tensors, self.identity.world_size)
@@ -150,11 +171,45 @@ class Publisher:
             )
             self._register(rank_layout, wait, warnings)
 
+    def _model_layout(
+        self,
+        model: "Model",
+        hf_config: Config,
+        tokenizer: Tokenizer | None,
+        *,
+        rename: "Rename | None",
+        ranks: Sequence[int] | None,
+    ) -> "tuple[Layout, LookedUp]":
+        from resharder.converters.models import local_layout, vocabulary_rows
+
+        self._set_files(hf_config, tokenizer, model)
+        config = plain_config(hf_config)
+        found = local_layout(model, config, rename=rename, ranks=ranks, fp8=bool(self._scheme))
+        refuse_ids_in_padding(tokenizer, self._files, config.get("vocab_size", 0), vocabulary_rows(model))
+        return found
+
+    def _adapter_layout(
+        self,
+        model: "Model",
+        hf_config: Config,
+        tokenizer: Tokenizer | None,
+        adapter: str | None,
+        *,
+        rename: "Rename | None",
+        ranks: Sequence[int] | None,
+    ) -> "tuple[Layout, LookedUp]":
+        from resharder.converters.models.adapters import find_adapter
+
+        found = find_adapter(model, hf_config, adapter)
+        self._set_files(found.config, tokenizer)
+        return found.layout(adapter_config(found.config), rename=rename, ranks=ranks)
+
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
         """Set the model's files, for a trainer that publishes tensors.
 
         Args:
-            hf_config: transformers config or content of config.json.
+            hf_config: transformers config or content of config.json; of an adapter PEFT's LoraConfig or the content of
+                adapter_config.json.
             tokenizer: Object with `save_pretrained`, or a folder.
 
         Raises:
@@ -181,7 +236,7 @@ class Publisher:
             self._delivery = self._delivery_of(None)
             self._register(declared_rank_layout(declared), wait)
 
-    def publish(self, step: int, *, sync: bool = False, direct: bool = True) -> Handle:
+    def publish(self, step: int, *, sync: bool = False, direct: bool = True, base_version: int | None = None) -> Handle:
         """Deliver this rank's part of the attached model. The weights may change when it returns.
 
         Reads tensors on the current stream, after its pending work.
@@ -190,6 +245,8 @@ class Publisher:
             step: Label of the version; a step is a version within the job.
             sync: Gather parameters that `overlap_param_gather` left stale, a collective.
             direct: False makes servers take this version from the daemon despite `direct_wait`; the same on all ranks.
+            base_version: Version of the base that an adapter was trained on, the same on all ranks. Servers load the adapter
+                beside this version. None does not say it.
 
         Returns:
             A handle of the version.
@@ -199,9 +256,16 @@ class Publisher:
             UsageError: No model is attached; or a tensor has another form or placement than at `attach`, or no memory.
             StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable: The version is aborted.
         """
-        return self._publish_attached(step_number(step), sync=sync, direct=direct)
+        on = self._base_version(base_version)
+        return self._publish_attached(step_number(step), sync=sync, direct=direct, base_version=on)
 
-    def publish_tensors(self, step: int, items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> Handle:
+    def publish_tensors(
+        self,
+        step: int,
+        items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]",
+        *,
+        base_version: int | None = None,
+    ) -> Handle:
         """Deliver HF tensors, divided over the ranks in any way and order, with each element on one rank.
 
         A tensor may be reused when the next item is requested. Without `attach_tensors`, the first call registers the items and
@@ -209,7 +273,9 @@ class Publisher:
 
         Args:
             step: Label of the version.
-            items: (hf_name, tensor) or (hf_name, index, part) for each, or a function that returns them.
+            items: (hf_name, tensor) or (hf_name, index, part) for each, or a function that returns them. Those of an adapter have
+                PEFT's names, `base_model.model.….lora_A.weight`.
+            base_version: As in `publish`.
 
         Returns:
             A handle of the version.
@@ -217,7 +283,7 @@ class Publisher:
         Raises:
             ResharderError: As in `publish`.
         """
-        step = step_number(step)
+        step, on = step_number(step), self._base_version(base_version)
         if isinstance(items, Sequence):  # before anything is sent
             for item in items:
                 split_item(item)
@@ -232,7 +298,11 @@ class Publisher:
             rank_layout = self._session.rank_layout
             if rank_layout is None:
                 raise UsageError("the tensors are not registered: publish them again")
-            return self._publish(step, lambda positions: assigned_items(rank_layout, positions, opened(items)), once=once)
+
+            def read(positions: Sequence[int]) -> "Iterator[Item]":
+                return assigned_items(rank_layout, positions, opened(items))
+
+            return self._publish(step, read, once=once, base_version=on)
 
     @contextmanager
     def generation(
@@ -245,6 +315,7 @@ class Publisher:
         direct: bool = False,
         timeout: float | None = 600.0,
         publish: bool = True,
+        base_version: int | None = None,
     ) -> Iterator[Generation]:
         """Lend the GPUs to the servers that share them while the block runs. Every rank must enter and leave.
 
@@ -261,6 +332,7 @@ class Publisher:
             direct: Install over the direct path. The GPUs need memory for the servers' weights beside the trainer's.
             timeout: Bound in seconds on each wait, except that for other ranks to leave; None is no bound.
             publish: False publishes nothing.
+            base_version: As in `publish`.
 
         Returns:
             A context of the generation.
@@ -274,7 +346,7 @@ class Publisher:
         """
         from resharder.client.trainer.offload import keeping, offload_memory
 
-        step = step_number(step)
+        step, on = step_number(step), self._base_version(base_version)
         if not self._sharing.acquire(blocking=False):
             raise UsageError("the previous generation of this publisher has not ended: leave it first")
         model, lent = self._model, ""
@@ -288,7 +360,7 @@ class Publisher:
                     raise UsageError("there is no attached model to offload: call attach, or offload your own tensors")
                 lent = lent_model(shared, tuple(self._by_model), publish=publish)
                 if publish:
-                    self._ensure_published(step, {} if wake is None else {lent: wake})
+                    self._ensure_published(step, {} if wake is None else {lent: wake}, on)
                 return self._by_model[lent]._session.newest if lent else None
 
         def offload_model() -> None:
@@ -358,25 +430,34 @@ class Publisher:
 
     def _set_files(self, hf_config: Config, tokenizer: Tokenizer | None, model: "Model | None" = None) -> None:
         with collecting() as self._file_warnings:
+            if self.base:
+                self._files, self._shapes = adapter_files(hf_config, tokenizer), {}
+                return
             self._files = model_files(hf_config, tokenizer, self._scheme, model)
             self._shapes = known_shapes(hf_config)
 
-    def _ensure_published(self, step: int, wakes: Mapping[str, Wake]) -> None:
+    def _ensure_published(self, step: int, wakes: Mapping[str, Wake], base_version: int) -> None:
         """Publish `step` unless the newest version is that of it. `wakes`: by model, as in `Delivery.deliver`."""
         newest = self._session.newest
         if newest is None or newest.step != step or not newest.is_coming():
             if self._live is None:
                 raise UsageError(f"no model is attached: call publish_tensors({step}, …) before generation({step})")
-            self._publish_attached(step, wakes=wakes)
+            self._publish_attached(step, wakes=wakes, base_version=base_version)
 
     def _publish_attached(
-        self, step: int, *, sync: bool = False, direct: bool = True, wakes: Mapping[str, Wake] | None = None
+        self,
+        step: int,
+        *,
+        sync: bool = False,
+        direct: bool = True,
+        wakes: Mapping[str, Wake] | None = None,
+        base_version: int = 0,
     ) -> Handle:
         with self._alone():
             if self._live is None:
                 raise UsageError("no model is attached: call attach(model_chunks, hf_config) before publish")
             refuse_stale(self._chunks, sync=sync)
-            return self._publish(step, self._live.items, direct=direct, wakes=wakes)
+            return self._publish(step, self._live.items, direct=direct, wakes=wakes, base_version=base_version)
 
     def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
         transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
@@ -407,15 +488,28 @@ class Publisher:
         direct: bool = False,
         wakes: Mapping[str, Wake] | None = None,
         then: Then | None = None,
+        base_version: int = 0,
     ) -> Handle:
         timings: tracing.Timings = []
         self._session.start_publish(step)
         self._backpressure.wait(timings)
         wake = (wakes or {}).get(self.model)
-        handle = self._delivery.deliver(step, read, timings, direct=direct, once=once, wake=wake, then=then)
+        handle = self._delivery.deliver(
+            step, read, timings, direct=direct, once=once, wake=wake, then=then, base_version=base_version
+        )
         self._session.published(handle)
         self._backpressure.add(handle)
         return handle
+
+    def _base_version(self, number: int | None) -> int:
+        """Return `CreateVersionRequest.base_version`. Raises UsageError for a number that is none, or a model without a base."""
+        if number is None:
+            return 0
+        if not self.base:
+            raise UsageError(f"base_version={number} is for adapters: {self.model!r} has no base; connect(…, base=…)")
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise UsageError(f"expected the number of a version of {self.base!r} as base_version, got {number!r}")
+        return number
 
 
 class TogetherPublisher(Publisher):
@@ -445,7 +539,13 @@ class TogetherPublisher(Publisher):
         """Raise UsageError: tensors that are given one by one are published as one model."""
         raise UsageError(_ONE_BY_ONE)
 
-    def publish_tensors(self, step: int, items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> Handle:
+    def publish_tensors(
+        self,
+        step: int,
+        items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]",
+        *,
+        base_version: int | None = None,
+    ) -> Handle:
         """Raise UsageError: tensors that are given one by one are published as one model."""
         raise UsageError(_ONE_BY_ONE)
 

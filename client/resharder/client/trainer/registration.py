@@ -103,12 +103,14 @@ def register(
     shares: bool = True,
     former: Sequence[str] = (),
     warnings: Sequence[str] = (),
+    base: str = "",
 ) -> Registration:
     """Claim the model for the job and register this rank's layout. Rank 0 sends the model's files.
 
     With `shares`, the rank reports which nonce files it can read, and so on which host it is. This host holds for the life of the
     publisher. After a restart of the daemon, the rank therefore waits some seconds for reports of the nodes whose files it could
-    read before, `former`. `warnings` are texts for the record of the job's versions.
+    read before, `former`. `warnings` are texts for the record of the job's versions, `base` the model that an adapter is loaded
+    beside.
 
     Raises LayoutRejected, OutOfRoom and StaleEpoch.
     """
@@ -118,6 +120,7 @@ def register(
         job=identity.job,
         world_size=identity.world_size,
         together=identity.together,
+        base=base,
     )
     publisher = _claimed(channel, claim, former if shares else ())
     numbers = {name: number for number, name in enumerate(rank_layout.tensors)}

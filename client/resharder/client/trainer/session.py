@@ -26,10 +26,22 @@ class PublisherSession:
     """
 
     def __init__(
-        self, channel: Channel, model: str, identity: RankIdentity, register_timeout: float, *, shares: bool = True
+        self,
+        channel: Channel,
+        model: str,
+        identity: RankIdentity,
+        register_timeout: float,
+        *,
+        shares: bool = True,
+        base: str = "",
     ) -> None:
-        """Create a session. `shares`: whether the rank may write into files of the daemon or of its host's node."""
+        """Create a session.
+
+        `shares`: whether the rank may write into files of the daemon or of its host's node. `base`: model that an adapter is
+        loaded beside; empty for a model of its own.
+        """
         self.identity, self._channel, self._model, self._shares = identity, channel, model, shares
+        self._base = base
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._register_timeout = register_timeout
         self._files: Sequence[resources_pb2.ModelFile] = ()
@@ -84,12 +96,10 @@ class PublisherSession:
         Raises LayoutRejected, OutOfRoom, StaleEpoch and UsageError.
         """
         if not files:
-            raise UsageError("the model's config is missing: pass config to connect, or call attach_config first")
+            what = "adapter's" if self._base else "model's"
+            raise UsageError(f"the {what} config is missing: pass config to connect, or call attach_config first")
         self._files, self._rank_layout, self._warnings = list(files), rank_layout, list(warnings)
-        registration = register(
-            self._channel, self._model, self._files, self.identity, rank_layout, shares=self._shares, warnings=self._warnings
-        )
-        self._registration = registration
+        self._registration = registration = self._registered(rank_layout)
         self._attempts.registered(registration.newest_version)
         if self._lease is not None:
             self._lease.stop()
@@ -102,16 +112,26 @@ class PublisherSession:
         """Register the same layout with a restarted daemon, which has lost this publisher."""
         if self._rank_layout is None:
             raise UsageError("no model is attached: call attach or attach_tensors first")
-        layout, shares, warnings = self._rank_layout, self._shares, self._warnings
         former = self._registration.nonce_files if self._registration is not None else ()
-        self._registration = register(
-            self._channel, self._model, self._files, self.identity, layout, shares=shares, former=former, warnings=warnings
-        )
+        self._registration = self._registered(self._rank_layout, former)
         if self._lease is not None:
             self._lease.follow(self._registration)
         if self._newest is not None:
             with suppress(ResharderError):
                 self._lost = self._newest.name if self._newest.is_gone() else ""
+
+    def _registered(self, rank_layout: RankLayout, former: Sequence[str] = ()) -> Registration:
+        return register(
+            self._channel,
+            self._model,
+            self._files,
+            self.identity,
+            rank_layout,
+            shares=self._shares,
+            former=former,
+            warnings=self._warnings,
+            base=self._base,
+        )
 
     def _register_again_if_idle(self) -> None:
         """Register again on the lease's thread, unless a publish is in progress, which registers by itself."""

@@ -50,15 +50,15 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
     """
     found: dict[str, torch.Tensor] = {}
     for key, value in _entries(model):
-        if not isinstance(value, torch.Tensor):
-            if key.endswith("_extra_state"):
-                continue
-            raise UnknownTensor(f"{key}: expected a tensor, found {type(value).__name__}")
         name: str | None = _unwrapped(key)
         if rename is not None:
             name = rename(_unwrapped(key))
         if name is None:
             continue
+        if not isinstance(value, torch.Tensor):
+            if key.endswith("_extra_state"):
+                continue
+            raise UnknownTensor(f"{key}: expected a tensor, found {type(value).__name__}")
         if name in found and memory_of(found[name]) != memory_of(value):
             raise UnknownTensor(f"{name}: two tensors have this name, the second is {key}")
         found[name] = value

@@ -53,7 +53,10 @@ class FileLayout:
 
 
 def lay_out(
-    specs: Iterable[TensorSpec], max_file_bytes: int | None = None, homes: Mapping[str, str] = MappingProxyType({})
+    specs: Iterable[TensorSpec],
+    max_file_bytes: int | None = None,
+    homes: Mapping[str, str] = MappingProxyType({}),
+    only_file: str = "",
 ) -> tuple[FileLayout, ...]:
     """Return the files for some tensors, named as `save_pretrained` names them.
 
@@ -65,6 +68,7 @@ def lay_out(
         max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own. By default a 32nd of all bytes,
             but 256 MiB to 4 GiB: the smaller the files, the more of a version is digested before its last file is written.
         homes: Home of a tensor by its name, by default the empty string. No file has tensors of two homes.
+        only_file: Name of a file for all tensors, whatever their bytes and homes.
     """
     specs = list(specs)
     if max_file_bytes is None:
@@ -76,7 +80,7 @@ def lay_out(
         return homes.get(spec.name, "")
 
     for spec in sorted(specs, key=lambda s: (home(s), -ITEM_SIZES[s.dtype], _parts(s.name), s.name)):
-        if groups[-1] and (spec.size > room or home(spec) != home(groups[-1][-1])):
+        if groups[-1] and not only_file and (spec.size > room or home(spec) != home(groups[-1][-1])):
             groups.append([])
             room = max_file_bytes
         groups[-1].append(spec)
@@ -84,7 +88,7 @@ def lay_out(
     names = (
         [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
         if len(groups) > 1
-        else ["model.safetensors"]
+        else [only_file or "model.safetensors"]
     )
     return tuple(_lay_out_file(name, group) for name, group in zip(names, groups, strict=True))
 

@@ -67,7 +67,16 @@ from resharder.server.state.errors import (
     listed,
 )
 from resharder.server.state.timing import Timing, timed
-from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord, check_model_name, parse_name
+from resharder.server.state.version import (
+    ABORTED,
+    LAST_NUMBER,
+    READY,
+    RETIRED,
+    UPLOADING,
+    VersionRecord,
+    check_model_name,
+    parse_name,
+)
 from resharder.server.store.catalogue import taken_over
 from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.lifecycle import ProvenVersion
@@ -150,7 +159,7 @@ class Intake:
     # Claims
 
     def create_publisher(
-        self, model: str, job: str, world_size: int, files: Mapping[str, bytes], together: Collection[str] = ()
+        self, model: str, job: str, world_size: int, files: Mapping[str, bytes], together: Collection[str] = (), base: str = ""
     ) -> PublisherRecord:
         """Return the publisher of a job; create it if it is new.
 
@@ -160,15 +169,18 @@ class Intake:
             world_size: Ranks of the job.
             files: Contents of config.json and tokenizer files by path; from one rank at least.
             together: Other models of the job, whose versions of a step are READY together with this model's.
+            base: Model that this one, an adapter, is loaded beside; it need not have a version. Empty for a model of its own.
 
         Raises:
             InvalidArgument: MODEL_NAME, MODEL_FILE, JOB, WORLD_SIZE.
             AlreadyExists: WORLD_SIZE.
-            FailedPrecondition: STALE_EPOCH.
+            FailedPrecondition: STALE_EPOCH; BASE: the model and the base contradict what is known of either.
             Unavailable: DRAINING.
         """
         check_model_name(model)
-        check_files(files)
+        if base:
+            check_model_name(base)
+        check_files(files, base)
         models = frozenset(check_model_name(other) for other in together) - {model}
         if not job or len(job) > 256:
             raise InvalidArgument("JOB", f"expected a job of 1 to 256 characters, got {len(job)}")
@@ -176,7 +188,14 @@ class Intake:
             raise InvalidArgument("WORLD_SIZE", f"expected 1 to {MAX_WORLD} ranks, got {world_size}")
         with self.lock:
             self._check_not_draining()
-            publisher = self._of_job(model, job) or self._add(model, job, world_size, models)
+            found = self._of_job(model, job)
+            if found is None:
+                self._check_base(model, base)
+            publisher = found or self._add(model, job, world_size, models, base)
+            if publisher.base != base:
+                raise FailedPrecondition(
+                    "BASE", f"{publisher.name}: job {job!r} publishes {_kind(publisher.base)}, this call {_kind(base)}"
+                )
             if publisher.together != models:
                 known, given = sorted(publisher.together), sorted(models)
                 raise InvalidArgument("JOB", f"{publisher.name}: job {job!r} publishes it with {known}, this call with {given}")
@@ -191,9 +210,36 @@ class Intake:
     def _of_job(self, model: str, job: str) -> PublisherRecord | None:
         return next((publisher for publisher in self._by_model.get(model, ()) if publisher.job == job), None)
 
-    def _add(self, model: str, job: str, world_size: int, together: frozenset[str]) -> PublisherRecord:
+    def _check_base(self, model: str, base: str) -> None:
+        """Raise FailedPrecondition (BASE) unless a model can be an adapter of `base`, or of its own if that is empty.
+
+        What a model is, its versions that were READY decide, and the publishers before there are any.
+        """
+        known = {name: self.store.catalogue.base(name) for name in {*self.store.catalogue.models(), *self._by_model}}
+        for name, publisher in current(self.publishers()).items():
+            if known[name] is None and publisher.state in (REGISTERING, ACTIVE):
+                known[name] = publisher.base
+        if model == base:
+            raise FailedPrecondition("BASE", f"{model!r} cannot be its own base: give the adapter another name")
+        if known.get(base):
+            raise FailedPrecondition(
+                "BASE", f"the base {base!r} is {_kind(known[base])}: name the model that both are loaded beside as base"
+            )
+        if (was := self.store.catalogue.base(model)) is not None and was != base:
+            raise FailedPrecondition(
+                "BASE",
+                f"the versions of {model!r} are those of {_kind(was)}, and a job would publish {_kind(base)}: "
+                "publish under another name",
+            )
+        if base and (adapters := sorted(name for name, of in known.items() if of == model)):
+            raise FailedPrecondition(
+                "BASE",
+                f"{model!r} is the base of {adapters[0]!r}, and cannot be an adapter itself: give the adapter another name",
+            )
+
+    def _add(self, model: str, job: str, world_size: int, together: frozenset[str], base: str) -> PublisherRecord:
         claim = self.store.epochs.begin(model, job, world_size)
-        publisher = PublisherRecord(model, job, claim.epoch, claim.world_size, together, self._clock())
+        publisher = PublisherRecord(model, job, claim.epoch, claim.world_size, together, self._clock(), base)
         known = sorted((*self._by_model.get(model, ()), publisher), key=lambda each: each.epoch)
         self._by_model = self._by_model | {model: tuple(known)}
         _log.info("publisher_created", model=model, job=job, epoch=claim.epoch, world_size=world_size)
@@ -301,6 +347,7 @@ class Intake:
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self.lock:
                 publisher.check_usable()
+                self._check_base(publisher.model, publisher.base)  # another job may have published meanwhile
                 publisher.checked = checked
                 for each in [publisher, *self._partners(publisher)]:
                     if due := self._due(each):
@@ -408,7 +455,7 @@ class Intake:
     # The version of a step
 
     def create_version(
-        self, name: str, rank: int, step: int, after: int | None = None, *, skipped: bool = False
+        self, name: str, rank: int, step: int, after: int | None = None, *, skipped: bool = False, base_version: int = 0
     ) -> Waiting[VersionRecord]:
         """Return the version of a publisher's step, and begin it if there is none.
 
@@ -421,9 +468,11 @@ class Intake:
             after: Newest version of the step that the rank has begun before; None: all. A later aborted version is
                 returned, so that a rank never delivers into a version other than the one it began.
             skipped: Whether LATEST skips a version that this call begins.
+            base_version: See VersionRecord.
 
         Raises:
-            InvalidArgument: STEP.
+            InvalidArgument: STEP, BASE: no version that the base can have.
+            AlreadyExists: BASE: another rank has named another version of the base.
             FailedPrecondition: VERSION_ABORTED, if another rank is at a later step.
             ResourceExhausted: TOO_MANY_UPLOADING, NO_ROOM.
         """
@@ -436,10 +485,12 @@ class Intake:
             with self.lock:
                 publisher = self.publisher(name, rank)
                 publisher.check_active()
+                self._check_base_version(publisher, base_version)
                 key = (publisher.model, publisher.epoch, step)
                 if key not in self._creating:  # otherwise another rank's call is beginning it
                     known = self._version_of(*key, after)
                     if known is not None:
+                        self._check_same_base_version(known, rank, base_version)
                         if upload := self.upload(known.model, known.number):
                             upload.begun[rank] = publisher.processes.get(rank, "")
                         return known
@@ -453,7 +504,7 @@ class Intake:
                 )
             yield self._changed.pause(seen, min(left, _LOOK))
         try:
-            return self._begin_version(publisher, rank, step, skipped)
+            return self._begin_version(publisher, rank, step, skipped, base_version)
         finally:
             with self.lock:
                 self._creating.discard(key)
@@ -483,10 +534,36 @@ class Intake:
                 "TOO_MANY_UPLOADING", f"{publisher.model}: {MAX_UPLOADING} versions are UPLOADING already: {steps}"
             )
 
-    def _begin_version(self, publisher: PublisherRecord, rank: int, step: int, skipped: bool) -> VersionRecord:
+    def _check_base_version(self, publisher: PublisherRecord, number: int) -> None:
+        """Raise InvalidArgument (BASE) for a version that the base of a publisher's model cannot have."""
+        base, newest = publisher.base, self.store.catalogue.newest_number(publisher.base)
+        if number and not base:
+            raise InvalidArgument("BASE", f"{publisher.model!r} has no base: leave base_version out")
+        if not 0 <= number <= (newest or LAST_NUMBER):
+            raise InvalidArgument(
+                "BASE", f"expected a version of {base!r} up to {newest}, its newest one, as base_version, got {number}"
+            )
+
+    def _check_same_base_version(self, record: VersionRecord, rank: int, number: int) -> None:
+        """Raise AlreadyExists (BASE) if the rank that began an UPLOADING version has named another version of its base."""
+        if record.state == UPLOADING and record.base_version != number:
+            raise AlreadyExists(
+                "BASE",
+                f"{record.name} (step {record.step}): rank {rank} names {number or 'no version'} of {record.base!r}, another rank "
+                f"{record.base_version or 'none'}: pass the same base_version on all ranks",
+            )
+
+    def _begin_version(self, publisher: PublisherRecord, rank: int, step: int, skipped: bool, base_version: int) -> VersionRecord:
         store = self.store
         record = store.lifecycle.begin(
-            publisher.model, publisher.epoch, step, publisher.job, skipped=skipped, warnings=publisher.version_warnings()
+            publisher.model,
+            publisher.epoch,
+            step,
+            publisher.job,
+            skipped=skipped,
+            warnings=publisher.version_warnings(),
+            base=publisher.base,
+            base_version=base_version,
         )
         homes = self._take_homes(publisher, record)
         with self.lock:
@@ -925,6 +1002,11 @@ class Intake:
         if epoch != record.epoch or (claim is not None and epoch < claim.epoch):
             why = f": {taken_over(record.model, claim.job)}" if claim is not None and epoch < claim.epoch else ""
             raise FailedPrecondition("STALE_EPOCH", f"{record.name} is of epoch {record.epoch}, the call is of {epoch}{why}")
+
+
+def _kind(base: str | None) -> str:
+    """Return what a model is, as a part of a sentence."""
+    return f"an adapter of {base!r}" if base else "a model of its own"
 
 
 def _same_slot(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:

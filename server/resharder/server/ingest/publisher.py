@@ -11,7 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from resharder.converters.errors import LayoutError, UnsupportedModel
+from resharder.converters.adapter import check_config, check_tensors
+from resharder.converters.checkpoint_files import folder_names
+from resharder.converters.errors import ConversionError, LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
 from resharder.converters.geometry.piece_arrays import Ints, join_boxes
 from resharder.converters.geometry.senders import senders, senders_by_host
@@ -40,8 +42,12 @@ _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def check_files(files: Mapping[str, bytes]) -> None:
-    """Raise InvalidArgument (MODEL_FILE) for a path, a name that the store uses itself, or too much content."""
+def check_files(files: Mapping[str, bytes], base: str = "") -> None:
+    """Raise InvalidArgument (MODEL_FILE) for a path, a name that the store uses itself, too much content, or an adapter's lack of
+    a config.
+    """
+    if base and files and (config := folder_names(base).config) not in files:
+        raise InvalidArgument("MODEL_FILE", f"expected {config} of an adapter of {base!r}, got {sorted(files)[:8]}")
     if len(files) > MAX_FILES:
         raise InvalidArgument("MODEL_FILE", f"expected at most {MAX_FILES} files of a model, got {len(files)}")
     for name, content in files.items():
@@ -101,6 +107,7 @@ class PublisherRecord:
     world_size: int
     together: frozenset[str] = frozenset()  # other models whose versions of a step are READY together with this one's
     created: float = 0.0  # by ingest's clock
+    base: str = ""  # see VersionRecord.base
     state: str = REGISTERING
     error: DaemonError | None = None
     stalled: DaemonError | None = None  # error of the last activation, if the next one may succeed
@@ -282,17 +289,22 @@ class PublisherRecord:
         except LayoutError as error:
             raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
         parts = [self.held[rank] for rank in range(self.world_size)]
-        assigned = assign(self.specs, parts, self.hosts, self.gatherers)
+        only_file = folder_names(self.base).weights
+        hosts = {} if only_file else self.hosts  # the only file has one home, the daemon's host
+        assigned = assign(self.specs, parts, hosts, self.gatherers)
         try:
             shared = plan_shared(self.blocks)
         except LayoutError as error:
             raise FailedPrecondition("LAYOUT_MISMATCH", f"{self.name}: {error}") from error
         homes = {self.specs[n].name: f"{node}/{n in assigned.gathered}" for n, node in assigned.homes.items()}
-        return CheckedLayout(assigned, shared, lay_out(self.specs, homes=homes))
+        return CheckedLayout(assigned, shared, lay_out(self.specs, homes=homes, only_file=only_file))
 
     def _check_names(self) -> None:
         if not self.specs:
             raise LayoutError("no rank holds any tensor: register at least one")
+        if self.base:
+            self._check_adapter()
+            return
         try:
             config = json.loads(self.files["config.json"])
             _check_counts(config)
@@ -311,6 +323,18 @@ class PublisherRecord:
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise LayoutError("; ".join(wrong[:8]) + more)
+
+    def _check_adapter(self) -> None:
+        """Raise LayoutError for a config or tensors that no server would load."""
+        name = folder_names(self.base).config
+        try:
+            config = json.loads(self.files[name])
+            check_config(config)
+            check_tensors(config, {spec.name: spec.shape for spec in self.specs})
+        except ConversionError as error:
+            raise LayoutError(str(error)) from error
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise LayoutError(f"{name}: {error!r}") from error
 
     def _held_by_tensor(self) -> dict[str, list[Held]]:
         held: dict[str, list[Held]] = defaultdict(list)

@@ -54,6 +54,7 @@ class Views:
             live_ranks=live,
             newest_version=self.store.catalogue.newest_number(publisher.model),
             data_address=self._data_address,
+            base=publisher.base,
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
@@ -94,6 +95,8 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         servers_following=counts[1],
         skipped=record.skipped,
         warnings=record.warnings,
+        base=record.base,
+        base_version=record.base_version,
     )
 
 

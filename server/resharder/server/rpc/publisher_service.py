@@ -35,7 +35,8 @@ class PublisherService:
         """Claim a model for a job. Idempotent for every rank of the job."""
         files = {file.path: file.content for file in request.model.files}
         create = self._intake.create_publisher
-        made = self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
+        claim = request.model.name, request.job, request.world_size, files, request.together, request.base
+        made = self._views.publisher(create(*claim))
         nonces = self._intake.nodes.nonces()
         made.nonce_files.extend(nonces.files)
         made.settled_nonces.extend(nonces.settled)
@@ -97,7 +98,12 @@ class PublisherService:
         """Return the version of a rank's step, and begin it if there is none."""
         after = request.after if request.HasField("after") else None
         record = yield from self._intake.create_version(
-            request.publisher, request.rank, request.step, after, skipped=request.skipped
+            request.publisher,
+            request.rank,
+            request.step,
+            after,
+            skipped=request.skipped,
+            base_version=request.base_version,
         )
         if request.withheld:
             self._withhold(record.model, record.number)

@@ -215,6 +215,12 @@ class Catalogue:
         model = self.find(name)
         return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
 
+    def base(self, name: str) -> str | None:
+        """Return the base of a model's versions, empty for a model of its own; None if none of its versions was ever READY."""
+        model = self.find(name)
+        past = [record for record in model.records.values() if record.state in (READY, RETIRED)] if model else []
+        return max(past, key=lambda record: record.number).base if past else None
+
     def newest_number(self, name: str) -> int:
         """Return the greatest version number assigned; 0 for an unknown model."""
         model = self.find(name)

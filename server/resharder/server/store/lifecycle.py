@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 from resharder.converters.failpoints import failpoint
@@ -86,11 +86,21 @@ class VersionLifecycle:
 
     @medium_errors()
     def begin(
-        self, name: str, epoch: int, step: int, job: str, *, skipped: bool = False, warnings: Sequence[str] = ()
+        self,
+        name: str,
+        epoch: int,
+        step: int,
+        job: str,
+        *,
+        skipped: bool = False,
+        warnings: Sequence[str] = (),
+        base: str = "",
+        base_version: int = 0,
     ) -> VersionRecord:
         """Create an UPLOADING version in files of the pool. Blocks until a set of files and capacity are free.
 
-        `skipped` has no effect on the first version of a model, which no READY one precedes. `warnings`: see `VersionRecord`.
+        `skipped` has no effect on the first version of a model, which no READY one precedes. `warnings`, `base` and
+        `base_version`: see `VersionRecord`.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
         (STORE_FAILED, DRAINING).
@@ -105,7 +115,8 @@ class VersionLifecycle:
                 self._pool.remove_stuck(model)
                 path = self._take_set(model, reservation, retired)
                 try:
-                    record = self._start(model, reservation, path, step, job, skipped, tuple(warnings))
+                    said = {"skipped": skipped, "warnings": tuple(warnings), "base": base, "base_version": base_version}
+                    record = self._start(model, reservation, path, step, job, said)
                 except BaseException:
                     self._pool.discard(model, path, reservation.size)
                     self._changed.notify_all()
@@ -140,8 +151,7 @@ class VersionLifecycle:
         path: Path,
         step: int,
         job: str,
-        skipped: bool,
-        warnings: tuple[str, ...],
+        said: Mapping[str, Any],
     ) -> VersionRecord:
         model.number += 1
         model.write_claim()
@@ -149,7 +159,8 @@ class VersionLifecycle:
         tensors = sum(len(layout.tensors) for layout in reservation.layouts)
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
-        record = replace(record, skipped=skipped and bool(model.of(READY)), warnings=warnings)
+        record = replace(record, **said)
+        record = replace(record, skipped=record.skipped and bool(model.of(READY)))
         make_folder(model.folder / "staging")
         move(path, self._folder.path(record))
         failpoint("begin.after-rename")

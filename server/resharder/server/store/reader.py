@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from resharder.converters.checkpoint_files import folder_names
 from resharder.converters.failpoints import failpoint
 from resharder.converters.hf_config import described, differences
 from resharder.converters.json_input import parse_json
@@ -22,7 +23,6 @@ from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCac
 from resharder.server.store.partial import PartialVersion
 
 PATIENCE = 5.0
-CONFIG_FILE = "config.json"
 
 
 class VerifiedVersions:
@@ -118,11 +118,12 @@ class VersionReader:
 
     @medium_errors()
     def config(self, name: str, number: int) -> bytes:
-        """Return the config.json of a version that is READY or UPLOADING; empty if the version has just ended.
+        """Return the config.json of a version that is READY or UPLOADING, or the adapter_config.json of an adapter.
 
-        Raises as `manifest` does.
+        Empty if the version has just ended. Raises as `manifest` does.
         """
-        file = self._folder.path(self._catalogue.get(name, number)) / CONFIG_FILE
+        record = self._catalogue.get(name, number)
+        file = self._folder.path(record) / folder_names(record.base).config
         with touching(file, "reading"):
             try:
                 return file.read_bytes()
@@ -130,7 +131,12 @@ class VersionReader:
                 return b""
 
     def config_change(self, record: VersionRecord) -> str:
-        """Return how the config.json of a READY version differs from that of the one before it; empty if it does not."""
+        """Return how the config.json of a READY version differs from that of the one before it; empty if it does not.
+
+        Servers load each version of an adapter with a config of its own.
+        """
+        if record.base:
+            return ""
         known = self._catalogue.find(record.model)
         before = max((each.number for each in known.of(READY) if each.number < record.number), default=0) if known else 0
         try:
@@ -145,7 +151,7 @@ class VersionReader:
 
     @medium_errors()
     def model_files(self, name: str, number: int = 0) -> dict[str, bytes]:
-        """Return the contents of `config.json` and tokenizer files, by name.
+        """Return the contents of the config and tokenizer files, by name.
 
         They are those of a READY version, by default the newest one, and before there is one, of the newest ACTIVE publisher.
 
