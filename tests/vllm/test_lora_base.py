@@ -13,13 +13,24 @@ from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import make_pair, publish, without_weights
-from tests.vllm.test_install import PROMPT, weights
+from tests.vllm.test_install import DELTA, MLA, MTP, PROMPT, weights
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "dense": ("qwen3", torch.bfloat16, {}),
     "dense raw": ("qwen3", torch.float32, {"raw": True}),
+    "tied": ("qwen3_tied", torch.bfloat16, {}),
+    "moe": ("qwen3_moe", torch.bfloat16, {}),
+    "moe attention": ("qwen3_moe", torch.bfloat16, {"lora_target_modules": list(ATTENTION)}),
+    "mtp": ("glm4_moe", torch.bfloat16, {"lora_target_modules": list(ATTENTION), **MTP}),
+    "mla": ("deepseek_v2_lite", torch.bfloat16, {"changes": MLA, "raw": True}),
+    "gpt_oss": ("gpt_oss", torch.bfloat16, {"lora_target_modules": list(ATTENTION)}),
+    "gdn": ("qwen3_next", torch.bfloat16, {"changes": DELTA}),
+    "glm4": ("glm4", torch.float32, {}),
+    "gemma3": ("gemma3", torch.bfloat16, {"changes": {"layer_types": ["sliding_attention", "full_attention"]}}),
+    "fp8": ("qwen3", torch.bfloat16, {"quantization": "fp8_per_channel"}),
+    "compiled": ("qwen3", torch.bfloat16, {"enforce_eager": False}),
 }
 
 
@@ -37,11 +48,11 @@ def wrapped(worker: Any) -> int:
 def test_base(daemon: Daemon, tmp_path: Path, kind: str) -> None:
     family, dtype, options = KINDS[kind]
     options = {"dtype": str(dtype).removeprefix("torch."), **LORA, **options}
-    a, b = make_pair(tmp_path, family, dtype)
+    a, b = make_pair(tmp_path, family, dtype, **options.pop("changes", {}))
     name = kind.replace(" ", "-")
-    adapter = save_adapter(tmp_path / "adapter", load_checkpoint(b), 1)
+    adapter = save_adapter(tmp_path / "adapter", load_checkpoint(b), 1, *(ATTENTION if "lora_target_modules" in options else ()))
     (version_a,) = publish(daemon, name, a)
-    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": name}
+    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": name, "VLLM_PLUGINS": "resharder,dropping_sleep,lora_experts" + (",raw_mode" if options.get("raw") else "")}
     with Engine(b, environment=environment, **options) as fresh:
         tensors, base, adapted = weights(fresh), fresh.logprobs(PROMPT), fresh.logprobs(PROMPT, 8, adapter)
     assert base != adapted

@@ -5,7 +5,7 @@ A recording needs it for all modules, an install for some. Contains workarounds 
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,12 +79,12 @@ def reloading(model: torch.nn.Module, model_config: Any, modules: frozenset[str]
         modules: Paths of the modules to reload.
     """
     with without_wrappers(model):
-        _before_reload_on_cpu(model)
+        selected = {module for name, module in model.named_modules(remove_duplicate=False) if name in modules}
+        _before_reload_on_cpu(selected)
         _begin_reload(model)
         try:
-            selected = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in modules}
             for module in model.modules():
-                if id(module) not in selected:
+                if module not in selected:
                     _put_back(module)
             with _DirectWrites(model):
                 yield
@@ -148,7 +148,7 @@ def _end_torchao(model: torch.nn.Module) -> None:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-def _before_reload_on_cpu(model: torch.nn.Module) -> None:
+def _before_reload_on_cpu(modules: Iterable[torch.nn.Module]) -> None:
     """Reset the kernel of unquantised MoE methods, so that a reload packs the experts again.
 
     The method packs experts only while it has no kernel. A reload would leave them unpacked, for a kernel
@@ -158,7 +158,7 @@ def _before_reload_on_cpu(model: torch.nn.Module) -> None:
 
     if not current_platform.is_cpu():
         return
-    for module in model.modules():
+    for module in modules:
         method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
