@@ -24,16 +24,19 @@ from tests.vllm.test_install import PROMPT, weights
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "dtype": "float32"}
 
 
-def publish_adapter(daemon: Daemon, model: str, base: str, *folders: Path) -> list[str]:
+def publish_adapter(daemon: Daemon, model: str, base: str, *folders: Path, base_version: int | None = None) -> list[str]:
     """The names of the versions that these PEFT folders became."""
     config = json.loads((folders[0] / "adapter_config.json").read_text()) | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
     }
-    publisher = connect.connect(daemon.endpoint, model=model, job=uuid.uuid4().hex, rank=0, world_size=1, config=config)
+    job = uuid.uuid4().hex
+    publisher = connect.connect(daemon.endpoint, model=model, base=base, job=job, rank=0, world_size=1, config=config)
     try:
         found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
-        handles = [publisher.publish_tensors(step, tensors.items()) for step, tensors in enumerate(found, 1)]
+        handles = [
+            publisher.publish_tensors(step, tensors.items(), base_version=base_version) for step, tensors in enumerate(found, 1)
+        ]
         for handle in handles:
             handle.wait_ready(60)
         return [handle.name for handle in handles]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from resharder.client.operator import Operator
+from resharder.client.operator.answers import BaseBinding, Server
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.daemon import Daemon
@@ -27,23 +28,26 @@ class Scene:
     daemon: Daemon
     server: VllmServer
     base: Path
+    other: Path
     adapters: list[Path]
 
     def ask(self, model: str = ADAPTER, tokens: int = 6) -> Response:
         return self.server.request("POST", "/v1/completions", completion(PROMPT, tokens, model=model))
 
     def version(self) -> int:
-        found = {server.name: server for server in servers(self.daemon)}
-        return found[f"servers/one.{ADAPTER}"].version
+        return self.state().version
 
-    def publish(self, *folders: Path) -> None:
-        publish_adapter(self.daemon, ADAPTER, "policy", *folders)
+    def state(self) -> Server:
+        return next(server for server in servers(self.daemon) if server.name == f"servers/one.{ADAPTER}")
+
+    def publish(self, *folders: Path, base_version: int | None = None) -> None:
+        publish_adapter(self.daemon, ADAPTER, "policy", *folders, base_version=base_version)
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("adapters")
-    base, _ = make_pair(folder, "qwen3", torch.float32)
+    base, other = make_pair(folder, "qwen3", torch.float32)
     adapters = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed) for seed in (1, 2)]
     with Daemon() as daemon:
         publish(daemon, "policy", base)
@@ -56,7 +60,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         }
         args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
         with VllmServer(without_weights(base, folder / "bare"), args=args, env=environment) as server:
-            yield Scene(daemon, server, base, adapters)
+            yield Scene(daemon, server, base, other, adapters)
 
 
 def test_an_adapter_is_served_from_its_first_version_on(scene: Scene) -> None:
@@ -109,3 +113,40 @@ def test_a_rollback_serves_the_version_of_before(scene: Scene) -> None:
         operator.rollback(ADAPTER)
     wait_until(lambda: scene.version() == 2, "it is back")
     assert scene.ask().version == f"1;{ADAPTER}=2"
+
+
+def test_the_base_moves_under_an_adapter_that_is_not_bound_to_a_version(scene: Scene) -> None:
+    publish(scene.daemon, "policy", scene.other)
+    wait_until(lambda: scene.ask("m").version == "2", "the base's next version serves")
+    answer = scene.ask()
+    assert (answer.status, answer.version) == (200, f"2;{ADAPTER}=2")
+
+
+def test_an_adapter_bound_to_another_version_of_the_base_is_held_back(scene: Scene) -> None:
+    with Operator(scene.daemon.endpoint) as operator:
+        operator.pin("policy")
+    publish(scene.daemon, "policy", scene.base)
+    scene.publish(scene.adapters[0], base_version=3)
+    wait_until(lambda: "is staged" in scene.state().reason, "it waits")
+    assert scene.state().reason.endswith("; version 4 is staged; version 4 was trained on version 3 of its base, which is at 2")
+    assert scene.ask().version == f"2;{ADAPTER}=2"
+    with Operator(scene.daemon.endpoint) as operator:
+        operator.update("policy")
+    wait_until(lambda: scene.version() == 4, "its base is there")
+    assert scene.ask().version == f"3;{ADAPTER}=4"
+
+
+def test_an_adapter_leaves_service_when_its_base_moves_on_unless_its_fleet_only_warns(scene: Scene) -> None:
+    publish(scene.daemon, "policy", scene.other)
+    wait_until(lambda: scene.ask("m").version == "4", "the base's next version serves")
+    refused = scene.ask()
+    assert refused.status == 503
+    wait_until(lambda: "may not serve it yet" in scene.state().reason, "the daemon knows")
+    why = "version 4 was trained on version 3 of its base, which is at 4"
+    assert why in scene.state().reason
+    assert why in str(scene.ask().json())
+    with Operator(scene.daemon.endpoint) as operator:
+        operator.set_fleet(ADAPTER, base_binding=BaseBinding.WARN)
+    wait_until(lambda: scene.ask().status == 200, "it is served all the same")
+    assert scene.ask().version == f"4;{ADAPTER}=4"
+    assert scene.state().reason.endswith(why)

@@ -52,7 +52,11 @@ def test_base(daemon: Daemon, tmp_path: Path, kind: str) -> None:
     name = kind.replace(" ", "-")
     adapter = save_adapter(tmp_path / "adapter", load_checkpoint(b), 1, *(ATTENTION if "lora_target_modules" in options else ()))
     (version_a,) = publish(daemon, name, a)
-    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": name, "VLLM_PLUGINS": "resharder,dropping_sleep,lora_experts" + (",raw_mode" if options.get("raw") else "")}
+    environment = {
+        "RESHARDER_ENDPOINT": daemon.endpoint,
+        "RESHARDER_MODEL": name,
+        "VLLM_PLUGINS": "resharder,dropping_sleep,lora_experts" + (",raw_mode" if options.get("raw") else ""),
+    }
     with Engine(b, environment=environment, **options) as fresh:
         tensors, base, adapted = weights(fresh), fresh.logprobs(PROMPT), fresh.logprobs(PROMPT, 8, adapter)
     assert base != adapted
