@@ -350,6 +350,6 @@ def test_a_fleet_that_only_warns_serves_an_adapter_beside_any_version_of_its_bas
     assert goal.warning == "version 1 was trained on version 7 of its base, which is at 9"
 
 
-def test_an_adapter_waits_while_its_base_has_no_confirmed_version_and_stays_in_service() -> None:
+def test_an_adapter_that_is_bound_is_not_served_beside_weights_of_no_version() -> None:
     goal = of_adapter(base=0)
-    assert (goal.apply, goal.permits(1), goal.why) == (False, True, "its base has no confirmed version")
+    assert (goal.apply, goal.leaves) == (False, "version 1 was trained on version 7 of its base, which is at none")

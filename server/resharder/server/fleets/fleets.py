@@ -494,10 +494,10 @@ class Fleets:
 
     def _happen(self, id: str, event: Event) -> None:
         """Take a step of a server, then steer its fleet."""
-        base = self.by_id[id].agreed
+        confirmed = self.by_id[id].confirmed, self.by_id[id].agreed
         self._step(id, event)
         self._steer(self.by_id[id].fleet)
-        if self.by_id[id].agreed != base:
+        if (self.by_id[id].confirmed, self.by_id[id].agreed) != confirmed:
             for fleet in {server.fleet for server in self.by_id.values() if server.base_server == id}:
                 self._steer(fleet)
 
@@ -594,7 +594,7 @@ class Fleets:
         ahead = frozenset(number for number, one in self._versions.ahead(fleet).items() if one.staging) - ready
         at_once, skipped = self._versions.at_once(fleet.model), self._versions.skipped(fleet.model)
         hosts = {id: self.by_id.get(server.base_server) for id, server in servers.items() if server.base_server}
-        bases = {id: host.agreed if host is not None else 0 for id, host in hosts.items()}
+        bases = {id: host.agreed or host.confirmed if host is not None else 0 for id, host in hosts.items()}
         bound = self._versions.base_versions(fleet.model) if bases else {}
         base = self._versions.base(fleet.model)
         return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, base, bases, bound)

@@ -38,20 +38,20 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
         version = _instead(version, fleet, server, view)
         if apply and id in late:
             apply, why = False, "it waits for its turn on the direct path"
-        serves, warning, holds = _range(fleet, id, view), "", fleet.base_binding == BaseBinding.HOLD
+        leaves, warning, holds = "", "", fleet.base_binding == BaseBinding.HOLD
         if id in view.bases:
             shown = server.opened or server.agreed
             warning = _unbound(view, id, shown)
             if warning and holds:
-                serves, why, warning = NOBODY, warning, ""
-            waits = _without_base(view, id) or (_unbound(view, id, version) if holds else "")
-            if apply and version != shown and waits:
+                leaves, why, warning = warning, warning, ""
+            if apply and holds and version != shown and (waits := _unbound(view, id, version)):
                 apply, why = False, waits
         found[id] = Goal(
             version=version,
             boot=boots(fleet, view),
             apply=apply,
-            serves=serves,
+            serves=_range(fleet, id, view),
+            leaves=leaves,
             warning=warning,
             bound=view.base_versions if holds else {},
             open=id not in fleet.drained,
@@ -66,13 +66,9 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
 def _unbound(view: View, id: str, version: int) -> str:
     """Return how the base's version differs from that of an adapter's version; empty if it does not."""
     needed, base = view.base_versions.get(version, 0), view.bases[id]
-    if not needed or base in (0, needed):
+    if not needed or base == needed:
         return ""
-    return f"version {version} was trained on version {needed} of its base, which is at {base}"
-
-
-def _without_base(view: View, id: str) -> str:
-    return "" if view.bases[id] else "its base has no confirmed version"
+    return f"version {version} was trained on version {needed} of its base, which is at {base or 'none'}"
 
 
 def boots(fleet: Fleet, view: View) -> int:

@@ -177,7 +177,7 @@ class View:
     base: str = ""  # the base of the fleet's model, an adapter; empty for a model of its own
     bases: Mapping[str, int] = field(
         default_factory=dict
-    )  # of servers of an adapter, their base's confirmed version; 0: none now
+    )  # of servers of an adapter, the last version of their base that was confirmed; 0: none
     base_versions: Mapping[int, int] = field(default_factory=dict)  # versions of an adapter that name one of their base
 
     @cached_property

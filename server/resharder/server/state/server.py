@@ -93,6 +93,7 @@ class Goal:
     strict: bool = False  # gates close when leases expire
     retry: tuple[int, int] = (0, 0)  # a change clears all failures
     why: str = ""
+    leaves: str = ""  # why the version in service has to leave it: a clause; empty for none
     warning: str = ""  # a clause that explanations of a server in service include
     bound: Mapping[int, int] = field(default_factory=dict)  # versions of an adapter that may be served with one of the base alone
 
@@ -103,7 +104,8 @@ class Goal:
 
     def permits(self, version: int) -> bool:
         """Return whether the gate may open on a version."""
-        return self.in_service and (self.serves is None or self.serves[0] <= version <= self.serves[1])
+        in_range = self.serves is None or self.serves[0] <= version <= self.serves[1]
+        return self.in_service and not self.leaves and in_range
 
 
 @dataclass(frozen=True)

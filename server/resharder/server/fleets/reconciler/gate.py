@@ -25,7 +25,7 @@ def hold_order(install: Install, control: Control) -> Order:
 def close_gate(server: Server, orders: list[Order]) -> Server:
     """Close the gate, unless the server is awake, in service, and every worker has the version that it serves."""
     kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
-    if not server.opened or (kept and server.goal.in_service):
+    if not server.opened or (kept and server.goal.in_service and not server.goal.leaves):
         return server
     return close(server, closed_because(server) if kept else f"not every worker holds version {server.opened}", orders)
 
@@ -48,6 +48,8 @@ def closed_because(server: Server) -> str:
     """Return the reason of an order to close the gate, for clients that are refused."""
     if server.goal.power != Power.AWAKE:
         return "an operator put it to sleep"
+    if server.goal.leaves:
+        return server.goal.leaves
     return "drained for maintenance" if not server.goal.open else "its version is not confirmed yet"
 
 
