@@ -27,7 +27,7 @@ from resharder.v1.server_pb2 import Order
 
 logger = logging.getLogger("vllm.resharder.adapter")
 
-_TRY_SECONDS = 0.25  # between attempts to get or to free a slot
+_TRY_SECONDS = 0.1  # between attempts to get or to free a slot
 _SLOT_SECONDS = 60.0  # for requests of an older version to end, before staging fails for want of a slot
 _METHODS = {f"resharder_{method}": method for method in ("describe", "stage", "unstage", "apply")}
 
@@ -59,12 +59,12 @@ class AdapterEngine:
     async def _stage(self, install: str, version: str) -> Sequence[Any]:
         deadline = time.monotonic() + _SLOT_SECONDS
         while True:
-            await self._call("release")
             waits = time.monotonic() < deadline
             answers = await self._call("stage", install, version, waits)
             if not waits or not any(answer.get("full") for answer in answers):
                 return answers
             await asyncio.sleep(_TRY_SECONDS)
+            await self._call("release")
 
     def _release_soon(self) -> None:
         if self._releasing is None or self._releasing.done():

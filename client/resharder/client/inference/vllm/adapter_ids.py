@@ -6,6 +6,8 @@ path), and its slots by the id. There is nothing at the path: the workers have l
 
 from typing import Any
 
+from resharder.client.inference.worker.adapter_agent import IDS, adapter_id
+
 _PATH = "resharder:"
 
 
@@ -15,6 +17,13 @@ def request_of(adapter: str, id: int, version: int) -> Any:
 
     name = f"{adapter}@{version}"
     return LoRARequest(lora_name=name, lora_int_id=id, lora_path=_PATH + name)
+
+
+def renewed(request: Any, version: int) -> Any:
+    """Return the `LoRARequest` of another version of the adapter of `request`; `request` itself if it is of that version."""
+    adapter, _, number = request.lora_name.rpartition("@")
+    index = request.lora_int_id // IDS - 1
+    return request if not version or number == str(version) else request_of(adapter, adapter_id(index, version), version)
 
 
 def is_ours(request: Any) -> bool:

@@ -103,6 +103,10 @@ def _wrap(kind: Any, method: str, around: Callable[..., Any]) -> None:
 
 
 def _add_request(processor: Any, plain: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    if adapter_ids.is_ours(
+        lora := getattr(request, "lora_request", None)
+    ):  # it may have been superseded while the prompt was read
+        request.lora_request = adapter_ids.renewed(lora, page(adapter_ids.adapter_of(lora)).read().last)
     result = plain(processor, request, *args, **kwargs)
     source: _Source | None = getattr(processor, _ATTRIBUTE, None)
     state, answer = processor.request_states.get(request.request_id), labels.current()

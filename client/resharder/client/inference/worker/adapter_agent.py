@@ -38,10 +38,12 @@ from resharder.v1.resources_pb2 import Power
 
 logger = logging.getLogger("vllm.resharder.adapter")
 
+IDS = 1_000_000
+"""Number of ids for the versions of one adapter."""
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 _LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
-GRACE_SECONDS = 2.0
-"""Time for which a superseded version stays, for requests that name it and have not reached the engine yet."""
+GRACE_SECONDS = 0.25
+"""Time for which a superseded version stays, for requests that are on their way from an API server to the engine."""
 
 
 @dataclass
@@ -380,7 +382,7 @@ class AdapterAgent:
 
 def adapter_id(index: int, number: int) -> int:
     """Return vLLM's id of a version of the server's adapter at `index`: below 2**31, and above vLLM's own, which are small."""
-    return (index + 1) * 1_000_000 + number % 1_000_000
+    return (index + 1) * IDS + number % IDS
 
 
 def _verified(source: VersionSource) -> dict[str, torch.Tensor]:
