@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 from resharder.client import connect
+from resharder.client.operator import Operator
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -148,9 +149,10 @@ def ours(server: VllmServer, daemon: Daemon, shape: Mapping[str, int], rank: int
             ready = time.monotonic()
             served = first_token(server, NAME, f"{NAME}={step}")
             time.sleep(1.5)
-            found.append(
-                {"publish": published - began, "ready": ready - began, "served": served - began, "since": began, "until": served}
-            )
+            with Operator(daemon.endpoint) as operator:
+                (worker,) = next(each for each in operator.servers() if each.name == f"servers/one.{NAME}").workers
+            spans = {"publish": published - began, "ready": ready - began, "staging": worker.stage_seconds}
+            found.append(spans | {"served": served - began, "since": began, "until": served})
         time.sleep(1.5)
     for version in found:
         since, until = version.pop("since"), version.pop("until") + 0.2

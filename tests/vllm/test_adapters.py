@@ -65,16 +65,16 @@ class Adapters:
             assert answer["ok"], answer["error"]
 
     def wait_staged(self, install: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 20
         while not all(answer["staged"] == install for answer in self.call("describe")):
-            assert time.monotonic() < deadline, self.call("describe")
+            assert time.monotonic() < deadline, [answer["problem"] for answer in self.call("describe")]
             time.sleep(0.02)
 
     def problem(self) -> str:
         """Why the version that is being staged cannot be."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 20
         while not (problem := self.call("describe")[0]["problem"]):
-            assert time.monotonic() < deadline, self.call("describe")
+            assert time.monotonic() < deadline, [answer["problem"] for answer in self.call("describe")]
             time.sleep(0.02)
         return str(problem)
 

@@ -126,7 +126,7 @@ class LoraSlots:
                 lora_model_id=id,
                 tensors=self._local(tensors),
                 peft_helper=self._helper(config),
-                device="cpu",
+                device=str(next(iter(tensors.values())).device),  # not of the host, which vLLM would pin tensor by tensor
                 dtype=self.dtype,
                 model_vocab_size=self._worker_manager.vocab_size,
                 weights_mapper=self._mapper(),
@@ -145,6 +145,7 @@ class LoraSlots:
                     module.reset_lora(slot)
         except (ValueError, RuntimeError, AssertionError, KeyError) as error:
             raise InstallError(f"vLLM cannot load the adapter: {type(error).__name__}: {error}") from error
+        adapter.loras.clear()  # the slot has the weights, and keeps them
         return adapter
 
     def read(self, slot: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -30,9 +33,9 @@ from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
-from resharder.converters.geometry.layout import full_box
-from resharder.converters.models.tensor_io import tensor_of_bits
-from resharder.converters.storage.digest import digest
+from resharder.converters.geometry.layout import ITEM_SIZES, full_box
+from resharder.converters.models.tensor_io import TORCH_DTYPES
+from resharder.converters.storage.digest import copy_and_digest
 from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Power
 
@@ -40,6 +43,8 @@ logger = logging.getLogger("vllm.resharder.adapter")
 
 IDS = 1_000_000
 """Number of ids for the versions of one adapter."""
+_THREADS = 4  # that copy and digest
+_ALIGN = 64  # bytes
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 _LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
 GRACE_SECONDS = 0.25
@@ -105,6 +110,7 @@ class AdapterAgent:
         self._channel = Channel(settings.endpoint)
         self._reporter = Reporter(self._channel, settings, lambda request: None)
         self._sources: Sources | None = None
+        self._buffer: torch.Tensor | None = None  # of the host, for the last version that was read
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._loaded: dict[int, Loaded] = {}  # by id
@@ -297,17 +303,50 @@ class AdapterAgent:
         self._slots.check(config, shapes)
         assert self._sources is not None
         source = self._sources.open(manifest, {name: (full_box(shape),) for name, shape in shapes.items()})
-        try:
-            tensors = _verified(source)
-        finally:
-            source.close()
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with torch.no_grad(), on_stream(stream) if stream is not None else torch.no_grad():
+        with torch.no_grad(), on_stream(stream) if stream is not None else nullcontext():
+            try:
+                tensors = self._read(source)
+            finally:
+                source.close()
             layout = self._layout(loaded, shapes, config)
-            adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), _copies(tensors), config)
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}  # the engine may scale them in place
+            adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
             failpoint("worker.apply.half-way")
             self._prove(loaded.slot, layout, tensors, config)
         loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
+
+    def _read(self, source: VersionSource) -> dict[str, torch.Tensor]:
+        """Return the version's tensors on the device, copied from the source while they are verified.
+
+        Raises:
+            InstallError: The digest of a tensor is not the store's.
+        """
+        offsets, end = {}, 0
+        for name, spec in source.specs.items():
+            offsets[name] = end
+            end += -(-prod(spec.shape) * ITEM_SIZES[spec.dtype] // _ALIGN) * _ALIGN
+        if self._buffer is None or self._buffer.numel() < end:
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        memory = self._buffer.numpy()
+
+        def copied(name: str) -> bool:
+            spec, array = source.specs[name], source.arrays[name]
+            target = memory[offsets[name] :][: array.nbytes].view(array.dtype).reshape(array.shape)
+            box = full_box(spec.shape)
+            return copy_and_digest(target, array, box, spec.shape) == source.expected[name, box]
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            equal = dict(zip(offsets, pool.map(copied, offsets), strict=True))
+        if wrong := [name for name, same in equal.items() if not same]:
+            raise InstallError(f"{len(wrong)} tensors differ from the store's digests: {', '.join(wrong[:4])}")
+        there = self._buffer[:end].to(self._device, copy=True)
+        return {
+            name: there[offsets[name] :][: prod(spec.shape) * ITEM_SIZES[spec.dtype]]
+            .view(TORCH_DTYPES[spec.dtype])
+            .view(spec.shape)
+            for name, spec in source.specs.items()
+        }
 
     def _layout(self, loaded: Loaded, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> AdapterLayout:
         key = tuple(sorted(shapes.items())), json.dumps([config.get("r"), config.get("rank_pattern")])
@@ -322,7 +361,7 @@ class AdapterAgent:
         held = layout.elements()
         missing = [name for name in shapes if not held.get(name)]
         if self._slots.whole():
-            missing = [name for name, shape in shapes.items() if held.get(name, 0) < _size(shape)]
+            missing = [name for name, shape in shapes.items() if held.get(name, 0) < prod(shape)]
         if missing and (self._slots.whole() or len(missing) == len(shapes)):
             raise InstallError(
                 f"the engine takes only a part of the adapter: it leaves out {len(missing)} tensors, as {', '.join(missing[:4])}"
@@ -337,17 +376,10 @@ class AdapterAgent:
         for name, tensor in tensors.items():
             scale = self._slots.scaling(config, name)
             kept[name] = tensor.to(dtype) if scale == 1 else tensor.to(dtype) * scale
-        expected, found = layout.expected(kept), self._slots.read(slot)
-        wrong = sorted(expected.keys() ^ found.keys())
-        wrong += [
-            name
-            for name, part in expected.items()
-            if name in found and not torch.equal(_bits(part.to(found[name].device)), _bits(found[name]))
-        ]
-        if wrong:
+        if wrong := layout.differences(kept, self._slots.read(slot)):
             raise InstallError(
-                f"{len(wrong)} of {len(expected)} tensors of the slot differ from the version: {', '.join(wrong[:4])}"
-                f"{', …' if len(wrong) > 4 else ''}"
+                f"{len(wrong)} tensors of the slot differ from the version: "
+                f"{', '.join(wrong[:4])}{', …' if len(wrong) > 4 else ''}"
             )
 
     def _stage_failed(self, staged: _Staged, error: Exception) -> None:
@@ -383,35 +415,6 @@ class AdapterAgent:
 def adapter_id(index: int, number: int) -> int:
     """Return vLLM's id of a version of the server's adapter at `index`: below 2**31, and above vLLM's own, which are small."""
     return (index + 1) * IDS + number % IDS
-
-
-def _verified(source: VersionSource) -> dict[str, torch.Tensor]:
-    """Return the version's tensors, copied to memory of this process, whose digests are the store's."""
-    found, wrong = {}, []
-    for name, spec in source.specs.items():
-        box, array = full_box(spec.shape), source.arrays[name].copy()
-        if digest(array, box, spec.shape) != source.expected[name, box]:
-            wrong.append(name)
-        found[name] = tensor_of_bits(array, spec.dtype)
-    if wrong:
-        raise InstallError(f"{len(wrong)} tensors differ from the store's digests: {', '.join(wrong[:4])}")
-    return found
-
-
-def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies, which the engine may scale in place."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def _done(written: Any) -> None:
