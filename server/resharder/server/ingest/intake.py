@@ -549,7 +549,7 @@ class Intake:
         if record.state == UPLOADING and record.base_version != number:
             raise AlreadyExists(
                 "BASE",
-                f"{record.name} (step {record.step}): rank {rank} names {number or 'no version'} of {record.base!r}, another rank "
+                f"{record.name} (step {record.step}): rank {rank} names {number or 'none'} of {record.base!r}, another rank "
                 f"{record.base_version or 'none'}: pass the same base_version on all ranks",
             )
 
