@@ -12,8 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from resharder.client.errors import Conflict, LayoutRejected, Refused, ResharderError, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Version
+from resharder.client.rpc.channel import Channel
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import Handle, connect
+from resharder.client.versions.manifest import get_manifest
 from resharder.converters.errors import UnknownTensor, UnsupportedModel
 from safetensors.torch import load_file
 
@@ -104,6 +106,8 @@ def test_a_version_is_a_folder_that_peft_opens_with_the_logits_of_the_trainer(
     assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "resharder.json"}
     assert torch.allclose(logits(opened(base, folder)), logits(model), atol=1e-5, rtol=0)
     assert not torch.allclose(logits(load_model(base)), logits(model), atol=1e-2)
+    with Channel(daemon.endpoint) as channel:
+        assert get_manifest(channel, handle.name).config == (folder / "adapter_config.json").read_bytes()
     manifest = json.loads((folder / "resharder.json").read_text())
     assert (manifest["version"]["base"], manifest["version"]["base_version"]) == ("policy", 0)
 
@@ -248,6 +252,19 @@ def test_an_archived_adapter_comes_back_on_an_empty_host_as_an_adapter_of_its_ba
             refused(Refused, "are those of an adapter of 'policy'", own.publish_tensors, 1, [("w", torch.ones(2))])
     assert (version.base, version.base_version, version.state) == ("policy", 5, Version.State.READY)
     assert torch.allclose(logits(opened(base, tmp_path / "out")), logits(model), atol=1e-5, rtol=0)
+
+
+def test_an_archived_version_does_not_come_back_into_a_model_that_has_become_an_adapter(tmp_path: Path) -> None:
+    with Daemon(archive_url=tmp_path / "archive") as first, Operator(first.endpoint) as operator:
+        with connect(first.endpoint, model="x", config=OTHER_CONFIG) as own:
+            own.publish_tensors(1, [("w", torch.ones(2))]).wait_ready(60)
+        operator.archive(1, model="x")
+    with Daemon(archive_url=tmp_path / "archive", archive_restore=False) as second, Operator(second.endpoint) as operator:
+        with connect(second.endpoint, model="x", base="policy", config=LORA) as publisher:
+            publisher.publish_tensors(1, ITEMS).wait_ready(60)
+        error = refused(Refused, "models/x/versions/1 is a model of its own", partial(operator.restore, 1, model="x"))
+        assert error.reason == "BASE"
+        assert [version.number for version in operator.versions("x") if version.state == Version.State.READY] == [2]
 
 
 def test_an_adapter_keeps_to_retention_and_to_one_file_over_many_versions(base: Path, tmp_path: Path) -> None:

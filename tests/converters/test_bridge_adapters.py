@@ -1,30 +1,35 @@
 """Adapters of Megatron-Bridge: what a version's tensors mean is proven by logits, and any layout gives the same tensors.
 
-Every rank of each world is in one process. Its adapters are filled as megatron-core's checkpoint loader fills them, from whole
-tensors by the key and offset of each sharded tensor, so that layouts are compared with Megatron's own reading.
+Every rank of each world is in one process, except those that publish to a daemon.
 """
 
-import zlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from tests.support import bridge_lora, fakepg, tiny_hf
-from tests.support.bridge_lora import APPLY, LINEARS, bridge, needs_bridge
+from tests.support.bridge_lora import APPLY, LINEARS, bridge, fill, needs_bridge
 from tests.support.megatron_models import build_model, fill_from_hf, logits, wrap_ddp, wrap_float16
 
 # isort: split
 import torch
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from peft import PeftModel
+from resharder.client.operator import Operator
+from resharder.client.trainer.model_files import adapter_config
 from resharder.converters.adapter import PREFIX, check_config, check_tensors
 from resharder.converters.errors import ConversionError, UnsupportedModel
 from resharder.converters.geometry.layout import box_index
 from resharder.converters.models.adapters import find_adapter
 from resharder.converters.models.tensor_io import read_piece
+from safetensors.torch import load_file, save_file
 
-DIM, ALPHA = 4, 12
+from tests.client import bridge_ranks
+from tests.support.daemon import Daemon
+from tests.support.ranks import forked
+
+DIM, ALPHA = bridge_ranks.DIM, bridge_ranks.ALPHA
 TOKENS = torch.tensor([[5, 17, 300, 41, 8, 99, 2, 64]])
 Settings = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -52,38 +57,6 @@ def tensors_of(chunks: Sequence[torch.nn.Module], config: Settings) -> tuple[Set
     for piece in layout.pieces:
         found[piece.tensor][box_index(piece.box)] = read_piece(local, piece).float()
     return content, found
-
-
-def fill(chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill adapters from whole tensors that follow from their key and shape; those that experts share are equal for all."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for chunk in chunks:
-        state = inner(chunk).sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
-        for key, value in state.items():
-            if ".adapter." not in key or not isinstance(value, ShardedTensor | ShardedTensorFactory):
-                continue
-            for shard in [value] if isinstance(value, ShardedTensor) else flat(value.build()):
-                fill_shard(shard, shared="experts" in key and isinstance(value, ShardedTensorFactory) and value.data.dim() == 2)
-
-
-def flat(built: Any) -> list[ShardedTensor]:
-    return [built] if isinstance(built, ShardedTensor) else [shard for each in built for shard in flat(each)]
-
-
-def inner(chunk: Any) -> Any:
-    return inner(chunk.module) if hasattr(chunk, "module") else chunk
-
-
-@torch.no_grad()
-def fill_shard(shard: ShardedTensor, shared: bool) -> None:
-    shape = tuple(shard.global_shape)
-    shared &= len(shape) == 3 and shard.prepend_axis_num == 1
-    generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))
-    whole = torch.randn(shape[1:] if shared else shape, generator=generator) * 0.3
-    whole = whole.expand(shape) if shared else whole
-    sizes = (1,) * (len(shape) - shard.data.dim()) + tuple(shard.data.shape)
-    index = tuple(slice(first, first + size) for first, size in zip(shard.global_offset, sizes, strict=True))
-    shard.data.copy_(whole[index].reshape(shard.data.shape))
 
 
 def merged(checkpoint: Tensors, adapter: Tensors) -> Tensors:
@@ -131,6 +104,12 @@ def test_a_base_merged_with_the_tensors_of_a_version_computes_what_the_trainer_c
     expected = logits(whole, config, TOKENS)
     assert expected is not None
     assert torch.allclose(adapted, expected, atol=2e-4, rtol=1e-4), (adapted - expected).abs().max()
+    (tmp_path / "adapter").mkdir()
+    save_file(found, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config(content)))
+    with torch.no_grad():
+        opened = PeftModel.from_pretrained(tiny_hf.load_model(folder), tmp_path / "adapter").eval()(TOKENS).logits
+    assert torch.allclose(opened, expected, atol=2e-4, rtol=1e-4), (opened - expected).abs().max()
 
 
 @pytest.mark.parametrize(
@@ -187,6 +166,23 @@ def over_ranks(config: Settings, world: int, settings: Settings, apply: Apply) -
     check_tensors(content, {name: tuple(tensor.shape) for name, tensor in whole.items()})
     assert not [name for name, tensor in whole.items() if tensor.isnan().any()]
     return content, whole
+
+
+def test_ranks_publish_a_folder_with_the_tensors_of_one_rank(apply: Apply, request: pytest.FixtureRequest, tmp_path: Any) -> None:
+    name = request.node.callspec.params["apply"]
+    _, whole = over_ranks(tiny_hf.tiny_config(bridge_ranks.FAMILY), 1, {}, apply)
+    with Daemon() as daemon, Operator(daemon.endpoint) as operator:
+        forked("tests.client.bridge_ranks", daemon.endpoint, name)
+        first, second = sorted(operator.versions(f"{name}-lora"), key=lambda version: version.number)
+        assert (first.base, first.base_version, first.warnings) == ("policy", 3, ())
+        for version in (first, second):
+            operator.export(version.number, tmp_path / str(version.number), model=version.model)
+    before, after = (load_file(tmp_path / str(number) / "adapter_model.safetensors") for number in (1, 2))
+    assert before.keys() == whole.keys()
+    assert not [name for name in whole if not torch.equal(before[name].float(), whole[name])]
+    assert all((tensor == 9).all() for tensor in after.values())
+    config = json.loads((tmp_path / "1" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (bridge_ranks.DIM, bridge_ranks.ALPHA, True)
 
 
 def test_each_element_has_one_owner() -> None:

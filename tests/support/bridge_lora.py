@@ -6,6 +6,8 @@ RESHARDER_TEST_MEGATRON_BRIDGE names the folder that has `megatron/bridge`: `mak
 
 import os
 import sys
+import zlib
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ import megatron.core  # noqa: F401
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
@@ -127,3 +130,38 @@ def apply_stand_in(chunks: list[torch.nn.Module], dim: int, alpha: int) -> list[
 
 
 APPLY: dict[str, Any] = {"stand-in": apply_stand_in, "bridge": apply_bridge}
+
+
+def fill(chunks: Sequence[torch.nn.Module]) -> None:
+    """Fill adapters as megatron-core's checkpoint loader does: from whole tensors, by the key and offset of each sharded tensor.
+
+    The whole tensors follow from key and shape alone; those that experts share are equal for all of them.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for chunk in chunks:
+        state = inner(chunk).sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
+        for key, value in state.items():
+            if ".adapter." not in key or not isinstance(value, ShardedTensor | ShardedTensorFactory):
+                continue
+            for shard in [value] if isinstance(value, ShardedTensor) else flat(value.build()):
+                fill_shard(shard, shared="experts" in key and isinstance(value, ShardedTensorFactory) and value.data.dim() == 2)
+
+
+def flat(built: Any) -> list[ShardedTensor]:
+    return [built] if isinstance(built, ShardedTensor) else [shard for each in built for shard in flat(each)]
+
+
+def inner(chunk: Any) -> Any:
+    return inner(chunk.module) if hasattr(chunk, "module") else chunk
+
+
+@torch.no_grad()
+def fill_shard(shard: ShardedTensor, shared: bool) -> None:
+    shape = tuple(shard.global_shape)
+    shared &= len(shape) == 3 and shard.prepend_axis_num == 1
+    generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))
+    whole = torch.randn(shape[1:] if shared else shape, generator=generator) * 0.3
+    whole = whole.expand(shape) if shared else whole
+    sizes = (1,) * (len(shape) - shard.data.dim()) + tuple(shard.data.shape)
+    index = tuple(slice(first, first + size) for first, size in zip(shard.global_offset, sizes, strict=True))
+    shard.data.copy_(whole[index].reshape(shard.data.shape))

@@ -21,6 +21,7 @@ from tests.support.ports import free_port
 
 MODULES = (
     "tests.client.adapter_ranks",
+    "tests.client.bridge_ranks",
     "tests.client.dtensor_ranks",
     "tests.client.megatron_ranks",
     "tests.client.save_ranks",
