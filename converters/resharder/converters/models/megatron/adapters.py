@@ -35,6 +35,10 @@ _SHARED_OUTER = "one half of it is all experts', which PEFT cannot name: train w
 _ROUTED = "servers adapt no router: leave it out of target_modules"
 _PREDICTING = "mtp."
 _FURTHER = "servers adapt no layers that predict further tokens: leave them out, as target_modules=['*decoder.*.linear_qkv'] does"
+_NORMED = (
+    "the linear norms its output, and Megatron-Bridge adds the adapter's to it after the norm, servers before: leave it out of "
+    "target_modules"
+)
 _UNFUSED = "it replaces a torch.nn.Linear, for which there is no placement: leave it out of target_modules"
 
 
@@ -120,12 +124,12 @@ def _adapters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
                 raise UnsupportedModel(f"{name} is a {type(each).__name__}: {_UNFUSED}")
             continue
         inside |= set(adapter.modules())
-        if reason := _reason_against(name, adapter):
+        if reason := _reason_against(name, each.to_wrap, adapter):
             raise UnsupportedModel(f"{name} is a {type(each).__name__} with a {type(adapter).__name__}: {reason}")
         yield name, adapter
 
 
-def _reason_against(name: str, adapter: Any) -> str:
+def _reason_against(name: str, linear: Any, adapter: Any) -> str:
     """Return why servers would not compute with an adapter as the trainer does, and what to do; empty if they would."""
     if not (hasattr(adapter, "linear_in") and hasattr(adapter, "linear_out")):
         return _CANONICAL
@@ -137,6 +141,8 @@ def _reason_against(name: str, adapter: Any) -> str:
         return _ROUTED
     if name.startswith(_PREDICTING):
         return _FURTHER
+    if hasattr(linear, "post_layernorm"):
+        return _NORMED
     activation = getattr(adapter, "activation", None)
     if activation is not None and not isinstance(activation, torch.nn.Identity):
         return f"it has the activation {type(activation).__name__} between its matrices: train with activation='identity'"
