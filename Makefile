@@ -146,10 +146,11 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 	python=$(dir $<)bin/python; test -e $$python || python=$(BIN)/python; \
 	PYTHONPATH=$(CURDIR)/$(dir $<)sources $$python -m pytest -n 2 --dist worksteal -p tests.support.release_results -m compat tests/converters tests/client $(PYTEST)
 
-# Megatron-Bridge without its dependencies, which need CUDA: the tests load its module of callbacks.
-.venv-megatron-bridge/.ready: Makefile
-	$(PYTHON) -m venv .venv-megatron-bridge
-	.venv-megatron-bridge/bin/pip install -q --no-deps megatron-bridge==0.3.1
+# Megatron-Bridge's sources without its dependencies, which need CUDA: tests load its callbacks and its adapters' modules.
+.venv-megatron-bridge/.ready: $(VENV)/.ready
+	rm -rf .venv-megatron-bridge
+	$(BIN)/pip download -q --no-deps --python-version 3.12 --only-binary=:all: -d .venv-megatron-bridge megatron-bridge==0.6.2
+	$(BIN)/python -m zipfile -e .venv-megatron-bridge/megatron_bridge-*.whl .venv-megatron-bridge/sources
 	touch $@
 
 # verl without its own vLLM, which is older than those that the plugin supports.
@@ -171,8 +172,10 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 
 # Training frameworks, from venvs of their own: 10 minutes. Checkouts of those that PyPI does not have: VIME, PRIME_RL, SKYRL (0.4.0).
 integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
-	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
+	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
+	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
+		$(BIN)/pytest tests/converters/test_bridge_adapters.py $(PYTEST)
 	RESHARDER_TEST_VIME="$(VIME)" RESHARDER_TEST_PRIME_RL="$(PRIME_RL)" RESHARDER_TEST_SKYRL="$(SKYRL)" .venv-trl/bin/python -m pytest -m integrations \
 		$(addprefix tests/integrations/test_,trl.py skyrl.py skyrl_sender.py ray.py vime.py prime_rl.py) $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)

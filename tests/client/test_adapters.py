@@ -1,7 +1,8 @@
-"""Adapters as versions: PEFT folders, from one rank."""
+"""Adapters as versions: PEFT folders, from trainers on one rank and on four, and from folders; into the archive and back."""
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,19 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from resharder.client.errors import Conflict, LayoutRejected, Refused, ResharderError, UsageError
 from resharder.client.operator import Operator
+from resharder.client.operator.answers import Version
+from resharder.client.rpc.channel import Channel
+from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import Handle, connect
+from resharder.client.versions.manifest import get_manifest
 from resharder.converters.errors import UnknownTensor, UnsupportedModel
+from safetensors.torch import load_file
 
 from tests.client.models import CONFIG as OTHER_CONFIG
+from tests.client.models import equal
+from tests.support.command import resharder
 from tests.support.daemon import Daemon
+from tests.support.ranks import forked
 from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
 
 CONFIG = tiny_config("qwen3")
@@ -97,6 +106,8 @@ def test_a_version_is_a_folder_that_peft_opens_with_the_logits_of_the_trainer(
     assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "resharder.json"}
     assert torch.allclose(logits(opened(base, folder)), logits(model), atol=1e-5, rtol=0)
     assert not torch.allclose(logits(load_model(base)), logits(model), atol=1e-2)
+    with Channel(daemon.endpoint) as channel:
+        assert get_manifest(channel, handle.name).config == (folder / "adapter_config.json").read_bytes()
     manifest = json.loads((folder / "resharder.json").read_text())
     assert (manifest["version"]["base"], manifest["version"]["base_version"]) == ("policy", 0)
 
@@ -167,6 +178,105 @@ def test_a_version_names_the_version_of_the_base_that_it_was_trained_on(daemon: 
         shown = {version.step: (version.base, version.base_version) for version in operator.versions("bound-lora")}
         assert {publisher.model: publisher.base for publisher in operator.daemon().publishers}["bound-lora"] == "bound"
     assert shown == {1: ("bound", number), 2: ("bound", 0)}
+
+
+def test_versions_of_sharded_and_of_replicated_adapters_are_what_peft_itself_gathers(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", CONFIG, seed=3)
+    with Daemon() as daemon, Operator(daemon.endpoint) as operator:
+        forked("tests.client.adapter_ranks", daemon.endpoint, tmp_path)
+        for kind in ("fsdp", "ddp"):
+            for version in operator.versions(f"{kind}-lora"):
+                assert (version.base, version.base_version, version.warnings) == ("policy", version.step, ())
+                operator.export(version.number, tmp_path / f"{kind}-{version.step}", model=version.model)
+    for kind in ("fsdp", "ddp"):
+        found = [load_file(tmp_path / f"{kind}-{step}" / "adapter_model.safetensors") for step in (1, 2)]
+        assert equal(found[0], torch.load(tmp_path / f"{kind}-1.pt"))
+        assert equal(found[1], torch.load(tmp_path / f"{kind}-2.pt"))
+        assert not [name for name in found[0] if torch.equal(found[0][name], found[1][name])]
+
+
+@pytest.fixture
+def saved(base: Path, tmp_path: Path) -> tuple[PeftModel, Path]:
+    """An adapter, and the folder that PEFT saves of it."""
+    model = adapted(base)
+    model.save_pretrained(tmp_path / "checkpoint-120")
+    return model, tmp_path / "checkpoint-120"
+
+
+def test_a_folder_of_peft_is_imported_and_comes_out_with_its_tensors(
+    daemon: Daemon, base: Path, saved: tuple[PeftModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = saved
+    monkeypatch.setenv("RESHARDER_ENDPOINT", daemon.endpoint)
+    done = resharder("import", folder, "--model", "imported-lora", "--base", "policy", "--base-version", 3)
+    assert done.code == 0, done.err
+    with Operator(daemon.endpoint) as operator:
+        (version,) = operator.versions("imported-lora")
+        assert (version.step, version.base, version.base_version) == (120, "policy", 3)
+        operator.export(version.number, tmp_path / "out", model="imported-lora")
+        assert operator.fetch_config(tmp_path / "config", model="imported-lora") == ["adapter_config.json"]
+    assert resharder("fetch-config", "imported-lora", tmp_path / "again").err == "", "an adapter lacks no tokenizer"
+    assert equal(*(load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "out")))
+    assert torch.allclose(logits(opened(base, tmp_path / "out")), logits(model), atol=1e-5, rtol=0)
+
+
+def test_folders_that_do_not_fit_the_base_are_not_imported(
+    daemon: Daemon, base: Path, saved: tuple[PeftModel, Path], tmp_path: Path
+) -> None:
+    def refusal(folder: Path, **options: Any) -> str:
+        return str(refused(UsageError, ".", partial(import_checkpoint, daemon.endpoint, folder, "x-lora", **options)))
+
+    _, folder = saved
+    assert "has an adapter, which servers load beside its base: name the base" in refusal(folder)
+    assert "has no adapter_config.json" in refusal(base, base="policy")
+    assert "leave config out" in refusal(folder, base="policy", config=base)
+    (folder / "adapter_model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    assert "has no safetensors file named adapter_model.safetensors" in refusal(folder, base="policy")
+    with Operator(daemon.endpoint) as operator:
+        assert "x-lora" not in operator.daemon().models
+
+
+def test_an_archived_adapter_comes_back_on_an_empty_host_as_an_adapter_of_its_base(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
+    with Daemon(archive_url=tmp_path / "archive") as first:
+        with connect(first.endpoint, model="policy-lora", base="policy") as publisher:
+            publisher.attach(model, CONFIG)
+            publisher.publish(1, base_version=5).wait_ready(60)
+        with Operator(first.endpoint) as operator:
+            operator.archive(1, model="policy-lora")
+    with Daemon(archive_url=tmp_path / "archive") as second, Operator(second.endpoint) as operator:
+        operator.restore(1, model="policy-lora")
+        (version,) = operator.versions("policy-lora")
+        operator.export(1, tmp_path / "out", model="policy-lora")
+        with connect(second.endpoint, model="policy-lora", config=OTHER_CONFIG) as own:
+            refused(Refused, "are those of an adapter of 'policy'", own.publish_tensors, 1, [("w", torch.ones(2))])
+    assert (version.base, version.base_version, version.state) == ("policy", 5, Version.State.READY)
+    assert torch.allclose(logits(opened(base, tmp_path / "out")), logits(model), atol=1e-5, rtol=0)
+
+
+def test_an_archived_version_does_not_come_back_into_a_model_that_has_become_an_adapter(tmp_path: Path) -> None:
+    with Daemon(archive_url=tmp_path / "archive") as first, Operator(first.endpoint) as operator:
+        with connect(first.endpoint, model="x", config=OTHER_CONFIG) as own:
+            own.publish_tensors(1, [("w", torch.ones(2))]).wait_ready(60)
+        operator.archive(1, model="x")
+    with Daemon(archive_url=tmp_path / "archive", archive_restore=False) as second, Operator(second.endpoint) as operator:
+        with connect(second.endpoint, model="x", base="policy", config=LORA) as publisher:
+            publisher.publish_tensors(1, ITEMS).wait_ready(60)
+        error = refused(Refused, "models/x/versions/1 is a model of its own", partial(operator.restore, 1, model="x"))
+        assert error.reason == "BASE"
+        assert [version.number for version in operator.versions("x") if version.state == Version.State.READY] == [2]
+
+
+def test_an_adapter_keeps_to_retention_and_to_one_file_over_many_versions(base: Path, tmp_path: Path) -> None:
+    with Daemon(keep_count=2) as daemon, Operator(daemon.endpoint) as operator:
+        with connect(daemon.endpoint, model="policy-lora", base="policy", config=LORA) as publisher:
+            for step in range(6):
+                items = [(name, tensor * step) for name, tensor in ITEMS]
+                publisher.publish_tensors(step, items).wait_ready(60)
+        ready = [version.number for version in operator.versions("policy-lora") if version.state == Version.State.READY]
+        assert sorted(ready) == [5, 6]
+        operator.export(6, tmp_path / "out", model="policy-lora")
+    assert equal(load_file(tmp_path / "out" / "adapter_model.safetensors"), {name: tensor * 5 for name, tensor in ITEMS})
 
 
 def test_ranks_that_name_different_versions_of_the_base_are_refused(daemon: Daemon) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.cli.format import SERVERS, VERSIONS, event_line, problems, server_rows
+from resharder.client.cli.format import SERVERS, VERSIONS, event_line, problems, publisher_table, server_rows, version_table
 from resharder.client.cli.terminal import Columns, lines, short
 from resharder.client.operator import answers
 from resharder.client.operator.answers import Event
@@ -113,6 +113,18 @@ def test_a_check_that_finds_nothing_wrong_takes_one_line() -> None:
         "warn  clocks                       3 s apart",
         "                                   run NTP",
     ]
+
+
+def test_tables_name_the_base_of_adapters_where_there_are_any() -> None:
+    own = answers.Version(model="policy", number=12)
+    adapters = [answers.Version(model="lora", base="policy", base_version=number) for number in (12, 0)]
+    columns, rows = version_table([own, *adapters])
+    assert columns.titles[:3] == ("model", "base", "version")
+    assert [row[:2] for row in rows] == [("policy", ""), ("lora", "policy 12"), ("lora", "policy")]
+    assert version_table([own])[0] is VERSIONS
+    publishers = [answers.PublisherStatus(name="models/lora/publishers/1", base="policy")]
+    columns, rows = publisher_table(publishers)
+    assert (columns.titles[:2], rows[0][1]) == (("publisher", "base"), "policy")
 
 
 def test_a_table_without_rows_says_what_there_is_none_of() -> None:

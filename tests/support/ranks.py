@@ -20,6 +20,8 @@ from tests.support.forked import ForkedProcess, start
 from tests.support.ports import free_port
 
 MODULES = (
+    "tests.client.adapter_ranks",
+    "tests.client.bridge_ranks",
     "tests.client.dtensor_ranks",
     "tests.client.megatron_ranks",
     "tests.client.save_ranks",

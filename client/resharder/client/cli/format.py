@@ -9,6 +9,7 @@ The first half of a bar is staging, the second half is applying; it is full when
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from resharder.client.cli.terminal import Cell, Columns, Row, alarm, paint, styled
@@ -48,8 +49,12 @@ _BAR, _SERVER_BAR, _LONGEST_ID = 20, 12, 24
 _FULL, _EMPTY = "█", "·"
 
 
-def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
-    """Yield the rows of a table with columns `PUBLISHERS`."""
+def publisher_table(publishers: Sequence[PublisherStatus]) -> tuple[Columns, list[Row]]:
+    """Return the columns and rows of a table of publishers, with the bases of adapters if there are any."""
+    return _with_bases(PUBLISHERS, _publisher_rows(publishers), [p.base for p in publishers])
+
+
+def _publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
     for p in publishers:
         yield p.name, paint(publisher_badge(p.state.value, p.job)), f"{p.registered_slots}/{p.world_size}", p.job
 
@@ -101,6 +106,26 @@ def server_rows(servers: Iterable[Server]) -> Iterator[Row]:
             s.name, s.fleet, paint(state_badge(s)), number(s.version), number(s.wanted_version),
             f"{len(s.workers)}/{s.world_size}", f"{apply:.3f} s", f"{pause:.3f} s", s.reason or error,
         )  # fmt: skip
+
+
+def version_table(versions: Sequence[Version], servers: Iterable[Server] = ()) -> tuple[Columns, list[Row]]:
+    """Return the columns and rows of a table of versions, with the bases of adapters if there are any.
+
+    Args:
+        versions: Versions to show.
+        servers: All servers, of which those on exactly a version are counted.
+    """
+    bases = [f"{v.base} {v.base_version}" if v.base_version else v.base for v in versions]
+    return _with_bases(VERSIONS, version_rows(versions, servers), bases)
+
+
+def _with_bases(columns: Columns, rows: Iterable[Row], bases: Sequence[str]) -> tuple[Columns, list[Row]]:
+    """Return a table with a column of bases after the first one, or as it is if no row has a base."""
+    if not any(bases):
+        return columns, list(rows)
+    titles, narrow = ((all_[0], "base", *all_[1:]) if all_ else () for all_ in (columns.titles, columns.narrow))
+    more: list[Row] = [(row[0], base, *row[1:]) for row, base in zip(rows, bases, strict=True)]
+    return replace(columns, titles=titles, narrow=narrow), more
 
 
 def version_rows(versions: Iterable[Version], servers: Iterable[Server] = ()) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import ArchivedVersion, RetireVersionsResponse, Version
 from resharder.client.operator.convert import plain
 from resharder.client.settings import FLEET
-from resharder.converters.checkpoint_files import missing_files
+from resharder.converters.checkpoint_files import folder_names, missing_files
 from resharder.converters.units import size_text as size
 
 _NAME = re.compile(r"models/(?P<model>[^/]+)/versions/(?P<number>\d+)")
@@ -45,9 +45,15 @@ def export(
 @command(Section.VERSIONS, "import")
 def import_(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder of safetensors, or a torch_dist checkpoint of Megatron.")
+        Path, typer.Argument(metavar="DIR", help="A folder of safetensors, PEFT's too, or a torch_dist checkpoint of Megatron.")
     ],
     model: ModelName = "",
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="NAME", help="The model that DIR's adapter is loaded beside.")
+    ] = None,
+    base_version: Annotated[
+        int | None, typer.Option("--base-version", metavar="N", min=1, help="Version of the base that it was trained on.")
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option("--step", metavar="N", min=0, help="The version's label; by default the number in DIR's name."),
@@ -70,6 +76,7 @@ def import_(
     \b
     resharder import checkpoints/step-100 --model policy --step 100
     resharder import runs/7/checkpoints --config Qwen3-8B
+    resharder import runs/8/checkpoint-100 --model policy-lora --base policy
     """
     with waiting("importing torch", as_json):
         from resharder.client.tools.import_checkpoint import import_checkpoint, step_of
@@ -79,6 +86,8 @@ def import_(
     if number is None:
         raise UsageError(f"the name of {folder} has no step, as step-100 has: pass --step N")
     with Operator(endpoint) as operator, waiting(f"connecting to {operator.endpoint}", as_json):
+        if base is not None and not model:
+            raise UsageError("pass --model NAME: the adapter's versions need a name of their own")
         model = model or _import_model(operator)
     if not as_json:
         purpose = "to be served" if serve else "skipped by `latest` unless it is the first"
@@ -90,8 +99,8 @@ def import_(
             progress.update(done, total)
 
         done = import_checkpoint(
-            endpoint, folder, model, step=number, config=config, tokenizer=tokenizer, take_over=take_over, serve=serve,
-            progress=update,
+            endpoint, folder, model, base=base, base_version=base_version, step=number, config=config, tokenizer=tokenizer,
+            take_over=take_over, serve=serve, progress=update,
         )  # fmt: skip
     if as_json:
         return print_json(plain(done))
@@ -123,7 +132,8 @@ def fetch_config(
     with Operator(endpoint) as operator:
         model = models[0] if models else operator.only_model()
         files = operator.fetch_config(Path(folder), model=model, fleet=fleet)
-    missing = missing_files({name: (Path(folder) / name).read_bytes() for name in files})
+    adapter = folder_names("any").config in files  # whose tokenizer is the base's
+    missing = "" if adapter else missing_files({name: (Path(folder) / name).read_bytes() for name in files})
     if as_json:
         return print_json({"model": model, "folder": folder, "files": files, "missing": missing})
     print_line(f"{model}: {', '.join(files)} in {folder}")
@@ -173,7 +183,7 @@ def restore(
         done = operator.restore(wanted.number, model=wanted.model)
     if as_json:
         return print_json(plain(done))
-    print_table(format.VERSIONS, format.version_rows([done]))
+    print_table(*format.version_table([done]))
 
 
 @command(Section.VERSIONS)

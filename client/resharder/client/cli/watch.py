@@ -33,7 +33,7 @@ def picture(operator: Operator, daemon: Daemon, fleets: list[Fleet], servers: li
         f"daemon {daemon.release} at {operator.endpoint}, started {time_of(daemon.start_time)}",
         f"store {daemon.store_folder}: {used} of {limit} used",
         "",
-        table(format.PUBLISHERS, format.publisher_rows(daemon.publishers), wide),
+        table(*format.publisher_table(daemon.publishers), wide),
         "",
         table(format.FLEETS, format.fleet_rows(fleets, servers), wide),
         "",
@@ -92,7 +92,7 @@ def versions(model: ModelName = "", wide: Wide = False, endpoint: Endpoint = Non
         servers = [] if as_json else operator.servers()
     if as_json:
         return print_json({"versions": [*map(plain, found)]})
-    print_table(format.VERSIONS, format.version_rows(found, servers), wide)
+    print_table(*format.version_table(found, servers), wide)
 
 
 @command(Section.LOOK)

@@ -24,6 +24,7 @@ import numpy as np
 from resharder.client.errors import UsageError
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.checkpoint_files import folder_names
 from resharder.converters.errors import ConversionError, LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
@@ -106,9 +107,12 @@ class Report:
     through_load_weights: tuple[str, ...]
 
 
-def read_config(path: Path) -> Config:
-    """Return the content of the config.json at `path`, or in that folder. Raises UsageError if there is none."""
-    file = path / "config.json" if path.is_dir() else path
+def read_config(path: Path, base: str = "") -> Config:
+    """Return the content of the config.json at `path`, or in that folder; with `base`, of an adapter_config.json.
+
+    Raises UsageError if there is none.
+    """
+    file = path / folder_names(base).config if path.is_dir() else path
     try:
         config = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:

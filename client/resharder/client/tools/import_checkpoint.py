@@ -2,6 +2,7 @@
 
 import_checkpoint("daemon:7677", "/checkpoints/Qwen3-8B", "policy")
 import_checkpoint("daemon:7677", "/runs/7/checkpoints", "policy", config="/checkpoints/Qwen3-8B")   # Megatron's torch_dist
+import_checkpoint("daemon:7677", "/runs/8/checkpoint-100", "policy-lora", base="policy")            # PEFT's folder
 """
 
 import re
@@ -23,8 +24,10 @@ from resharder.client.trainer.model_files import tokenizer_files
 from resharder.client.trainer.rank_layout import DeclaredTensor
 from resharder.client.transport.base import HostArray
 from resharder.client.versions.source import open_source
+from resharder.converters.adapter import check_tensors
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.badges import IMPORT_JOB
+from resharder.converters.checkpoint_files import folder_names
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
@@ -49,6 +52,8 @@ def import_checkpoint(
     folder: str | Path,
     model: str,
     *,
+    base: str | None = None,
+    base_version: int | None = None,
     step: int = 0,
     config: str | Path | None = None,
     tokenizer: str | Path | None = None,
@@ -64,8 +69,11 @@ def import_checkpoint(
     Args:
         endpoint: Address as `host:port`; None is RESHARDER_ENDPOINT.
         folder: Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
-            parallel layout: its folder, or the one with latest_checkpointed_iteration.txt.
+            parallel layout: its folder, or the one with latest_checkpointed_iteration.txt. With `base`, PEFT's folder of a LoRA
+            adapter.
         model: Name of the model.
+        base: Name of the model that the adapter is loaded beside; None for a model of its own.
+        base_version: Version of the base that the adapter was trained on, if known.
         step: Label of the version.
         config: config.json or its folder, which a Megatron checkpoint needs.
         tokenizer: Folder of the tokenizer; by default its files are those in `folder` or `config`.
@@ -77,7 +85,7 @@ def import_checkpoint(
         The READY version.
 
     Raises:
-        UsageError: The folder or the config is missing.
+        UsageError: The folder or the config is missing, or `base` does not fit the folder.
         Conflict: Another job publishes the model.
         UnknownTensor: Tensors are missing or unexpected.
         LayoutError: Shapes differ from the config's.
@@ -87,25 +95,37 @@ def import_checkpoint(
     place = Path(folder)
     if not place.is_dir():
         raise UsageError(f"expected a folder with a checkpoint, got {folder}")
-    megatron = _torch_dist_folder(place)
+    megatron = _torch_dist_folder(place) if base is None else None
     if megatron is not None and find_spec("megatron") is None:
         raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
     if megatron is not None and config is None:
         raise UsageError(f"the Megatron checkpoint {megatron} has no config of the model: pass a folder with config.json")
     where = Path(config) if config is not None else place
-    hf_config = read_config(where)
+    _check_kind(where, base, config_given=config is not None)
+    hf_config = read_config(where, base or "")
     with Operator(endpoint, connect_timeout=60) as operator:
         _refuse_live(operator, model, take_over)
     files = tokenizer if tokenizer is not None else _tokenizer_folder(place, where)
-    with _open_megatron(megatron, hf_config) if megatron is not None else _open_folder(place) as opened:
-        _check_against(hf_config, opened.specs, str(place))
+    with _open_megatron(megatron, hf_config) if megatron is not None else _open_folder(place, base or "") as opened:
+        if base is None:
+            _check_against(hf_config, opened.specs, str(place))
+        else:
+            check_tensors(hf_config, {name: spec.shape for name, spec in opened.specs.items()})
         job = f"{IMPORT_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
         with connect(
-            endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files, skipped=not serve
+            endpoint,
+            model=model,
+            base=base,
+            job=job,
+            rank=0,
+            world_size=1,
+            config=hf_config,
+            tokenizer=files,
+            skipped=not serve,
         ) as publisher:
             publisher.attach_tensors(opened.declared)
             failpoint("import.publish")
-            handle = publisher.publish_tensors(step, lambda: _counted(opened, progress))
+            handle = publisher.publish_tensors(step, lambda: _counted(opened, progress), base_version=base_version)
             handle.wait_ready()
             return answer(Version, handle.get())
 
@@ -120,6 +140,17 @@ def step_of(folder: Path) -> int | None:
     named = (_torch_dist_folder(folder) or folder).absolute().name
     found = re.fullmatch(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_]?)?0*(\d{1,18})", named)
     return int(found[1]) if found else None
+
+
+def _check_kind(folder: Path, base: str | None, *, config_given: bool) -> None:
+    """Raise UsageError for an adapter's folder without the name of its base, and for a base that no folder of an adapter has."""
+    adapter, own = folder_names("any").config, folder_names("").config
+    if base is not None and config_given:
+        raise UsageError(f"an adapter's config is the {adapter} of its folder: leave config out")
+    if base is None and folder.is_dir() and (folder / adapter).is_file() and not (folder / own).is_file():
+        raise UsageError(f"{folder} has an adapter, which servers load beside its base: name the base, base=… or --base NAME")
+    if base is not None and not (folder / adapter).is_file():
+        raise UsageError(f"expected PEFT's folder of an adapter of {base!r}, {folder} has no {adapter}")
 
 
 def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
@@ -155,9 +186,9 @@ def _tokenizer_folder(*folders: Path) -> Path | None:
 
 
 @contextmanager
-def _open_folder(folder: Path) -> Iterator[_Opened]:
+def _open_folder(folder: Path, base: str) -> Iterator[_Opened]:
     failpoint("import.open")
-    with open_source(folder) as source:
+    with open_source(folder, base=base) as source:
         wanted = [(name, full_box(spec.shape)) for name, spec in source.specs.items()]
         declared = [DeclaredTensor(spec.name, spec.dtype, spec.shape) for spec in source.specs.values()]
 

@@ -17,6 +17,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.manifest import Arrived, VersionManifest, expected_digests, get_manifest
 from resharder.client.versions.port_reader import PortReader
+from resharder.converters.checkpoint_files import folder_names
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index, full_box
 from resharder.converters.storage.digest import Array, digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout
@@ -49,7 +50,7 @@ class WeightSource(Protocol):
 
 
 @contextmanager
-def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSource]:
+def open_source(source: str | Path, *, shared: bool = True, base: str = "") -> Iterator[WeightSource]:
     """Open a source while the block runs.
 
     `latest` is the newest READY version. If torch.distributed has several ranks, rank 0 decides, by one broadcast.
@@ -57,6 +58,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSo
     Args:
         source: Folder, or `resharder://` URL of a version.
         shared: Map a version's files if this process can read the daemon's store.
+        base: For a folder, the base of the adapter in it; empty for a model of its own.
 
     Raises:
         UsageError: The folder or the URL is invalid.
@@ -66,7 +68,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSo
     with ExitStack() as stack:
         if not str(source).startswith(SCHEME):
             folder = Path(source)
-            yield _FolderSource(str(folder), _mapped(stack, folder))
+            yield _FolderSource(str(folder), _mapped(stack, folder, base=base))
             return
         found = _VERSION.fullmatch(str(source))
         if found is None:
@@ -127,11 +129,11 @@ class _SharedVersion(_Version):
         return self._files.parts(wanted)
 
 
-def _mapped(stack: ExitStack, folder: Path, files: Sequence[FileLayout] = ()) -> MappedFiles:
+def _mapped(stack: ExitStack, folder: Path, files: Sequence[FileLayout] = (), base: str = "") -> MappedFiles:
     if not folder.is_dir():
         raise UsageError(f"expected a folder with a checkpoint, or {SCHEME}…, got {folder}")
     try:
-        mapped = MappedFiles(folder, files or read_checkpoint_layout(folder))
+        mapped = MappedFiles(folder, files or read_checkpoint_layout(folder, folder_names(base).weights))
     except ValueError as error:
         raise UsageError(str(error)) from error
     # Not closed: frames of an error may still reference arrays. The maps end with the last reference.

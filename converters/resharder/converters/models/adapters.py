@@ -13,7 +13,7 @@ import torch
 from resharder.converters.adapter import PREFIX, check_tensors
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Layout
-from resharder.converters.models import dtensor
+from resharder.converters.models import dtensor, megatron_chunks
 from resharder.converters.models.hf_names import Model, Rename, named_tensors, roots_of
 from resharder.converters.models.tensor_io import LookedUp
 
@@ -32,9 +32,22 @@ AdapterConfig: TypeAlias = Mapping[str, Any] | SavedConfig
 """Content of adapter_config.json, or PEFT's config."""
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(Protocol):
     """An adapter in a process's memory."""
+
+    @property
+    def config(self) -> AdapterConfig:
+        """Its config."""
+
+    def layout(
+        self, config: Mapping[str, Any], *, rename: Rename | None = None, ranks: Sequence[int] | None = None
+    ) -> tuple[Layout, LookedUp]:
+        """Return this rank's layout of the adapter, and its local tensors. `config` is the content of adapter_config.json."""
+
+
+@dataclass(frozen=True)
+class ModuleAdapter:
+    """An adapter whose names in memory say what its tensors are: in a module, its parts or a state dict."""
 
     model: Model
     config: AdapterConfig
@@ -66,14 +79,25 @@ def find_adapter(model: Model, config: Any, adapter: str | None = None) -> Adapt
     """Return the adapter of a model.
 
     Args:
-        model: Model with PEFT's LoRA modules, wrapped or not, or a state dict with the names of a PEFT folder.
-        config: For a state dict, the content of adapter_config.json or PEFT's config; a model has its own.
+        model: Megatron's chunks with Megatron-Bridge's LoRA modules; a model with PEFT's, wrapped or not; or a state dict with
+            the names of a PEFT folder.
+        config: For Megatron's chunks, the config of the base; for a state dict, the content of adapter_config.json or PEFT's
+            config; a model of PEFT has its own.
         adapter: Name of the adapter, for a model that has several.
 
     Raises UnsupportedModel for a model without an adapter, and for one with several of which none is named.
     """
+    if chunks := megatron_chunks(model):
+        if adapter is not None:
+            raise UnsupportedModel(f"adapter={adapter!r} is for models of PEFT: those of Megatron-Bridge have one adapter")
+        from resharder.converters.models.megatron.release import refuse_untested_release
+
+        refuse_untested_release()
+        from resharder.converters.models.megatron import adapters
+
+        return adapters.find_adapter(chunks, config)
     if isinstance(model, Mapping):
-        return Adapter(model, config, lambda key: key)
+        return ModuleAdapter(model, config, lambda key: key)
     found = (getattr(each, "peft_config", None) for each in _inner(model))
     configs: Mapping[str, AdapterConfig] = next((each for each in found if isinstance(each, Mapping)), {})
     if not configs:
@@ -85,7 +109,7 @@ def find_adapter(model: Model, config: Any, adapter: str | None = None) -> Adapt
     name = next(iter(configs)) if adapter is None else adapter
     if name not in configs:
         raise UnsupportedModel(f"the model has no adapter {name!r}, but {', '.join(map(repr, configs))}")
-    return Adapter(model, configs[name], _renaming(name))
+    return ModuleAdapter(model, configs[name], _renaming(name))
 
 
 def _inner(model: Model) -> list[torch.nn.Module]:

@@ -130,15 +130,17 @@ def read_layout(folder: Path) -> tuple[FileLayout, ...]:
     return _read_layouts(_safetensors(folder))
 
 
-def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
+def read_checkpoint_layout(folder: Path, only_file: str = "") -> tuple[FileLayout, ...]:
     """Return the layout of the files that `from_pretrained` reads.
 
-    These are the files of the index, else `model.safetensors`, else all safetensors files.
+    These are `only_file` if it is named, else the files of the index, else `model.safetensors`, else all safetensors files.
 
     Raises ValueError for a missing or invalid file, and for a tensor name that is in two files.
     """
     index, single = folder / INDEX_FILE, folder / "model.safetensors"
-    if index.is_file():
+    if only_file:
+        paths = [folder / only_file]
+    elif index.is_file():
         names = _indexed_files(index)
         paths = [folder / name for name in names]
     else:

@@ -75,6 +75,7 @@ from resharder.server.state.version import (
     UPLOADING,
     VersionRecord,
     check_model_name,
+    kind_of,
     parse_name,
 )
 from resharder.server.store.catalogue import taken_over
@@ -194,7 +195,7 @@ class Intake:
             publisher = found or self._add(model, job, world_size, models, base)
             if publisher.base != base:
                 raise FailedPrecondition(
-                    "BASE", f"{publisher.name}: job {job!r} publishes {_kind(publisher.base)}, this call {_kind(base)}"
+                    "BASE", f"{publisher.name}: job {job!r} publishes {kind_of(publisher.base)}, this call {kind_of(base)}"
                 )
             if publisher.together != models:
                 known, given = sorted(publisher.together), sorted(models)
@@ -223,12 +224,12 @@ class Intake:
             raise FailedPrecondition("BASE", f"{model!r} cannot be its own base: give the adapter another name")
         if known.get(base):
             raise FailedPrecondition(
-                "BASE", f"the base {base!r} is {_kind(known[base])}: name the model that both are loaded beside as base"
+                "BASE", f"the base {base!r} is {kind_of(known[base])}: name the model that both are loaded beside as base"
             )
         if (was := self.store.catalogue.base(model)) is not None and was != base:
             raise FailedPrecondition(
                 "BASE",
-                f"the versions of {model!r} are those of {_kind(was)}, and a job would publish {_kind(base)}: "
+                f"the versions of {model!r} are those of {kind_of(was)}, and a job would publish {kind_of(base)}: "
                 "publish under another name",
             )
         if base and (adapters := sorted(name for name, of in known.items() if of == model)):
@@ -549,7 +550,7 @@ class Intake:
         if record.state == UPLOADING and record.base_version != number:
             raise AlreadyExists(
                 "BASE",
-                f"{record.name} (step {record.step}): rank {rank} names {number or 'no version'} of {record.base!r}, another rank "
+                f"{record.name} (step {record.step}): rank {rank} names {number or 'none'} of {record.base!r}, another rank "
                 f"{record.base_version or 'none'}: pass the same base_version on all ranks",
             )
 
@@ -1002,11 +1003,6 @@ class Intake:
         if epoch != record.epoch or (claim is not None and epoch < claim.epoch):
             why = f": {taken_over(record.model, claim.job)}" if claim is not None and epoch < claim.epoch else ""
             raise FailedPrecondition("STALE_EPOCH", f"{record.name} is of epoch {record.epoch}, the call is of {epoch}{why}")
-
-
-def _kind(base: str | None) -> str:
-    """Return what a model is, as a part of a sentence."""
-    return f"an adapter of {base!r}" if base else "a model of its own"
 
 
 def _same_slot(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:

@@ -87,6 +87,11 @@ class VersionRecord:
         return record
 
 
+def kind_of(base: str | None) -> str:
+    """Return what a model with this base is, as a part of a sentence."""
+    return f"an adapter of {base!r}" if base else "a model of its own"
+
+
 def host_name(id: str) -> str:
     """Return the name of a host in messages: `nodes/{id}`, or `daemon`."""
     return "daemon" if id == DAEMON else f"nodes/{id}"

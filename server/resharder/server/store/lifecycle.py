@@ -26,7 +26,7 @@ from resharder.server.state.errors import (
     ResourceNotFound,
     Unavailable,
 )
-from resharder.server.state.version import ABORTED, LOST, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, LOST, READY, RETIRED, UPLOADING, VersionRecord, kind_of
 from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue, Reservation, StoredModel
 from resharder.server.store.file_pool import FilePool
@@ -322,7 +322,8 @@ class VersionLifecycle:
         digest of every tensor are verified afterwards. A version that is READY already is returned unchanged.
 
         Raises AlreadyExists (VERSION_DIFFERS), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), DataLoss (CHECKSUM),
-        Unavailable (STORE_FAILED, DRAINING), and the errors of `write`; nothing is left behind then.
+        FailedPrecondition (BASE: those here have another base), Unavailable (STORE_FAILED, DRAINING), and the errors
+        of `write`; nothing is left behind then.
         """
         changed, retired = self._changed, list[VersionRecord]()
         try:
@@ -381,6 +382,11 @@ class VersionLifecycle:
 
     def _complete_adoption(self, model: StoredModel, part: Path, found: Manifest) -> None:
         record = found.record
+        if (base := self._catalogue.base(model.name)) is not None and base != record.base:
+            raise FailedPrecondition(
+                "BASE",
+                f"{record.name} is {kind_of(record.base)}, the versions of {model.name!r} here are those of {kind_of(base)}",
+            )
         ready = [*model.of(READY), record]
         model.epoch = max(model.epoch, record.epoch)
         model.write_claim()

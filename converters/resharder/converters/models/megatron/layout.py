@@ -7,6 +7,7 @@ without a placement, or without a line in the table, is an error.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from resharder.converters.architectures.agreement import disagreements, is_paddi
 from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
 from resharder.converters.architectures.computation import UNSUPPORTED, known_arguments
 from resharder.converters.architectures.recipe import Recipe
-from resharder.converters.architectures.table import Table, Weight
+from resharder.converters.architectures.table import Table, Weight, hf_shapes
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
@@ -33,6 +34,9 @@ from torch.overrides import TorchFunctionMode
 
 Chunks = torch.nn.Module | Sequence[torch.nn.Module]
 """Megatron's form of a model: its chunks, one per virtual pipeline stage of this rank, wrapped or not."""
+
+ADAPTER = ".adapter."
+"""Part of the names of an adapter's tensors in Megatron-Bridge's modules."""
 
 FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in ("BF16", "F16", "F32")}
 
@@ -63,11 +67,7 @@ def local_layout(
     pieces: list[Piece] = []
     tensors: dict[str, torch.Tensor] = {}
     parts: dict[str, MasterPart] = {}
-    modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
-    for number, module in enumerate(modules):
-        _refuse_options(module)
-        _refuse_other_sizes(module, number, recipe)
-    _refuse_other_computation(modules, recipe)
+    modules = checked_modules(model_chunks, recipe)
     for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
         wrappers = _data_parallel(chunk)
         one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
@@ -86,6 +86,39 @@ def local_layout(
                     pieces.append(piece)
     found = LocalTensors(lambda: _state(modules), _state(modules) | tensors, tensors, modules)
     return Layout(specs, tuple(pieces)), BlockwiseTensors(found, parts) if fp8 else found
+
+
+def checked_modules(model_chunks: Chunks, recipe: Recipe) -> list[MegatronModule]:
+    """Return the modules inside of a model's chunks, which are built as a config says.
+
+    Raises UnsupportedModel and LayoutError as `local_layout` does.
+    """
+    modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
+    for number, module in enumerate(modules):
+        _refuse_options(module)
+        _refuse_other_sizes(module, number, recipe)
+    _refuse_other_computation(modules, recipe)
+    return modules
+
+
+def adapter_layout(modules: Sequence[MegatronModule], table: Table) -> tuple[Layout, LookedUp]:
+    """Return this rank's layout of the adapters in a model's modules, and its local tensors, as `local_layout` does.
+
+    `table` describes the adapters. An adapter that several experts share is in the tensors of each of them.
+    """
+    shapes = hf_shapes(table)
+    specs: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for number, module in enumerate(modules):
+        for name, (tensor, shards, memory) in _placed(module, number, fp8=False, adapters=True).items():
+            tensors[name] = tensor
+            for shard in shards:
+                for piece in _shard_pieces(name, memory, shard, table, 1.0, 1):
+                    specs[piece.tensor] = TensorSpec(piece.tensor, _dtype(name, tensor), shapes[piece.tensor])
+                    pieces.append(piece)
+    find = partial(_state, modules, adapters=True)
+    return Layout(specs, tuple(pieces)), LocalTensors(find, find() | tensors, tensors, modules)
 
 
 def local_pieces(
@@ -130,12 +163,13 @@ def gather_parameters(model_chunks: Chunks) -> None:
             wrapper.start_param_sync(force_sync=True)
 
 
-def _state(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors of chunks by the names that `sharded_state_dict` gives them."""
+def _state(modules: Sequence[torch.nn.Module], *, adapters: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of chunks, or of their adapters alone, by the names that `sharded_state_dict` gives them."""
     entries = (
         (f"{number}.{name}", value)
         for number, chunk in enumerate(modules)
         for name, value in chunk.state_dict(keep_vars=True).items()
+        if ADAPTER in name or not adapters
     )
     return {name: value for name, value in entries if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
 
@@ -202,9 +236,13 @@ class _Placed(NamedTuple):
     memory: torch.Tensor
 
 
-def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed]:
-    """Return every local tensor of a chunk."""
-    for parameter_name, parameter in module.named_parameters():
+def _placed(module: MegatronModule, number: int, fp8: bool, *, adapters: bool = False) -> dict[str, _Placed]:
+    """Return every local tensor of a chunk, or of its adapters alone."""
+
+    def wanted(key: str) -> bool:
+        return ADAPTER in key or not adapters
+
+    for parameter_name, parameter in filter(lambda each: wanted(each[0]), module.named_parameters()):
         _refuse_absent(f"{number}.{parameter_name}", parameter)
     if not parallel_state.model_parallel_is_initialized():
         raise UnsupportedModel(
@@ -216,7 +254,7 @@ def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed
     placed: dict[str, _Placed] = {}
     for key, value in state.items():
         name = f"{number}.{key}"
-        if isinstance(value, ShardedObject) and value.key.endswith("_extra_state"):
+        if (isinstance(value, ShardedObject) and value.key.endswith("_extra_state")) or not wanted(key):
             continue
         if not isinstance(value, ShardedTensor | ShardedTensorFactory):
             raise UnknownTensor(f"{name}: sharded_state_dict has {type(value).__name__} instead of a sharded tensor")
@@ -226,12 +264,14 @@ def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed
         else:
             _refuse_quantised(name, tensor)
         shards = _shards(name, _built(name, value) if isinstance(value, ShardedTensorFactory) else value)
-        if (found := sum(shard.data.numel() for shard in shards)) != tensor.numel():
+        found = sum(shard.data.numel() for shard in shards)
+        shared = adapters and found and found % tensor.numel() == 0  # by several experts
+        if found != tensor.numel() and not shared:
             raise LayoutError(f"{name}: expected shards for {tensor.numel()} elements in sharded_state_dict, found {found}")
         placed[name] = _Placed(tensor, shards, value.data)
     held = {id(each.tensor) for each in placed.values()}
     for local, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in held and not local.endswith("_extra_state"):
+        if id(tensor) not in held and not local.endswith("_extra_state") and wanted(local):
             raise LayoutError(f"{number}.{local}: sharded_state_dict does not say where it belongs")
     return placed
 
