@@ -12,19 +12,21 @@ from packaging.version import Version
 from resharder.client.inference.engine import KV_CACHE, WEIGHTS
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.places import adapter_tensors
+from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.recording.wrappers import wrappers
 from resharder.client.inference.vllm.worker_rpc import agent_of
 from resharder.client.inference.worker.memory import live_tensors
+from resharder.client.inference.worker.model_part import MODEL
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.daemon import Daemon
 from tests.support.fp8_checkpoint import fp8_config, save_fp8
 from tests.support.tiny_hf import load_checkpoint
 from tests.support.variants import sampled
-from tests.support.vllm_engine import Engine
-from tests.support.vllm_models import DRAFTS, make_pair, publish, save_random, without_weights
-from tests.vllm.test_install import DELTA, MLA, MTP, PROMPT, weights
+from tests.support.vllm_engine import PROMPT, Engine, weights
+from tests.support.vllm_models import DELTA, DRAFTS, MLA, MTP, make_pair, publish, save_random, without_weights
 
+pytestmark = pytest.mark.compat("other")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OLDER = Version(vllm.__version__) < Version("0.32")
 
@@ -55,7 +57,7 @@ KINDS = {
     "compiled": Kind("qwen3", options={"enforce_eager": False}),
     "tied": Kind("qwen3_tied"),
     "tied, raw": Kind("qwen3_tied", options={"raw": True}),
-    "gate and up as one": Kind("glm4", torch.float32),
+    "gate and up as one": Kind("glm4", torch.float32, targets=(*ATTENTION, "down_proj")),
     "norms around zero": Kind("gemma3", changes=SLIDING),
     "experts": Kind("qwen3_moe"),
     "experts, tp 2": Kind("qwen3_moe", options={"raw": True, **TP2}),
@@ -88,6 +90,10 @@ class Running(NamedTuple):
     other: Path
     versions: tuple[str, str]
     states: tuple[State, State]
+    over: State
+    """What the engine that loaded A holds after an install of B over it."""
+    recorded: list[Recording]
+    """What that engine's workers recorded under the wrappers."""
 
     @property
     def state(self) -> State:
@@ -99,7 +105,9 @@ class Running(NamedTuple):
 
 
 def state(engine: Engine, adapter: Path) -> State:
-    return State(weights(engine), engine.logprobs(PROMPT), engine.logprobs(PROMPT, adapter=adapter))
+    """The answers first: the first of all may cast a constant (the cache of YaRN's embedding of positions)."""
+    base, adapted = engine.logprobs(PROMPT), engine.logprobs(PROMPT, adapter=adapter)
+    return State(weights(engine), base, adapted)
 
 
 def checkpoints(kind: Kind, folder: Path) -> tuple[Path, Path]:
@@ -135,14 +143,23 @@ def running(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: py
         "RESHARDER_MODEL": name,
         "VLLM_PLUGINS": ",".join(plugins),
     }
-    states = []
-    for loaded in (a, b):
-        with Engine(loaded, environment=environment, **options) as fresh:
-            states.append(state(fresh, adapter))
+    with Engine(b, environment=environment, **options) as fresh:
+        state_b = state(fresh, adapter)
     (version_a,) = publish(daemon, name, a)
     with Engine(without_weights(a, folder / "bare"), load_format="resharder", environment=environment, **options) as engine:
         (version_b,) = publish(daemon, name, b)
-        yield Running(kind, engine, adapter, other, (version_a, version_b), (states[0], states[1]))
+        with Engine(a, environment=environment, **options) as loaded:
+            state_a = state(loaded, adapter)
+            answer = loaded.install(version_b, "over the engine's own")
+            assert answer["ok"], answer["error"]
+            over = state(loaded, adapter), loaded.rpc(recorded)
+        yield Running(kind, engine, adapter, other, (version_a, version_b), (state_a, state_b), *over)
+
+
+def recorded(worker: Any) -> Recording:
+    """Runs in the worker."""
+    agent, _ = agent_of(worker)
+    return agent.parts.by_name[MODEL].known
 
 
 def of_adapters(worker: Any) -> list[int]:
@@ -169,6 +186,13 @@ def test_versions_over_one_another_leave_what_a_fresh_engine_with_the_adapter_ha
     for turn, which in enumerate((1, 0, 1)):
         running.install(which, f"turn-{turn}")
         assert running.state == running.states[which], turn
+
+
+def test_an_engine_that_loaded_a_checkpoint_itself_records_under_the_wrappers_what_a_boot_records_before(
+    running: Running,
+) -> None:
+    assert running.over == running.states[1]
+    assert running.recorded == running.engine.rpc(recorded)
 
 
 def test_the_names_of_the_base_are_those_of_a_server_without_adapters(running: Running) -> None:
@@ -204,7 +228,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_the_base_and_the_adapte
 def altered(worker: Any, path: str) -> list[str]:
     """What verification finds after one element of a tensor was changed. Runs in the worker."""
     agent, models = agent_of(worker)
-    tensor = live_tensors(models["model"])[path] if path else adapter_tensors(models["model"])[0]
+    tensor = live_tensors(models[MODEL])[path] if path else adapter_tensors(models[MODEL])[0]
     tensor.detach().view(-1)[3] += 1
     return list(agent.verifier.verify(models).different)
 
