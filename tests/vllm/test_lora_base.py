@@ -64,9 +64,7 @@ KINDS = {
     "experts without adapters": Kind("qwen3_moe", targets=ATTENTION),
     "experts written without a loader": Kind("gpt_oss", targets=ATTENTION),
     "experts in fp8 blocks": Kind("qwen3_moe", options={"raw": True}, fp8="checkpoint", oldest=False),
-    "experts in online fp8": Kind(
-        "qwen3_moe", options={"raw": True, "quantization": "fp8_per_block"}, fp8="loaded", oldest=False
-    ),
+    "experts in online fp8": Kind("qwen3_moe", options=ONLINE, fp8="loaded", oldest=False),
     "latent attention": Kind("deepseek_v2_lite", options={"raw": True}, changes=MLA, oldest=False),
     "gated delta net": Kind("qwen3_next", changes=DELTA, oldest=False),
     "an MTP drafter": Kind("glm4_moe", options=MTP, targets=ATTENTION),
