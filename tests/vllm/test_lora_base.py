@@ -52,7 +52,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 KINDS = {
     "dense": Kind("qwen3", torch.float32, {"raw": True}),
     "dense, packed": Kind("qwen3"),
-    "dense, packed, tp 2": Kind("qwen3", options=TP2),
+    "dense, packed, tp 2, fully sharded": Kind("qwen3", options={"fully_sharded_loras": True, **TP2}),
     "dense, online fp8": Kind("qwen3", options={"quantization": "fp8_per_channel"}),
     "compiled": Kind("qwen3", options={"enforce_eager": False}),
     "tied": Kind("qwen3_tied"),
