@@ -59,15 +59,15 @@ KINDS = {
     "tied, raw": Kind("qwen3_tied", options={"raw": True}),
     "gate and up as one": Kind("glm4", torch.float32, targets=(*ATTENTION, "down_proj")),
     "norms around zero": Kind("gemma3", changes=SLIDING),
-    "experts": Kind("qwen3_moe"),
-    "experts, tp 2": Kind("qwen3_moe", options={"raw": True, **TP2}),
-    "experts without adapters": Kind("qwen3_moe", targets=ATTENTION),
-    "experts written without a loader": Kind("gpt_oss", targets=ATTENTION),
+    "experts": Kind("qwen3_moe", oldest=False),
+    "experts, tp 2": Kind("qwen3_moe", options={"raw": True, **TP2}, oldest=False),
+    "experts without adapters": Kind("qwen3_moe", targets=ATTENTION, oldest=False),
+    "experts written without a loader": Kind("gpt_oss", targets=ATTENTION, oldest=False),
     "experts in fp8 blocks": Kind("qwen3_moe", options={"raw": True}, fp8="checkpoint", oldest=False),
     "experts in online fp8": Kind("qwen3_moe", options=ONLINE, fp8="loaded", oldest=False),
     "latent attention": Kind("deepseek_v2_lite", options={"raw": True}, changes=MLA, oldest=False),
     "gated delta net": Kind("qwen3_next", changes=DELTA, oldest=False),
-    "an MTP drafter": Kind("glm4_moe", options=MTP, targets=ATTENTION),
+    "an MTP drafter": Kind("glm4_moe", options=MTP, targets=ATTENTION, oldest=False),
 }
 
 
@@ -186,9 +186,7 @@ def test_versions_over_one_another_leave_what_a_fresh_engine_with_the_adapter_ha
         assert running.state == running.states[which], turn
 
 
-def test_an_engine_that_loaded_a_checkpoint_itself_records_under_the_wrappers_what_a_boot_records_before(
-    running: Running,
-) -> None:
+def test_an_engine_that_loaded_a_checkpoint_itself_records_under_the_wrappers_what_a_boot_does(running: Running) -> None:
     assert running.over == running.states[1]
     assert running.recorded == running.engine.rpc(recorded)
 
