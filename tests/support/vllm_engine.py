@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+PROMPT = [5, 6, 7, 8, 9, 10]
 PRELOADED = (
     "vllm.entrypoints.llm",
     "vllm.model_executor.models.registry",
@@ -140,6 +141,12 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def weights(engine: Engine) -> list[dict[str, int]]:
+    """Of each worker: all tensors but the addresses of packed weights, which only logits can compare."""
+    answers = engine.rpc("resharder_fingerprint")
+    return [{path: value for path, value in a["tensors"].items() if not path.endswith("handler_tensor")} for a in answers]
 
 
 def _hide_amx() -> None:

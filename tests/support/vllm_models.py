@@ -18,6 +18,14 @@ from tests.support.weights import random_weights
 
 DRAFTS = Version(vllm.__version__).release[:2] != (0, 30)
 """The CPU build of 0.30 raises "Cannot inspect kernel parameters" at its first draft, without a plugin too."""
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vLLM's MLA takes no smaller heads
+DELTA = {  # vLLM's CPU kernels take no others
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 def make_pair(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Path, Path]:

@@ -81,15 +81,11 @@ def test_a_plain_configuration_is_supported() -> None:
         ("data_parallel_hybrid_lb", "hybrid data-parallel load balancing"),
         ("enable_eplb", "EPLB"),
         ("enable_elastic_ep", "elastic expert parallelism"),
-        ("lora", "LoRA"),
     ],
 )
 def test_what_is_not_proven_is_refused_by_name(setting: str, named: str) -> None:
-    config = vllm_config() if setting == "lora" else vllm_config(**{setting: True})
-    if setting == "lora":
-        config.lora_config = object()
     with pytest.raises(UsageError, match=named):
-        refuse_unsupported(config)
+        refuse_unsupported(vllm_config(**{setting: True}))
 
 
 @pytest.mark.parametrize("role", [None, "kv_producer", "kv_consumer", "kv_both"])

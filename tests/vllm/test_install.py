@@ -20,11 +20,10 @@ from resharder.v1.resources_pb2 import Power
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
 from tests.support.variants import sampled
-from tests.support.vllm_engine import Engine
-from tests.support.vllm_models import DRAFTS, make_pair, publish, without_weights
+from tests.support.vllm_engine import PROMPT, Engine, weights
+from tests.support.vllm_models import DELTA, DRAFTS, MLA, MTP, make_pair, publish, without_weights
 
 pytestmark = pytest.mark.compat("boxes")
-PROMPT = [5, 6, 7, 8, 9, 10]
 APPLIED_B = {"ok": True, "rank": 0, "nonce": "", "error": "", "version": 2}
 GATE, UP = (f"model.layers.0.mlp.{which}_proj.weight" for which in ("gate", "up"))
 
@@ -59,12 +58,6 @@ class Case:
     def publish_b(self) -> str:
         (version,) = publish(self.daemon, self.name, self.b)
         return version
-
-
-def weights(engine: Engine) -> list[dict[str, int]]:
-    """Of each worker: all tensors but the addresses of packed weights, which only logits can compare."""
-    answers = engine.rpc("resharder_fingerprint")
-    return [{path: value for path, value in a["tensors"].items() if not path.endswith("handler_tensor")} for a in answers]
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +159,7 @@ def test_what_was_staged_is_let_go_of_on_order_alone(raw: Case, running: Any) ->
     assert "install kept is not staged" in engine.one("resharder_apply", "kept")["error"]
 
 
-MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
-MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vLLM's MLA takes no smaller heads
-DELTA = {  # vLLM's CPU kernels take no others
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 OLDER = Version(vllm.__version__) < Version("0.32")
 # The CPU build of 0.28 does not run them: its MLA imports a name that its own fa_utils has not, and its
 # chunk_gated_delta_rule_cpu refuses its own state's dtype.

@@ -49,7 +49,6 @@ def drafter(method: str, model: str) -> SimpleNamespace:
     [
         ({"parallel_config": parallel(enable_eplb=True)}, "EPLB (--enable-eplb)"),
         ({"parallel_config": parallel(enable_elastic_ep=True)}, "elastic expert parallelism"),
-        ({"lora_config": object()}, "LoRA (--enable-lora)"),
         (
             {"speculative_config": SimpleNamespace(method="ngram", draft_lm_head_quantization="fp8")},
             "a drafter with its own copy of the output layer (draft_lm_head_quantization=fp8)",
@@ -65,8 +64,8 @@ def drafter(method: str, model: str) -> SimpleNamespace:
         ),
         ({"speculative_config": drafter("mtp", "org/mtp")}, "a drafter with its own checkpoint (org/mtp)"),
         (
-            {"lora_config": object(), "parallel_config": parallel(enable_eplb=True)},
-            "EPLB (--enable-eplb) and LoRA (--enable-lora)",
+            {"parallel_config": parallel(enable_eplb=True, enable_elastic_ep=True)},
+            "EPLB (--enable-eplb) and elastic expert parallelism",
         ),
     ],
 )

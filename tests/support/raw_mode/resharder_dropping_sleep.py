@@ -1,7 +1,7 @@
 """A vLLM plugin for tests: sleep on the CPU, where vLLM's own does nothing, loses what it loses on a GPU.
 
-What the model and its drafter read is overwritten with ones: NaN to floats, -1 to integers. Level 1 brings back all of it, level
-2 the model's buffers alone, as Worker.sleep in v1/worker/gpu_worker.py of vLLM 0.26 does.
+What the model and its drafter read, and adapters, is overwritten with ones: NaN to floats, -1 to integers. Level 1 brings back
+all of it, level 2 the model's buffers alone, as Worker.sleep in v1/worker/gpu_worker.py of vLLM 0.26 does.
 """
 
 
@@ -26,7 +26,7 @@ def wake_up(worker, tags=None):  # type: ignore[no-untyped-def]
 
 
 def read(worker):  # type: ignore[no-untyped-def]
-    from resharder.client.inference.recording import inventory
+    from resharder.client.inference.recording import inventory, places
     from resharder.client.inference.vllm.drafters import drafter_of
 
     for model in filter(None, (worker.get_model(), drafter_of(worker))):
@@ -35,6 +35,7 @@ def read(worker):  # type: ignore[no-untyped-def]
             address = found.path.endswith("handler_tensor")  # of packed weights, which are out of reach
             if not address and (found.parameter or found.path in notes.constant or found.path in notes.made):
                 yield found.tensor
+        yield from places.adapter_tensors(model)
 
 
 def memory_of(tensor):  # type: ignore[no-untyped-def]

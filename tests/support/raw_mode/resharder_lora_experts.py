@@ -1,7 +1,7 @@
 """A vLLM plugin for tests: experts under `--enable-lora` on the CPU, with their adapters.
 
-vLLM chooses Triton's kernel for experts that may have adapters, which needs a GPU; its CPU kernels take none. Here PyTorch runs them.
-Weights stay as they were loaded.
+As shipped, experts that may have adapters run on Triton's kernel, which needs a GPU. Here PyTorch runs them; weights stay as they
+were loaded.
 """
 
 

@@ -45,7 +45,7 @@ class TensorPlace(NamedTuple):
 def places(model: torch.nn.Module) -> Iterator[TensorPlace]:
     """Yield the places of parameters and buffers first, then those in other attributes of modules.
 
-    Each object is searched once, on the shortest way from the first module that reaches it. Wrappers of adapters are not searched.
+    Each object is searched once, on the shortest way from the first module that reaches it; wrappers of adapters never.
     """
     modules = list(base_modules(model))
     for path, module, _ in modules:

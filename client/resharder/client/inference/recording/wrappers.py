@@ -1,12 +1,12 @@
 """The base model under the wrappers of an engine that serves adapters.
 
 vLLM with `--enable-lora` replaces modules of a loaded model by wrappers (`lora/layers`; 0.26 to 0.32). A wrapper has the module
-in its child `base_layer`, and an adapter's tensors in attributes of its own. That of a MoE layer also replaces the experts' quantisation
-method by one that keeps it as `old_quant_method`, and gives the experts a prefix for the names of checkpoints.
+as its child `base_layer`, and the adapters' tensors in attributes. The wrapper of experts also gives them a quantisation method
+that keeps the former one as `old_quant_method`, and a prefix for the names of checkpoints.
 
-Recordings, routes and inventories name the base model's modules as if there were no wrappers: a model that is recorded before vLLM
-wraps it has the same names afterwards. `named_modules` is for reading, also while the model runs. `without_wrappers` is for code of
-the engine that looks up modules itself, such as `load_weights`.
+Recordings, routes and inventories name modules as if there were no wrappers, so what is recorded before vLLM wraps a model holds
+afterwards. `named_modules` reads a model, also while it runs. `without_wrappers` is for the engine's own code that looks up
+modules, such as `load_weights`.
 """
 
 from collections.abc import Iterator
@@ -42,16 +42,15 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def base_modules(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[BaseModule]:
-    """Yield the base model's modules, in the order of `torch.nn.Module.named_modules`."""
-    for path, module, wrapped in _walk("", model, False, set() if remove_duplicate else None):
-        yield BaseModule(
-            path, module, vars(module) | {w.name: w.base for w in wrapped if not isinstance(w.base, torch.nn.Module)}
-        )
+def base_modules(model: torch.nn.Module) -> Iterator[BaseModule]:
+    """Yield each module of the base model once, in the order of `torch.nn.Module.named_modules`."""
+    for path, module, wrapped in _walk("", model, False, set()):
+        objects = {found.name: found.base for found in wrapped if not isinstance(found.base, torch.nn.Module)}
+        yield BaseModule(path, module, vars(module) | objects)
 
 
 def named_modules(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield path and module of `base_modules`."""
+    """Yield path and module of each module of the base model, as `torch.nn.Module.named_modules` does."""
     for path, module, _ in _walk("", model, False, set() if remove_duplicate else None):
         yield path, module
 

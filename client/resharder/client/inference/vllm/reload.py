@@ -56,15 +56,34 @@ def _begin_reload(model: torch.nn.Module) -> None:
 
 @contextmanager
 def format_of_load(model: torch.nn.Module) -> Iterator[None]:
-    """Replace a running model's parameters by meta tensors of their shapes before loading; restore them at exit."""
+    """Replace a running model's parameters by meta tensors of their shapes before loading; restore them at exit.
+
+    A parameter of several modules stays one: the layerwise reload gives each module a tensor of its own, and a loader would leave
+    a tied `lm_head` without values.
+    """
     with without_wrappers(model):
+        tied = _tied_parameters(model)
         _begin_reload(model)
         try:
+            for (module, name), *others in tied:
+                for other, its_name in others:
+                    if name in module._parameters and its_name in other._parameters:
+                        other._parameters[its_name] = module._parameters[name]
             yield
         finally:
             for module in model.modules():
                 _put_back(module)
             _end_torchao(model)
+
+
+def _tied_parameters(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
+    """Return module and name of each parameter that several modules have, the parameter's together."""
+    owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[id(parameter)].append((module, name))
+    return [places for places in owners.values() if len({id(module) for module, _ in places}) > 1]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ in each install.
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -205,11 +205,14 @@ def _derived(
         raise InstallError(
             "Resharder cannot observe the loader that loaded this model: start vLLM with --load-format auto, dummy or resharder"
         )
-    modules = dict(named_modules(model))
-    paths = {id(module): path for path, module in modules.items()}
+    paths = {id(module): path for path, module in named_modules(model)}
+    modules = list(named_modules(model, remove_duplicate=False))  # a module's are together
+    first = {path: i for i, (path, _) in enumerate(modules)}
 
     def below_of(path: str) -> frozenset[str]:
-        return frozenset(paths[id(module)] for _, module in named_modules(modules[path]))
+        inside = f"{path}." if path else ""
+        found = takewhile(lambda each: each[0] == path or each[0].startswith(inside), islice(modules, first[path], None))
+        return frozenset(paths[id(module)] for _, module in found)
 
     read = {name for locals_ in recording.reads.values() for name in locals_}
     owners = {tensor.untyped_storage()._cdata for name, tensor in live.items() if name in recording.locals and tensor.numel()}
