@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def run(config: dict[str, Any], folder: Path, *arguments: str) -> subprocess.Com
 
 
 @pytest.mark.full
+@pytest.mark.skipif(find_spec("vllm") is None, reason="a server's layout needs vllm")
 def test_the_command_plans_a_trainer_and_a_server_without_cuda_or_transformer_engine(tmp_path: Path) -> None:
     config = tiny_hf.tiny_config("qwen3_moe", num_hidden_layers=2, vocab_size=1024)
     sizes = ("--world", "8", "--tp", "2", "--ep", "2", "--pp", "2", "--server-tp", "2", "--server-ep", "--dtype", "float32")

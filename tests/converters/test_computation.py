@@ -13,12 +13,11 @@ import pytest
 
 from tests.support import fakepg, tiny_hf
 from tests.support.megatron_logits import difference
-from tests.support.megatron_models import build_model
+from tests.support.megatron_models import VERSION, build_model
 
 # isort: split
 import torch
 import torch.nn.functional as F
-from megatron.core import package_info
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -368,7 +367,7 @@ def test_no_list_names_an_argument_that_no_release_has() -> None:
 
 def test_the_data_have_every_tested_release_and_agree_with_the_installed_one() -> None:
     assert {".".join(release.split(".")[:2]) for release in RELEASES} == set(TESTED)
-    installed = RELEASES[package_info.__version__]
+    installed = RELEASES[VERSION]
     assert set(installed["models"]) == arguments_of_megatron()
     assert set(installed["parallelism"]) == {each.name for each in dataclasses.fields(ModelParallelConfig)}
 

@@ -187,6 +187,7 @@ def test_packed_weights_are_no_difference_and_not_said_to_be_covered(packed: Dep
             assert all(name.endswith("_proj.weight") or name == "lm_head.weight" for name in packed_away.names)
 
 
+@pytest.mark.engine  # its fixtures are named at run time
 @needs_native_versions
 @pytest.mark.parametrize("scene", ["single", "double"])
 def test_vllms_own_version_and_checksums_agree_over_updates_rollbacks_and_sleep(

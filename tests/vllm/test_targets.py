@@ -197,6 +197,7 @@ def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters
     config = published_config(family)
     specs = specs_of(published_weights(config))
     server = ServerSizes(tp=2, ep=any(".experts." in name for name in specs))
+    pads_sinks = hasattr(import_module("vllm.model_executor.model_loader.weight_utils"), "load_attention_sink")  # since 0.33
     with worker_model(readable_config(config), server, 1, dtype="bfloat16") as model:
         whole = record(model, specs, original_loader, defaults)
 
@@ -212,6 +213,8 @@ def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters
                 recording = record(model, half, original_loader, defaults)
             except (AssertionError, RuntimeError, ValueError, IndexError):
                 continue  # vLLM's own loader refuses it
+            if name.endswith(".sinks") and pads_sinks:
+                continue  # vLLM's own loader writes minus infinity to the others
             assert recording.unwritten, f"half of {name}"
         experts = defaultdict[str, list[str]](list)
         for name in whole.reads:
