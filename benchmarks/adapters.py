@@ -1,7 +1,7 @@
 """Versions of an adapter on one server: `python -m benchmarks.adapters [--rounds N] [--gpu]`.
 
-From the trainer's call of `publish_tensors` to the first token of the new version, by its label; and what streams of the base, and
-of another adapter, see meanwhile. Beside it, in the same run, vLLM's own way: the adapter saved as a folder in /dev/shm,
+From the trainer's call of `publish_tensors` to the first token of the new version, by its label; and what streams of the base,
+and of another adapter, see meanwhile. Beside it, in the same run, vLLM's own way: the adapter saved as a folder in /dev/shm,
 `/v1/load_lora_adapter` in place, and the first token of a request after that.
 
 The base is a shape with random weights that vLLM makes itself: the daemon has adapters alone. Without `--gpu`, a small one on a
@@ -167,7 +167,7 @@ def ours(server: VllmServer, daemon: Daemon, shape: Mapping[str, int], rank: int
 
 
 def theirs(server: VllmServer, shape: Mapping[str, int], rank: int, rounds: int, folder: Path) -> list[dict[str, float]]:
-    """Return seconds of vLLM's own loading of a folder: to save it, to load it, until the first token; and gaps of other streams."""
+    """Return seconds of vLLM's own way: to save a folder, to load it, until the first token; and gaps of other streams."""
     tensors = [adapter(shape, rank, seed) for seed in range(3)]
 
     def save(name: str, which: int) -> Path:

@@ -1,11 +1,15 @@
-"""LoRA adapters of tiny models, as PEFT's folders."""
+"""LoRA adapters of tiny models: PEFT's folders, and versions of them."""
 
 import json
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from resharder.client.trainer import connect
+from safetensors.torch import load_file, save_file
+
+from tests.support.daemon import Daemon
 
 RANK, ALPHA = 8, 16
 
@@ -35,3 +39,23 @@ def save_adapter(folder: Path, base: Mapping[str, torch.Tensor], seed: int, *tar
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def publish_adapter(daemon: Daemon, model: str, base: str, *folders: Path, base_version: int | None = None) -> list[str]:
+    """The names of the versions that these PEFT folders became."""
+    config = json.loads((folders[0] / "adapter_config.json").read_text()) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+    }
+    job = uuid.uuid4().hex
+    publisher = connect.connect(daemon.endpoint, model=model, base=base, job=job, rank=0, world_size=1, config=config)
+    try:
+        found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        handles = [
+            publisher.publish_tensors(step, tensors.items(), base_version=base_version) for step, tensors in enumerate(found, 1)
+        ]
+        for handle in handles:
+            handle.wait_ready(60)
+        return [handle.name for handle in handles]
+    finally:
+        publisher.close()

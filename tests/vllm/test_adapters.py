@@ -1,47 +1,21 @@
 """Versions of adapters in real vLLM workers, held against engines that loaded the same adapter from its folder."""
 
-import json
 import time
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from resharder.client.inference.vllm.engine_core import ADAPTER
 from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS, adapter_id
-from resharder.client.trainer import connect
-from safetensors.torch import load_file
 
-from tests.support.adapters import RANK, save_adapter
+from tests.support.adapters import RANK, publish_adapter, save_adapter
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
-from tests.support.vllm_engine import Engine
+from tests.support.vllm_engine import PROMPT, Engine, weights
 from tests.support.vllm_models import make_pair, publish, without_weights
-from tests.vllm.test_install import PROMPT, weights
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "dtype": "float32"}
-
-
-def publish_adapter(daemon: Daemon, model: str, base: str, *folders: Path, base_version: int | None = None) -> list[str]:
-    """The names of the versions that these PEFT folders became."""
-    config = json.loads((folders[0] / "adapter_config.json").read_text()) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-    }
-    job = uuid.uuid4().hex
-    publisher = connect.connect(daemon.endpoint, model=model, base=base, job=job, rank=0, world_size=1, config=config)
-    try:
-        found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
-        handles = [
-            publisher.publish_tensors(step, tensors.items(), base_version=base_version) for step, tensors in enumerate(found, 1)
-        ]
-        for handle in handles:
-            handle.wait_ready(60)
-        return [handle.name for handle in handles]
-    finally:
-        publisher.close()
 
 
 class Adapters:
@@ -82,32 +56,27 @@ class Adapters:
         return self.engine.logprobs(PROMPT, 8, (self.model, adapter_id(self.index, version), version))
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# vLLM's kernels for adapters of experts are Triton's, which its CPU build has not.
-KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "qwen3": ((), {}),
-    "qwen3_moe": (ATTENTION, {"lora_target_modules": list(ATTENTION), "dtype": "bfloat16"}),
-}
+FAMILIES = ("qwen3", "qwen3_moe")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(
     request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Adapters, Any]]:
     family, folder = request.param, tmp_path_factory.mktemp("adapters")
-    targets, options = KINDS[family][0], LORA | KINDS[family][1]
-    base, _ = make_pair(folder, family, getattr(torch, options["dtype"]))
+    base, _ = make_pair(folder, family, torch.float32)
     name = folder.name
     publish(daemon, name, base)
-    folders = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed, *targets) for seed in (1, 2)]
-    with Engine(base, environment={"VLLM_PLUGINS": ""}, **options) as fresh:
+    folders = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed) for seed in (1, 2)]
+    with Engine(base, environment={"VLLM_PLUGINS": "lora_experts"}, **LORA) as fresh:
         expected = [fresh.logprobs(PROMPT), *(fresh.logprobs(PROMPT, 8, each) for each in folders)]
     assert expected[0] != expected[1] != expected[2]
     lora = f"{name}-lora"
     environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": name, "RESHARDER_ADAPTERS": lora}
+    environment["VLLM_PLUGINS"] = "resharder,dropping_sleep,lora_experts"
     versions = publish_adapter(daemon, lora, name, *folders)
     bare = without_weights(base, folder / "bare")
-    with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
+    with Engine(bare, load_format="resharder", environment=environment, **LORA) as engine:
         yield Adapters(engine, lora), (expected, versions)
 
 

@@ -11,13 +11,12 @@ import torch
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import BaseBinding, Server
 
-from tests.support.adapters import RANK, save_adapter
+from tests.support.adapters import RANK, publish_adapter, save_adapter
 from tests.support.daemon import Daemon
 from tests.support.observing import servers, wait_until
 from tests.support.tiny_hf import load_checkpoint
 from tests.support.vllm_models import make_pair, publish, without_weights
 from tests.support.vllm_server import Response, VllmServer, completion
-from tests.vllm.test_adapters import publish_adapter
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 ADAPTER = "policy-lora"

@@ -28,6 +28,7 @@ from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.reporter import PROCESS, Reporter
 from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
+from resharder.client.runtime.gc_pauses import gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
@@ -266,7 +267,7 @@ class AdapterAgent:
     def _stage(self, staged: _Staged, loaded: Loaded) -> None:
         started = time.perf_counter()
         try:
-            with timed(staged.timings, "stage"), short_switch_interval():
+            with timed(staged.timings, "stage"), gc_paused(), short_switch_interval():
                 manifest = get_manifest(self._channel, staged.version)
                 if loaded.adapter is None or loaded.fingerprint != manifest.fingerprint:
                     loaded.adapter = None
