@@ -106,7 +106,7 @@ class Site:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(publisher, "lay_out", lambda specs, homes: lay_out(specs, 64, homes))
+    monkeypatch.setattr(publisher, "lay_out", lambda specs, homes, **_: lay_out(specs, 64, homes))
     with tempfile.TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder:
         made = Site(Path(folder))
         yield made

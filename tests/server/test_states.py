@@ -14,7 +14,7 @@ from resharder.server.state.server_events import Attached, Claimed, Order, Repor
 from resharder.server.state.timing import Timing, possible, timed, timings_from_proto, timings_to_proto
 from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
-from resharder.v1.resources_pb2 import PauseMode, Power
+from resharder.v1.resources_pb2 import BaseBinding, PauseMode, Power
 
 from tests.support.fleet_states import NOW, fleet, install, moving, out_of_service, server, view
 
@@ -148,6 +148,7 @@ def test_servers_have_the_documented_times_and_attempts() -> None:
                 "target": VersionTarget(resources_pb2.VersionTarget.LATEST, 0, 0.0),
                 "strategy": UpdateStrategy(ALL, 0, 0, 0, 0.0, False, ""),
                 "power": Power.AWAKE,
+                "base_binding": BaseBinding.HOLD,
             },
         ),
         (UpdateStrategy, {"kind": ALL}),

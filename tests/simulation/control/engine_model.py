@@ -129,7 +129,7 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self._clock = lambda: self.schedule.now
-        self._resharder_fence = Fence(self._clock)
+        self._resharder_fences = {"": Fence(self._clock)}
         self.page = PageModel(self._clock)
         for worker in self.workers:
             self.page.write(worker.rank, 0)

@@ -55,7 +55,8 @@ class EndpointPlugin:
             return
         self._settings = PluginSettings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
-        app.add_middleware(AdapterGateMiddleware, adapters=self._adapters)
+        if self._settings.adapters:
+            app.add_middleware(AdapterGateMiddleware, adapters=self._adapters)
         app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version, passing=self._passing)
         app.add_middleware(RouteRulesMiddleware, passing=self._passing)
 
