@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--gpu", action="store_true")
     given = parser.parse_args()
-    shape = QWEN3_8B if given.gpu else SMALL
+    shape, console = QWEN3_8B if given.gpu else SMALL, Console(width=110)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         folder = Path(made)
         (folder / "config.json").write_text(json.dumps(shape))
@@ -250,13 +250,12 @@ def main() -> None:
             with VllmServer(folder, env=environment, **options) as server:
                 wait_until(lambda: server.request("GET", "/health").status == 200, "the server is ready")
                 resharder = ours(server, daemon, shape, given.rank, given.rounds)
+        console.print(table("Resharder", resharder))
         environment = {"VLLM_PLUGINS": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "RESHARDER_ENDPOINT": None}
         with VllmServer(folder, env=environment, **options) as server:
             vllm = theirs(server, shape, given.rank, given.rounds, folder)
-    console = Console(width=110)
     size = sum(tensor.nbytes for tensor in adapter(shape, given.rank, 0).values())
     console.print(f"an adapter of rank {given.rank}, {size / 1e6:.0f} MB; {os.cpu_count()} cores")
-    console.print(table("Resharder", resharder))
     console.print(table("vLLM's load_lora_adapter", vllm))
     ratio = median(v["served"] for v in resharder[1:]) / median(v["served"] for v in vllm[1:])
     console.print(f"served: {ratio:.2f} of vLLM's")

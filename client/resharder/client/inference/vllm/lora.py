@@ -82,7 +82,8 @@ class LoraSlots:
             self._helper(config).validate_legal(self._manager.lora_config)
         except ValueError as error:
             raise InstallError(f"vLLM does not take this adapter: {error}") from error
-        modules = {self._module(name): name for name in names}
+        mapper = self._mapper()
+        modules = {_parsed(name, mapper) for name in names}
         known = {*self._manager.modules, *(part for parts in self._manager.packed_modules.values() for part in parts)}
         known |= {f"{module}.base_layer" for module in self._manager.modules}  # PEFT's name of an expert layer's gate and up
         unknown = sorted(module for module in modules if module not in known)
@@ -212,12 +213,6 @@ class LoraSlots:
                 return getattr(mapper, method)()
         return mapper
 
-    def _module(self, name: str) -> str:
-        from vllm.lora.utils import parse_fine_tuned_lora_name
-
-        module: str = parse_fine_tuned_lora_name(name, self._mapper())[0]
-        return module
-
     def _local(self, tensors: AdapterTensors) -> dict[str, torch.Tensor]:
         """Return the tensors without those of experts of other ranks, as vLLM does while it reads a file."""
         found, spec = dict(tensors), self._manager.moe_ep_load_spec
@@ -226,6 +221,13 @@ class LoraSlots:
         from vllm.lora.lora_model import _is_remote_expert_key
 
         return {name: tensor for name, tensor in found.items() if not _is_remote_expert_key(name, spec)}
+
+
+def _parsed(name: str, mapper: Any) -> str:
+    """Return vLLM's name of the module of a tensor."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    return str(parse_fine_tuned_lora_name(name, mapper)[0])
 
 
 def _is_3d(tensors: AdapterTensors) -> bool:

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -44,7 +43,6 @@ logger = logging.getLogger("vllm.resharder.adapter")
 
 IDS = 1_000_000
 """Number of ids for the versions of one adapter."""
-_THREADS = 4  # that copy and digest
 _ALIGN = 64  # bytes
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 _LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
@@ -109,7 +107,7 @@ class AdapterAgent:
         self.rank, self._device, self._index = rank, device, index
         self._slots, self._settings, self._page, self._awake, self._layouts = slots, settings, page, awake, layouts
         self._channel = Channel(settings.endpoint)
-        self._reporter = Reporter(self._channel, settings, lambda request: None)
+        self._reporter, self._verified = Reporter(self._channel, settings, self._verify), ""
         self._sources: Sources | None = None
         self._buffer: torch.Tensor | None = None  # of the host, for the last version that was read
         self._lock = threading.Lock()
@@ -262,6 +260,17 @@ class AdapterAgent:
             left = [id for id, loaded in self._loaded.items() if loaded is not self._current and loaded is not staged]
             return {"left": left}
 
+    # Called on the reporter's thread
+
+    def _verify(self, request: str) -> None:
+        """Answer the daemon's request to verify memory, once: a slot is proven when it is written, and not again."""
+        if request and request != self._verified:
+            self._verified = request
+            skipped = "the slots of adapters are compared with their versions when they are written, before a request names them"
+            found = resources_pb2.Verification(rank=self.rank, request=request, version=self.version, skipped=skipped)
+            found.time.GetCurrentTime()
+            self._reporter.verified(found)
+
     # Called on the thread that stages
 
     def _stage(self, staged: _Staged, loaded: Loaded) -> None:
@@ -307,18 +316,20 @@ class AdapterAgent:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), on_stream(stream) if stream is not None else nullcontext():
             try:
-                tensors = self._read(source)
+                tensors, copies = self._read(source)
             finally:
                 source.close()
             layout = self._layout(loaded, shapes, config)
-            copies = {name: tensor.clone() for name, tensor in tensors.items()}  # the engine may scale them in place
             adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
             failpoint("worker.apply.half-way")
             self._prove(loaded.slot, layout, tensors, config)
         loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
 
-    def _read(self, source: VersionSource) -> dict[str, torch.Tensor]:
-        """Return the version's tensors on the device, copied from the source while they are verified.
+    def _read(self, source: VersionSource) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the version's tensors on the device, copied from the source while they are verified, twice.
+
+        The engine gets one of the two, and may scale it in place. Each is in one piece of memory, and no other thread helps: a
+        tensor takes less time than to wait for Python's lock, which the engine's thread needs.
 
         Raises:
             InstallError: The digest of a tensor is not the store's.
@@ -329,25 +340,25 @@ class AdapterAgent:
             end += -(-prod(spec.shape) * ITEM_SIZES[spec.dtype] // _ALIGN) * _ALIGN
         if self._buffer is None or self._buffer.numel() < end:
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        memory = self._buffer.numpy()
-
-        def copied(name: str) -> bool:
-            spec, array = source.specs[name], source.arrays[name]
+        memory, wrong = self._buffer.numpy(), []
+        for name, spec in source.specs.items():
+            array, box = source.arrays[name], full_box(spec.shape)
             target = memory[offsets[name] :][: array.nbytes].view(array.dtype).reshape(array.shape)
-            box = full_box(spec.shape)
-            return copy_and_digest(target, array, box, spec.shape) == source.expected[name, box]
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            equal = dict(zip(offsets, pool.map(copied, offsets), strict=True))
-        if wrong := [name for name, same in equal.items() if not same]:
+            if copy_and_digest(target, array, box, spec.shape) != source.expected[name, box]:
+                wrong.append(name)
+        if wrong:
             raise InstallError(f"{len(wrong)} tensors differ from the store's digests: {', '.join(wrong[:4])}")
+
+        def tensors(there: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {
+                name: there[offsets[name] :][: prod(spec.shape) * ITEM_SIZES[spec.dtype]]
+                .view(TORCH_DTYPES[spec.dtype])
+                .view(spec.shape)
+                for name, spec in source.specs.items()
+            }
+
         there = self._buffer[:end].to(self._device, copy=True)
-        return {
-            name: there[offsets[name] :][: prod(spec.shape) * ITEM_SIZES[spec.dtype]]
-            .view(TORCH_DTYPES[spec.dtype])
-            .view(spec.shape)
-            for name, spec in source.specs.items()
-        }
+        return tensors(there), tensors(there.clone())
 
     def _layout(self, loaded: Loaded, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> AdapterLayout:
         key = tuple(sorted(shapes.items())), json.dumps([config.get("r"), config.get("rank_pattern")])
