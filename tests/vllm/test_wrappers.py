@@ -1,12 +1,17 @@
 """Modules under wrappers of adapters, in models that need no engine."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.places import adapter_tensors
+from resharder.client.inference.recording.recorder import Local, Recording
 from resharder.client.inference.recording.wrappers import named_modules, without_wrappers, wrappers
+from resharder.client.inference.worker.routing import gather_evidence
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
+from resharder.converters.storage.digest import digest_torch
 
 
 class Wrapper(torch.nn.Module):
@@ -114,6 +119,27 @@ def test_the_tensors_of_adapters_are_those_of_the_wrappers_alone(model: Model) -
     assert len(wrappers(model)) == 6
     assert sorted(tensor.numel() for tensor in adapter_tensors(model)) == [2, 2, 2, 2, 3, 3, 3, 3]
     assert adapter_tensors(Model()) == []
+
+
+def test_what_loading_made_of_the_weights_of_wrapped_experts_is_derived_from_them() -> None:
+    model = Model().requires_grad_(False)
+    inventory.before_loading(model)
+    for layer in model.layers:
+        layer.experts[0].quant_method.scales = torch.full((5,), 2.0)
+    inventory.after_loading(model)
+    spec, path = TensorSpec("w", "F32", (4,)), "layers.1.experts.0"
+    piece, local = Piece("w", full_box((4,)), f"{path}.weight", 0, (1,)), Local((4,), (1,), torch.float32, (path,))
+    other = Local((4,), (1,), torch.float32, ("layers.0.experts.0",))
+    locals_ = {f"{path}.weight": local, "layers.0.experts.0.weight": other}
+    reads = {"w": frozenset(locals_)}
+    recording = Recording(Layout({"w": spec}, (piece, piece._replace(local="layers.0.experts.0.weight"))), locals_, reads, {})
+    digest = digest_torch(torch.ones(4), full_box((4,)), (4,))
+    source: Any = SimpleNamespace(specs={"w": spec}, expected={("w", full_box((4,))): digest})
+    gates = frozenset({"layers.0.gate", "layers.1.gate"})
+    plain = gather_evidence(model, recording, source, gates)
+    assert plain.derived == {path: {path}, "layers.0.experts.0": {"layers.0.experts.0"}}
+    wrap(model)
+    assert gather_evidence(model, recording, source, gates) == plain
 
 
 def test_a_method_that_was_replaced_without_adapters_stays_replaced() -> None:
