@@ -31,7 +31,7 @@ def fence_engine_core() -> None:
     setattr(EngineCore, _RESUME, resharder_resume)
     setattr(EngineCore, _PROCESS, resharder_process)
     setattr(EngineCore, ADAPTER, resharder_adapter)
-    _refuse_missing_adapters(EngineCore)
+    refuse_missing_adapters(EngineCore)
 
 
 def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -82,7 +82,7 @@ def resharder_adapter(self: Any, adapter: str, method: str, args: list[Any]) -> 
     return answers
 
 
-def _refuse_missing_adapters(core: Any) -> None:
+def refuse_missing_adapters(core: Any) -> None:
     """Have the engine core refuse a request for a version that is not loaded; vLLM would look for it at its path, and end.
 
     It answers an error for the one request (`_handle_request_preproc_error`, `v1/engine/core.py`; 0.28 to 0.32). An API server

@@ -32,7 +32,6 @@ from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
-from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
 from resharder.converters.storage.digest import copy_and_digest
@@ -163,7 +162,6 @@ class AdapterAgent:
             InstallError: No slot is free, and the caller does not wait.
             ResharderError: The daemon is away.
         """
-        failpoint("worker.stage.begin")
         with self._lock:
             if self._staged is not None and self._staged.install == install:
                 return {"full": False}
@@ -222,13 +220,11 @@ class AdapterAgent:
             loaded = staged.loaded if staged is not None else None
             if staged is None or staged.install != install or loaded is None or loaded.adapter is None or loaded.loading:
                 raise InstallError(f"install {install} is not staged in this worker")
-            failpoint("worker.apply.begin")
             id = self.id_of(loaded.number)
             self._slots.enter(id, loaded.adapter)
             loaded.entered = True
             renumbered = self._known.get(loaded.number, loaded.fingerprint) != loaded.fingerprint
             self._known[loaded.number] = loaded.fingerprint
-            failpoint("worker.apply.written")
             if self._current is not None and self._current is not loaded:
                 self._current.superseded = time.monotonic()
             self._current, self._applied, self._staged = loaded, install, None
@@ -285,7 +281,6 @@ class AdapterAgent:
             loaded.loading = False
             self._stage_failed(staged, error)
             return
-        failpoint("worker.stage.staged")
         staged.seconds = time.perf_counter() - started
         with self._lock:
             loaded.loading = False
@@ -321,7 +316,6 @@ class AdapterAgent:
                 source.close()
             layout = self._layout(loaded, shapes, config)
             adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
-            failpoint("worker.apply.half-way")
             self._prove(loaded.slot, layout, tensors, config)
         loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
 
