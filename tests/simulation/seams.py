@@ -77,11 +77,19 @@ class _Entry:
 
 
 class _Entries:
-    def __init__(self, medium: Medium, folder: str) -> None:
-        self._entries = [_Entry(medium, folder, name) for name in medium.listdir(folder)]
+    """What `os.scandir` returns; `os.walk`, with which `shutil.rmtree` removes since Python 3.13, takes one after the other."""
 
-    def __enter__(self) -> Iterator[_Entry]:
-        return iter(self._entries)
+    def __init__(self, medium: Medium, folder: str) -> None:
+        self._entries = iter([_Entry(medium, folder, name) for name in medium.listdir(folder)])
+
+    def __iter__(self) -> "_Entries":
+        return self
+
+    def __next__(self) -> _Entry:
+        return next(self._entries)
+
+    def __enter__(self) -> "_Entries":
+        return self
 
     def __exit__(self, *error: object) -> None:
         pass
