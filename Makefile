@@ -162,21 +162,23 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 
-# TRL, Ray, the part of SkyRL that imports without CUDA, and what prime-rl's client imports, over the packages of make setup.
+# TRL, Ray, the part of SkyRL that imports without CUDA (0.4.0 in a folder of its own), and what prime-rl's client imports, over the
+# packages of make setup.
 .venv-trl/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-trl
 	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-trl/lib/python3*/site-packages)/setup.pth"
 	.venv-trl/bin/pip install -q trl==1.16.0 ray==2.60.0 tenacity==9.1.2
 	.venv-trl/bin/pip install -q --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 omegaconf==2.4.0 jaxtyping==0.3.11
+	.venv-trl/bin/pip install -q --no-deps --ignore-requires-python --target .venv-trl/skyrl-0.4.0 skyrl==0.4.0
 	touch $@
 
-# Training frameworks, from venvs of their own: 10 minutes. Checkouts of those that PyPI does not have: VIME, PRIME_RL, SKYRL (0.4.0).
+# Training frameworks, from venvs of their own: 10 minutes. Checkouts of those that PyPI does not have: VIME, PRIME_RL.
 integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest tests/converters/test_bridge_adapters.py $(PYTEST)
-	RESHARDER_TEST_VIME="$(VIME)" RESHARDER_TEST_PRIME_RL="$(PRIME_RL)" RESHARDER_TEST_SKYRL="$(SKYRL)" .venv-trl/bin/python -m pytest -m integrations \
+	RESHARDER_TEST_VIME="$(VIME)" RESHARDER_TEST_PRIME_RL="$(PRIME_RL)" RESHARDER_TEST_SKYRL="$(CURDIR)/.venv-trl/skyrl-0.4.0" .venv-trl/bin/python -m pytest -m integrations \
 		$(addprefix tests/integrations/test_,trl.py skyrl.py skyrl_sender.py ray.py vime.py prime_rl.py) $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 

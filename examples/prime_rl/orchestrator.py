@@ -1,4 +1,4 @@
-"""prime-rl's orchestrator, which has a Resharder daemon update the servers; prime-rl 0.8.
+"""prime-rl's orchestrator, which has a Resharder daemon update the servers; prime-rl 0.8.1.dev67.
 
 prime-rl posts `/pause`, `/update_weights` with the folder of a checkpoint, and `/resume` to each server. Here the fleet moves to
 the version of the same step between `/pause` and `/resume`. In place of `orchestrator @ orchestrator.toml`, with servers that

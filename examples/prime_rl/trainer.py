@@ -1,4 +1,5 @@
-"""prime-rl's trainer, which publishes to a Resharder daemon where it would write checkpoints for the servers; prime-rl 0.8.
+"""prime-rl's trainer, which publishes to a Resharder daemon where it would write checkpoints for the servers;
+prime-rl 0.8.1.dev67.
 
 prime-rl's broadcast over a shared filesystem gathers whole tensors, each on one rank, which writes them to files. Here each rank
 publishes its own. Set `weight_broadcast.type = "filesystem"`, and in place of `torchrun … -m prime_rl.trainer.rl.train @ …`:

@@ -34,6 +34,7 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
         "models": [
             {
                 "name": model,
+                "base": next((record.base for record in records if record.base), ""),
                 "publisher": _publisher(*publishers[model]) if model in publishers else None,
                 "versions": [_version(now, record) for record in records[: -_VERSIONS - 1 : -1]],
                 "older": max(0, len(records) - _VERSIONS),
@@ -182,6 +183,7 @@ def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
     return {
         "name": fleet.name,
         "model": fleet.model,
+        "base": view.base,
         "health": {**found._asdict(), "badge": _badge(found.badge)},
         "reason": view.reason,
         "target": _set_target(fleet.target),
@@ -338,6 +340,7 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "ended": record.end_time,
         "skipped": record.skipped,
         "warnings": record.warnings,
+        "base_version": record.base_version,
         "serving": now.serving(record.model, record.number),
     }
 

@@ -120,7 +120,7 @@ function drawInstalling(one) {
 
 function drawFleet(fleet) {
   const head = div("head", element("h3", {}, fleet.name), chip(fleet.health.badge),
-    soft(`model ${fleet.model}, target ${fleet.target}, update strategy ${fleet.strategy}`));
+    soft(`model ${fleet.model}${fleet.base && `, an adapter of ${fleet.base}`}, target ${fleet.target}, update strategy ${fleet.strategy}`));
   const card = div("card", head);
   card.append(fleet.servers.length ? drawServers(fleet.servers) : soft("no servers"));
   card.setAttribute("data-fleet", fleet.name);
@@ -181,7 +181,7 @@ function drawNode(node) {
 
 function drawModel(model, now) {
   const { publisher } = model;
-  const head = div("head", element("h3", {}, model.name));
+  const head = div("head", element("h3", {}, model.name), model.base ? soft(`adapter of ${model.base}`) : "");
   if (publisher) {
     const alive = `${publisher.live} of ${count(publisher.ranks, "rank")} alive`;
     head.append(chip(publisher.badge), soft(`job ${publisher.job}, epoch ${publisher.epoch}, ${alive}`));
@@ -212,7 +212,8 @@ function drawLine(versions, now) {
     const life = one.ready ? element("small", { class: "soft" }, "published ", when(one.ready), ...until) : "";
     const notes = (one.skipped ? ", skipped by latest" : "") + (one.warnings.length ? ", with warnings" : "");
     const served = one.serving ? `, served by ${one.serving}${one.state === "UPLOADING" ? " ahead of READY" : ""}` : "";
-    return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
+    const base = one.base_version ? `, on base ${one.base_version}` : "";
+    return div("line", span("name", `${one.number}`, soft(` · step ${one.step}${base}`)), track,
       span("", chip(one.badge), soft(` ${bytes(one.size)}${served}${notes}`), life));
   });
   const ends = div("ends", when(first), span("", "now"));
