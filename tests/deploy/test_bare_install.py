@@ -48,7 +48,7 @@ def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
         ended = bare.run("-m", f"resharder.{program}", "--help")
         assert ended.returncode == 2
         assert ended.stderr.count("\n") == 1
-        assert f"pip install 'resharder[{extra}]'" in ended.stderr
+        assert f"pip install '.[{extra}]'" in ended.stderr
 
 
 @pytest.mark.parametrize("name", sampled(["connect", "fill", "import_checkpoint", "attach"], ["connect", "attach"]))
@@ -62,7 +62,7 @@ def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: B
 def test_an_operator_needs_no_extra_until_it_exports(bare: BareVenv) -> None:
     assert bare.run("-c", "from resharder.client import Operator").stderr == ""
     last = bare.run("-c", "from resharder.client import Operator; Operator.export(None, 1, None)").stderr.splitlines()[-1]
-    assert last == "ModuleNotFoundError: the package xxhash is not installed: pip install 'resharder[client]'"
+    assert last == "ModuleNotFoundError: the package xxhash is not installed: pip install '.[client]' in a checkout of Resharder (docs/install.md)"
 
 
 EVERY_HELP = """
@@ -90,7 +90,7 @@ def test_commands_that_need_megatron_say_how_to_get_it(client: BareVenv, tmp_pat
         ended = client.run("-m", "resharder.client", *command)
         assert ended.returncode == 2, ended.stderr
         assert "Traceback" not in ended.stderr
-        assert "pip install 'resharder[megatron]'" in ended.stderr.splitlines()[-1]
+        assert "pip install '.[megatron]'" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("shared_memory", sampled([True, False], [True]))

@@ -224,7 +224,7 @@ assert not any(name.startswith("opentelemetry.") for name, module in sys.modules
         ({}, "", ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}, "", ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"}, "", ""),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "{'opentelemetry': None}", "pip install 'resharder[otel]'"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "{'opentelemetry': None}", "pip install '.[otel]'"),
     ],
 )
 def test_opentelemetry_is_not_even_imported_where_it_is_off_or_missing(

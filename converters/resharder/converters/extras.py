@@ -34,7 +34,12 @@ def explain(error: ModuleNotFoundError, role: str) -> str | None:
     if not extras:
         return None
     extra = role if role in extras else extras[0]
-    return f"the package {package} is not installed: pip install 'resharder[{extra}]'"
+    return f"the package {package} is not installed: {install_line(extra)}"
+
+
+def install_line(extra: str) -> str:
+    """Return what brings an extra. No release is on PyPI, where another distribution may take the name."""
+    return f"pip install '.[{extra}]' in a checkout of Resharder (docs/install.md)"
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.checkpoint_files import folder_names
 from resharder.converters.errors import ConversionError, LayoutError, UnsupportedModel
+from resharder.converters.extras import install_line
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.geometry.plan import Plan, plan_pieces
@@ -128,7 +129,7 @@ def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int)
     Raises UsageError for invalid ones, and without megatron-core; UnsupportedModel for an untested release of it.
     """
     _positive(world=world, tp=tp, pp=pp, cp=cp, ep=ep)
-    _need("megatron.core", "a trainer's layout needs megatron-core here: pip install 'resharder[megatron]'")
+    _need("megatron.core", f"a trainer's layout needs megatron-core here: {install_line('megatron')}")
     from resharder.converters.models.megatron.release import refuse_untested_release
 
     refuse_untested_release()

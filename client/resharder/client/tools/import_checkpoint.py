@@ -29,6 +29,7 @@ from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.badges import IMPORT_JOB
 from resharder.converters.checkpoint_files import folder_names
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
+from resharder.converters.extras import install_line
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
 
@@ -97,7 +98,7 @@ def import_checkpoint(
         raise UsageError(f"expected a folder with a checkpoint, got {folder}")
     megatron = _torch_dist_folder(place) if base is None else None
     if megatron is not None and find_spec("megatron") is None:
-        raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
+        raise UsageError(f"a Megatron checkpoint needs megatron-core here: {install_line('megatron')}")
     if megatron is not None and config is None:
         raise UsageError(f"the Megatron checkpoint {megatron} has no config of the model: pass a folder with config.json")
     where = Path(config) if config is not None else place

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from resharder.converters.extras import install_line
 from resharder.server.infra.filesystem import sync
 from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
 
@@ -27,7 +28,7 @@ class Remote:
         except ImportError as error:
             raise FailedPrecondition(
                 "NO_ARCHIVE",
-                f"cannot use {url}, because fsspec or its plugin is missing: {error}; pip install 'resharder[archive]'",
+                f"cannot use {url}, because fsspec or its plugin is missing: {error}; {install_line('archive')}",
             ) from error
         except ValueError as error:
             raise FailedPrecondition("NO_ARCHIVE", f"expected a folder or an fsspec URL, got {url!r}: {error}") from error

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from resharder.converters.extras import install_line
 from resharder.converters.storage.pages import Span
 from resharder.server.holding.memory import EngineFailed
 
@@ -40,7 +41,7 @@ class MooncakeEngine:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            raise EngineFailed(f"Mooncake cannot be imported: {error}; pip install 'resharder[mooncake]'") from error
+            raise EngineFailed(f"Mooncake cannot be imported: {error}; {install_line('mooncake')}") from error
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise EngineFailed(f"Mooncake cannot start over {protocol} at {host}")

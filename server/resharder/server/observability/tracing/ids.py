@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 from blake3 import blake3
+from resharder.converters.extras import install_line
 from resharder.server.observability.tracing.spans import ROOT, Span
 from resharder.server.state.version import VersionRecord
 
@@ -105,6 +106,6 @@ def _exporter(environment: Mapping[str, str]) -> "Exporter | None":
     try:
         from resharder.server.observability.tracing.exporter import Exporter
     except ImportError as error:
-        _log.warning("no_traces", reason=f"an OTLP endpoint is set, but {error}: pip install 'resharder[otel]'")
+        _log.warning("no_traces", reason=f"an OTLP endpoint is set, but {error}: {install_line('otel')}")
         return None
     return Exporter()
