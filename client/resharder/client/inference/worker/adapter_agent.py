@@ -167,30 +167,34 @@ class AdapterAgent:
                 return {"full": False}
             self._staged = staged = _Staged(install, version)
         try:
-            number = int(version.rpartition("/")[2])
-            id = self.id_of(number)
-            with self._lock:
-                present = self._loaded.get(id)
-                if present is None or present.number != number:
-                    slot = self._slots.reserve(id) if present is None else None
-                    if slot is None and waits:
-                        self._staged = None
-                        return {"full": True}
-                    if slot is None:
-                        raise InstallError(self._slots.full())
-                    present = self._loaded[id] = Loaded(number, "", slot)
-                staged.loaded = present
-                begins, present.loading = not present.loading, True
             if self._sources is None:
                 store = claim(self._channel, self._settings, boot=False, patience=_RPC_PATIENCE).store
                 self._sources = Sources(self._channel, store, self._settings)
+            with self._lock:
+                number = int(version.rpartition("/")[2])
+                if (loaded := self._reserved(number)) is None:
+                    if waits:
+                        self._staged = None
+                        return {"full": True}
+                    raise InstallError(self._slots.full())
+                staged.loaded = loaded
+                begins, loaded.loading = not loaded.loading, True
         except Exception as error:
             self._stage_failed(staged, error)
             raise
-        if not begins:
-            raise InstallError(f"version {number} is still being staged for an earlier order")
-        threading.Thread(target=self._stage, args=(staged, present), name="resharder-adapter", daemon=True).start()
+        if begins:  # else the thread of an earlier order for this version goes on for this one
+            threading.Thread(target=self._stage, args=(version, loaded), name="resharder-adapter", daemon=True).start()
         return {"full": False}
+
+    def _reserved(self, number: int) -> Loaded | None:
+        """Return the slot of a version, a new one if it has none; None if none is free. Callers hold the lock."""
+        id = self.id_of(number)
+        if id not in self._loaded:
+            slot = self._slots.reserve(id)
+            if slot is None:
+                return None
+            self._loaded[id] = Loaded(number, "", slot)
+        return self._loaded[id]
 
     def unstage(self, install: str) -> dict[str, Any]:
         """Drop the install if it is staged or being staged."""
@@ -269,25 +273,27 @@ class AdapterAgent:
 
     # Called on the thread that stages
 
-    def _stage(self, staged: _Staged, loaded: Loaded) -> None:
-        started = time.perf_counter()
+    def _stage(self, version: str, loaded: Loaded) -> None:
+        started, timings, problem = time.perf_counter(), Timings(), None
         try:
-            with timed(staged.timings, "stage"), gc_paused(), short_switch_interval():
-                manifest = get_manifest(self._channel, staged.version)
+            with timed(timings, "stage"), gc_paused(), short_switch_interval():
+                manifest = get_manifest(self._channel, version)
                 if loaded.adapter is None or loaded.fingerprint != manifest.fingerprint:
-                    loaded.adapter = None
-                    self._load(manifest, loaded, lambda: self._staged is staged)
+                    self._load(manifest, loaded)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError, RuntimeError) as error:
-            loaded.loading = False
-            self._stage_failed(staged, error)
-            return
-        staged.seconds = time.perf_counter() - started
+            problem = error
         with self._lock:
             loaded.loading = False
-            if self._staged is staged:
+            staged = self._staged
+            if staged is None or staged.loaded is not loaded:  # replaced or dropped in the meantime
+                return
+            staged.seconds, staged.timings = time.perf_counter() - started, timings
+            if problem is None:
                 self._report(resources_pb2.Worker.STAGED, install=staged.install, staged=staged)
+        if problem is not None:
+            self._stage_failed(staged, problem)
 
-    def _load(self, manifest: VersionManifest, loaded: Loaded, wanted: Callable[[], bool]) -> None:
+    def _load(self, manifest: VersionManifest, loaded: Loaded) -> None:
         """Write a version into its slot, and prove the slot.
 
         Raises:
@@ -298,9 +304,8 @@ class AdapterAgent:
                 f"the engine still has another version {loaded.number} of this adapter in use, of another store: it is loaded "
                 "once the requests of that one have ended"
             )
+        loaded.adapter = None
         while not self._awake():  # the slots sleep with the weights
-            if not wanted():
-                raise InstallError("it was replaced while the weights slept")
             time.sleep(_LOOK_SECONDS)
         use_gpu(self._device)
         config = json.loads(manifest.config)
@@ -400,7 +405,8 @@ class AdapterAgent:
         self, state: int, *, install: str = "", error: str = "", staged: _Staged | None = None, installed: bool = False
     ) -> None:
         loaded = staged.loaded if staged is not None else self._current
-        version = loaded.number if loaded is not None and state != resources_pb2.Worker.EMPTY else 0
+        has_version = state in (resources_pb2.Worker.STAGED, resources_pb2.Worker.APPLIED)
+        version = loaded.number if loaded is not None and has_version else 0
         worker = resources_pb2.Worker(
             rank=self.rank,
             state=state,  # type: ignore[arg-type]
