@@ -105,6 +105,16 @@ def streaming(server: VllmServer, *models: str) -> Iterator[list[Stream]]:
             thread.join()
 
 
+def note_gaps(found: Sequence[dict[str, float]], streams: Sequence[Stream]) -> None:
+    """Replace the times of each version by the longest gap of each stream in them, as a multiple of its median."""
+    for version in found:
+        since, until = version.pop("since"), version.pop("until") + 0.2
+        for stream in streams:
+            usual = median(seconds for _, seconds in stream.gaps)
+            version[f"gap {stream.model}"] = max(stream.between(since, until), default=0.0) / usual
+            version[f"median {stream.model}"] = usual
+
+
 def first_token(server: VllmServer, model: str, label: str = "") -> float:
     """Return when the first token of `model` arrives; with a label, of that version."""
     deadline = time.monotonic() + 60
@@ -155,12 +165,7 @@ def ours(server: VllmServer, daemon: Daemon, shape: Mapping[str, int], rank: int
             spans = {"publish": published - began, "ready": ready - began, "staging": worker.stage_seconds}
             found.append(spans | {"served": served - began, "since": began, "until": served})
         time.sleep(1.5)
-    for version in found:
-        since, until = version.pop("since"), version.pop("until") + 0.2
-        for stream in streams:
-            usual = median(seconds for _, seconds in stream.gaps)
-            version[f"gap {stream.model}"] = max(stream.between(since, until), default=0.0) / usual
-            version[f"median {stream.model}"] = usual
+    note_gaps(found, streams)
     for publisher in publishers.values():
         publisher.close()
     return found
@@ -199,12 +204,7 @@ def theirs(server: VllmServer, shape: Mapping[str, int], rank: int, rounds: int,
                 {"save": saved - began, "load": loaded - saved, "served": served - began, "since": began, "until": served}
             )
         time.sleep(1.5)
-    for version in found:
-        since, until = version.pop("since"), version.pop("until") + 0.2
-        for stream in streams:
-            usual = median(seconds for _, seconds in stream.gaps)
-            version[f"gap {stream.model}"] = max(stream.between(since, until), default=0.0) / usual
-            version[f"median {stream.model}"] = usual
+    note_gaps(found, streams)
     return found
 
 

@@ -70,6 +70,7 @@ def test_an_adapter_is_served_from_its_first_version_on(scene: Scene) -> None:
     wait_until(lambda: scene.version() == 1, "the adapter serves")
     first = scene.ask()
     assert (first.status, first.version) == (200, f"1;{ADAPTER}=1"), first.body
+    assert first.json()["model"] == f"{ADAPTER}@1"
     assert first.json()["choices"][0]["token_ids"] != scene.ask("m").json()["choices"][0]["token_ids"]
     names = [model["id"] for model in scene.server.request("GET", "/v1/models").json()["data"]]
     assert names == ["m", ADAPTER]

@@ -57,7 +57,7 @@ def test_no_other_caller_ends_the_pause_of_an_order_by_pause_generation() -> Non
 
 
 class CoreOfAdapters:
-    """What the plugin's methods use of an engine core."""
+    """The part of an engine core that the plugin's methods use."""
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(requests={"a": SimpleNamespace(lora_request=request_of("lora", 1_000_003, 3))})

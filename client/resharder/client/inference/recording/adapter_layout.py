@@ -33,7 +33,7 @@ class Rectangle(NamedTuple):
     columns: int
     tensor: str
     offset: int
-    """Of the first element in the tensor, in elements; the next row and column are `steps` further."""
+    """Offset in the tensor of the first element, in elements. The next row and the next column are `steps` further."""
     steps: tuple[int, int]
 
 

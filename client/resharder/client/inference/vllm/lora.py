@@ -201,7 +201,7 @@ class LoraSlots:
         if not hasattr(helper, "get_rank_and_scaling") and any(config.get(pattern) for pattern in _PATTERNS):
             raise InstallError(
                 "this release of vLLM scales all modules of an adapter alike, and the adapter has rank_pattern or alpha_pattern: "
-                "use vLLM 0.32 or later, or train it without them"
+                "use a newer vLLM, or train it without them"
             )
         return helper
 
