@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.inference.vllm.engine_core import ADAPTER
+from resharder.client.inference.vllm.worker_rpc import adapter_agents
 from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS, adapter_id
+from resharder.client.inference.worker.slot_copy import SlotCopy
 
 from tests.support.adapters import RANK, publish_adapter, save_adapter
 from tests.support.daemon import Daemon
@@ -103,17 +105,29 @@ def packed(worker: Any) -> Any:
 def tamper(worker: Any) -> None:
     """From now on one module of the model keeps another value than it is given. Runs in the worker."""
     module = packed(worker)
-    plain = module.set_lora
+    plain, worker.plain = module.set_lora, SlotCopy.write
 
     def changed(slot: int, *args: Any) -> None:
         plain(slot, *args)
+        if (module.lora_b_stacked[0][slot] % 1).any():  # no numbered tensors, by which places are learnt
+            module.lora_b_stacked[0][slot].view(-1)[0] += 1
+
+    def written(self: SlotCopy, slot: int, *args: Any) -> None:
+        worker.plain(self, slot, *args)
         module.lora_b_stacked[0][slot].view(-1)[0] += 1
 
-    module.set_lora = changed
+    module.set_lora, SlotCopy.write = changed, written  # type: ignore[method-assign]
 
 
 def restore(worker: Any) -> None:
     del packed(worker).set_lora
+    SlotCopy.write = worker.plain  # type: ignore[method-assign]
+
+
+def forget(worker: Any) -> None:
+    """Forget all kinds of adapters, so that vLLM's own code writes the next version. Runs in the worker."""
+    for agent in adapter_agents(worker).values():
+        agent._writer._kinds.clear()
 
 
 def slots(worker: Any) -> tuple[int, int]:
@@ -122,11 +136,14 @@ def slots(worker: Any) -> tuple[int, int]:
     return sum(id is not None for id in manager.lora_index_to_id), len(manager._registered_adapters)
 
 
-def test_a_slot_that_does_not_contain_the_version_takes_no_request(case: tuple[Adapters, Any]) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["written by vLLM", "copied"])
+def test_a_slot_that_does_not_contain_the_version_takes_no_request(case: tuple[Adapters, Any], first: bool) -> None:
     adapters, (expected, versions) = case
     adapters.install("good", versions[0])
     time.sleep(GRACE_SECONDS)
     adapters.call("release")
+    if first:
+        adapters.engine.rpc(forget)
     adapters.engine.rpc(tamper)
     try:
         adapters.stage("altered", versions[1])

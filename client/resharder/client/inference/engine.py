@@ -185,6 +185,12 @@ class AdapterSlots(Protocol):
     def read(self, slot: int) -> "dict[str, torch.Tensor]":
         """Return the engine's memory of a slot, by name, on the engine's device."""
 
+    def marks(self, slot: int) -> "dict[str, torch.Tensor]":
+        """Return the single elements that the engine keeps for a slot beside that, each as a matrix, by name."""
+
+    def renamed(self, adapter: Any, id: int) -> Any:
+        """Return what `write` has returned, for another id."""
+
     def enter(self, id: int, adapter: Any) -> None:
         """Make requests for `id` find their slot."""
 

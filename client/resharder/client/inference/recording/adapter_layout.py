@@ -9,7 +9,6 @@ them; anything else is refused.
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -37,6 +36,16 @@ class Rectangle(NamedTuple):
     steps: tuple[int, int]
 
 
+class Rest(NamedTuple):
+    """A part of a matrix of the slot that no rectangle fills."""
+
+    buffer: str
+    corner: tuple[int, ...]
+    """Position of its first element."""
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True)
 class AdapterLayout:
     """Where the tensors of adapters of one shape lie in a slot of this worker."""
@@ -45,32 +54,16 @@ class AdapterLayout:
     buffers: Mapping[str, tuple[int, ...]]
     """Shape of the slot's part of each buffer."""
 
-    def differences(self, tensors: Tensors, found: Tensors) -> list[str]:
-        """Return the buffers of a slot that do not contain these tensors, and zeros elsewhere, bit for bit.
-
-        Args:
-            tensors: The adapter's tensors, in the slot's dtype and on its device, scaled as the engine keeps them.
-            found: The slot's part of each buffer.
-        """
-        if found.keys() != self.buffers.keys():
-            return sorted(found.keys() ^ self.buffers.keys())
-        flat = {name: tensor.contiguous().view(-1) for name, tensor in tensors.items()}
-        differ = []
-        for name, rectangles in self._by_buffer.items():
-            expected = torch.zeros_like(found[name], memory_format=torch.contiguous_format)
-            for _, matrix, rows, columns, tensor, offset, steps in rectangles:
-                start = flat[tensor].storage_offset() + offset
-                expected[matrix][:rows, :columns] = torch.as_strided(flat[tensor], (rows, columns), steps, start)
-            differ.append((_bits(expected) != _bits(found[name])).any())
-        wrong = torch.stack(differ).tolist()  # one wait for the device
-        return [name for name, differs in zip(self._by_buffer, wrong, strict=True) if differs]
-
-    @cached_property
-    def _by_buffer(self) -> dict[str, list[Rectangle]]:
-        found: dict[str, list[Rectangle]] = {name: [] for name in self.buffers}
-        for rectangle in self.rectangles:
-            found[rectangle.buffer].append(rectangle)
-        return found
+    def rests(self) -> list["Rest"]:
+        """Return the parts of a slot that no rectangle fills."""
+        filled = {(each.buffer, each.matrix): (each.rows, each.columns) for each in self.rectangles}
+        found = []
+        for buffer, shape in self.buffers.items():
+            for matrix in np.ndindex(shape[:-2]):
+                rows, columns = filled.get((buffer, matrix), (0, 0))
+                found.append(Rest(buffer, (*matrix, 0, columns), rows, shape[-1] - columns))
+                found.append(Rest(buffer, (*matrix, rows, 0), shape[-2] - rows, shape[-1]))
+        return [rest for rest in found if rest.rows and rest.columns]
 
     def elements(self) -> dict[str, int]:
         """Return how many elements of each tensor the slot holds; copies of one element count each."""
@@ -111,10 +104,6 @@ def learn(shapes: Shapes, write: Callable[[Tensors], None], read: Callable[[], T
                 raise _unknown(buffer, index)
             rectangles.append(rectangle)
     return AdapterLayout(tuple(rectangles), {name: found.shape for name, found in numbers.items()})
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def _digits(start: int, shape: tuple[int, ...], place: int) -> torch.Tensor:

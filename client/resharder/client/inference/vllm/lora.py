@@ -12,6 +12,7 @@ again from its path. An adapter of ours has no path, so its id is pinned in both
 import math
 import re
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -164,6 +165,24 @@ class LoraSlots:
                     if memory not in seen:
                         seen.add(memory)
                         found[f"{path}.{name}[{i}]"] = tensor[slot]
+        return found
+
+    def marks(self, slot: int) -> dict[str, torch.Tensor]:
+        """Return the elements that vLLM keeps for a slot beside the stacked tensors, each as a matrix, by name.
+
+        Layers of experts have one: `adapter_enabled`, which `set_lora` and `reset_lora` write.
+        """
+        modules = self._manager.modules.items()
+        return {
+            f"{path}.adapter_enabled": module.adapter_enabled[slot : slot + 1].view(1, 1)
+            for path, module in modules
+            if hasattr(module, "adapter_enabled")
+        }
+
+    def renamed(self, adapter: Any, id: int) -> Any:
+        """Return vLLM's adapter, whose slot has the weights, under another id."""
+        found = copy(adapter)
+        found.id = id
         return found
 
     def enter(self, id: int, adapter: Any) -> None:

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from resharder.client.inference.engine import WEIGHTS
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.recording.adapter_layout import AdapterLayout
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm.drafters import drafter_of
@@ -21,6 +20,7 @@ from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.vllm.lora import LoraSlots
 from resharder.client.inference.worker.adapter_agent import AdapterAgent
+from resharder.client.inference.worker.adapter_writer import AdapterWriter
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
 from resharder.client.inference.worker.profile import profiled
@@ -153,17 +153,17 @@ def adapter_agents(worker: Any) -> dict[str, AdapterAgent]:
     agent, models = agent_of(worker)
     model = models[MODEL]
     if model not in ADAPTERS:
-        settings, slots, layouts = agent.settings, LoraSlots.of_worker(worker), dict[Any, AdapterLayout]()
+        settings, slots = agent.settings, LoraSlots.of_worker(worker)
+        writer = AdapterWriter(slots, agent.host.device)
         ADAPTERS[model] = {
             name: AdapterAgent(
                 index,
                 agent.host.rank,
-                agent.host.device,
                 slots,
                 settings.of_adapter(index),
                 page(name),
                 lambda: WEIGHTS not in agent.sleep_state.tags,
-                layouts,
+                writer,
             )
             for index, (name, _) in enumerate(settings.adapters)
         }

@@ -6,35 +6,28 @@ request names and reads the slot back; APPLY makes the slot known to the engine,
 then has the new version, and all API servers of the server name it in new requests.
 """
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-import torch
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.streams import on_stream, use_gpu
 from resharder.client.inference.engine import AdapterSlots, InstallError
-from resharder.client.inference.recording.adapter_layout import AdapterLayout, learn
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Page
+from resharder.client.inference.worker.adapter_writer import AdapterWriter
 from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.reporter import PROCESS, Reporter
-from resharder.client.inference.worker.source import Sources, VersionSource
+from resharder.client.inference.worker.source import Sources
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.gc_pauses import gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
-from resharder.converters.geometry.layout import ITEM_SIZES, full_box
-from resharder.converters.models.tensor_io import TORCH_DTYPES
-from resharder.converters.storage.digest import copy_and_digest
+from resharder.converters.geometry.layout import full_box
 from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Power
 
@@ -42,7 +35,6 @@ logger = logging.getLogger("vllm.resharder.adapter")
 
 IDS = 1_000_000
 """Number of ids for the versions of one adapter."""
-_ALIGN = 64  # bytes
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 _LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
 GRACE_SECONDS = 0.25
@@ -84,31 +76,28 @@ class AdapterAgent:
     Args:
         index: Position of the adapter among those of the server: its versions get ids of their own.
         rank: The worker's rank over the server.
-        device: The device of the slots.
         slots: The worker's slots.
         settings: The plugin's settings for the adapter's own server.
         page: The page of the adapter.
         awake: Returns whether the weights, and with them the slots, are awake.
-        layouts: Where adapters lie in a slot, by their tensors' shapes; shared by the adapters of a worker.
+        writer: What writes versions into the slots.
     """
 
     def __init__(
         self,
         index: int,
         rank: int,
-        device: torch.device,
         slots: AdapterSlots,
         settings: PluginSettings,
         page: Page,
         awake: Callable[[], bool],
-        layouts: dict[Any, AdapterLayout],
+        writer: AdapterWriter,
     ) -> None:
-        self.rank, self._device, self._index = rank, device, index
-        self._slots, self._settings, self._page, self._awake, self._layouts = slots, settings, page, awake, layouts
+        self.rank, self._index = rank, index
+        self._slots, self._settings, self._page, self._awake, self._writer = slots, settings, page, awake, writer
         self._channel = Channel(settings.endpoint)
         self._reporter, self._verified = Reporter(self._channel, settings, self._verify), ""
         self._sources: Sources | None = None
-        self._buffer: torch.Tensor | None = None  # of the host, for the last version that was read
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._loaded: dict[int, Loaded] = {}  # by id
@@ -307,91 +296,13 @@ class AdapterAgent:
         loaded.adapter = None
         while not self._awake():  # the slots sleep with the weights
             time.sleep(_LOOK_SECONDS)
-        use_gpu(self._device)
-        config = json.loads(manifest.config)
-        shapes = {name: tuple(spec.shape) for name, spec in manifest.specs.items()}
-        self._slots.check(config, shapes)
         assert self._sources is not None
-        source = self._sources.open(manifest, {name: (full_box(shape),) for name, shape in shapes.items()})
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with torch.no_grad(), on_stream(stream) if stream is not None else nullcontext():
-            try:
-                tensors, copies = self._read(source)
-            finally:
-                source.close()
-            layout = self._layout(loaded, shapes, config)
-            adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
-            self._prove(loaded.slot, layout, tensors, config)
-        loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
-
-    def _read(self, source: VersionSource) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the version's tensors on the device, copied from the source while they are verified, twice.
-
-        The engine gets one of the two, and may scale it in place. Each is in one piece of memory, and no other thread helps: a
-        tensor takes less time than to wait for Python's lock, which the engine's thread needs.
-
-        Raises:
-            InstallError: The digest of a tensor is not the store's.
-        """
-        offsets, end = {}, 0
-        for name, spec in source.specs.items():
-            offsets[name] = end
-            end += -(-prod(spec.shape) * ITEM_SIZES[spec.dtype] // _ALIGN) * _ALIGN
-        if self._buffer is None or self._buffer.numel() < end:
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        memory, wrong = self._buffer.numpy(), []
-        for name, spec in source.specs.items():
-            array, box = source.arrays[name], full_box(spec.shape)
-            target = memory[offsets[name] :][: array.nbytes].view(array.dtype).reshape(array.shape)
-            if copy_and_digest(target, array, box, spec.shape) != source.expected[name, box]:
-                wrong.append(name)
-        if wrong:
-            raise InstallError(f"{len(wrong)} tensors differ from the store's digests: {', '.join(wrong[:4])}")
-
-        def tensors(there: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {
-                name: there[offsets[name] :][: prod(spec.shape) * ITEM_SIZES[spec.dtype]]
-                .view(TORCH_DTYPES[spec.dtype])
-                .view(spec.shape)
-                for name, spec in source.specs.items()
-            }
-
-        there = self._buffer[:end].to(self._device, copy=True)
-        return tensors(there), tensors(there.clone())
-
-    def _layout(self, loaded: Loaded, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> AdapterLayout:
-        key = tuple(sorted(shapes.items())), json.dumps([config.get("r"), config.get("rank_pattern")])
-        if (known := self._layouts.get(key)) is not None:
-            return known
-        unscaled, id = self._slots.unscaled(config), self.id_of(loaded.number)
-        layout = learn(
-            shapes,
-            lambda tensors: _done(self._slots.write(loaded.slot, id, tensors, unscaled)),
-            lambda: self._slots.read(loaded.slot),
-        )
-        held = layout.elements()
-        missing = [name for name in shapes if not held.get(name)]
-        if self._slots.whole():
-            missing = [name for name, shape in shapes.items() if held.get(name, 0) < prod(shape)]
-        if missing and (self._slots.whole() or len(missing) == len(shapes)):
-            raise InstallError(
-                f"the engine takes only a part of the adapter: it leaves out {len(missing)} tensors, as {', '.join(missing[:4])}"
-            )
-        self._layouts[key] = layout
-        return layout
-
-    def _prove(self, slot: int, layout: AdapterLayout, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        """Raise `InstallError` unless the slot contains the tensors, scaled, and zeros, bit for bit."""
-        dtype = self._slots.dtype
-        kept = {}
-        for name, tensor in tensors.items():
-            scale = self._slots.scaling(config, name)
-            kept[name] = tensor.to(dtype) if scale == 1 else tensor.to(dtype) * scale
-        if wrong := layout.differences(kept, self._slots.read(slot)):
-            raise InstallError(
-                f"{len(wrong)} tensors of the slot differ from the version: "
-                f"{', '.join(wrong[:4])}{', …' if len(wrong) > 4 else ''}"
-            )
+        source = self._sources.open(manifest, {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()})
+        try:
+            loaded.adapter = self._writer.load(loaded.slot, self.id_of(loaded.number), source)
+        finally:
+            source.close()
+        loaded.fingerprint, loaded.proven = manifest.fingerprint, len(manifest.specs)
 
     def _stage_failed(self, staged: _Staged, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -427,7 +338,3 @@ class AdapterAgent:
 def adapter_id(index: int, number: int) -> int:
     """Return vLLM's id of a version of the server's adapter at `index`: below 2**31, and above vLLM's own, which are small."""
     return (index + 1) * IDS + number % IDS
-
-
-def _done(written: Any) -> None:
-    del written

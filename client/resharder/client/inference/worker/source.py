@@ -166,6 +166,11 @@ class VersionSource:
         return self._files.arrays
 
     @property
+    def contents(self) -> list[Array]:
+        """Bytes of each of the manifest's files."""
+        return self._files.arrays.contents
+
+    @property
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the HF tensors, by name."""
         return self.manifest.specs
