@@ -48,8 +48,8 @@ SMALL = QWEN3_8B | {
 PROMPT = [5, 6, 7, 8]
 
 
-def adapter(shape: Mapping[str, int], rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter of all linear layers, by PEFT's names."""
+def adapter(shape: Mapping[str, int], rank: int, seed: int, device: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter of all linear layers, by PEFT's names, on a trainer's device."""
     hidden, head = shape["hidden_size"], shape["head_dim"]
     sizes = {
         "self_attn.q_proj": (hidden, shape["num_attention_heads"] * head),
@@ -64,8 +64,8 @@ def adapter(shape: Mapping[str, int], rank: int, seed: int) -> dict[str, torch.T
     for layer in range(shape["num_hidden_layers"]):
         for module, (inner, outer) in sizes.items():
             name = f"base_model.model.model.layers.{layer}.{module}"
-            found[f"{name}.lora_A.weight"] = (torch.randn(rank, inner, generator=draw) * 0.02).bfloat16()
-            found[f"{name}.lora_B.weight"] = (torch.randn(outer, rank, generator=draw) * 0.02).bfloat16()
+            found[f"{name}.lora_A.weight"] = (torch.randn(rank, inner, generator=draw) * 0.02).bfloat16().to(device)
+            found[f"{name}.lora_B.weight"] = (torch.randn(outer, rank, generator=draw) * 0.02).bfloat16().to(device)
     return found
 
 
@@ -105,14 +105,11 @@ def streaming(server: VllmServer, *models: str) -> Iterator[list[Stream]]:
             thread.join()
 
 
-def note_gaps(found: Sequence[dict[str, float]], streams: Sequence[Stream]) -> None:
-    """Replace the times of each version by the longest gap of each stream in them, as a multiple of its median."""
-    for version in found:
-        since, until = version.pop("since"), version.pop("until") + 0.2
-        for stream in streams:
-            usual = median(seconds for _, seconds in stream.gaps)
-            version[f"gap {stream.model}"] = max(stream.between(since, until), default=0.0) / usual
-            version[f"median {stream.model}"] = usual
+def longest_gap(streams: Sequence[Stream], since: float, until: float) -> float:
+    """Return the longest gap of any stream in an interval, as a multiple of the stream's median."""
+    return max(
+        max(stream.between(since, until), default=0.0) / median(seconds for _, seconds in stream.gaps) for stream in streams
+    )
 
 
 def first_token(server: VllmServer, model: str, label: str = "") -> float:
@@ -138,47 +135,81 @@ def config_of(rank: int) -> dict[str, object]:
     }
 
 
-def ours(server: VllmServer, daemon: Daemon, shape: Mapping[str, int], rank: int, rounds: int) -> list[dict[str, float]]:
-    """Return seconds of each version: until READY, until its first token; and gaps of other streams, as a share of the median."""
-    publishers = {
-        name: connect(
-            daemon.endpoint, model=name, base="policy", job=uuid.uuid4().hex, rank=0, world_size=1, config=config_of(rank)
-        )
-        for name in (NAME, OTHER)
-    }
-    tensors = [adapter(shape, rank, seed) for seed in range(3)]
-    publishers[OTHER].publish_tensors(1, tensors[2].items()).wait_ready(60)
+@dataclass
+class Versions:
+    """Times of versions that were installed one after another."""
+
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    spans: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    """Intervals of which the streams' longest gap is wanted, by name, for each version."""
+
+    def rows(self, streams: Sequence[Stream]) -> list[dict[str, float]]:
+        gaps = [{f"gap {name}": longest_gap(streams, *span) for name, span in spans.items()} for spans in self.spans]
+        return [seconds | found for seconds, found in zip(self.seconds, gaps, strict=True)]
+
+
+def ours(
+    server: VllmServer, daemon: Daemon, shape: Mapping[str, int], rank: int, rounds: int, device: str
+) -> list[dict[str, float]]:
+    """Return seconds of each version until READY and until its first token, and the longest gaps of other streams.
+
+    Each version is published twice: while requests ask for it until they get it, and while nobody does. New requests cost other
+    streams a longer gap of their own, so that the second shows that of the install, and `gap request` that of the requests.
+    """
+    held = {NAME: adapter(shape, rank, 0, device), OTHER: adapter(shape, rank, 1, device)}
+    publishers = {}
+    for name, tensors in held.items():
+        publishers[name] = connect(daemon.endpoint, model=name, base="policy", job=uuid.uuid4().hex, rank=0, world_size=1)
+        publishers[name].attach(tensors, config_of(rank))
+    publishers[OTHER].publish(1).wait_ready(60)
     first_token(server, OTHER, f"{OTHER}=1")
-    found = []
+    found, step = Versions(), 0
     with streaming(server, "m", OTHER) as streams:
         time.sleep(2)
-        for step in range(1, rounds + 2):
-            began = time.monotonic()
-            handle = publishers[NAME].publish_tensors(step, tensors[step % 2].items())
-            published = time.monotonic()
-            handle.wait_ready(60)
-            ready = time.monotonic()
-            served = first_token(server, NAME, f"{NAME}={step}")
-            time.sleep(1.5)
-            with Operator(daemon.endpoint) as operator:
-                (worker,) = next(each for each in operator.servers() if each.name == f"servers/one.{NAME}").workers
-            spans = {"publish": published - began, "ready": ready - began, "staging": worker.stage_seconds}
-            found.append(spans | {"served": served - began, "since": began, "until": served})
+        for _ in range(rounds + 1):
+            quiet = asked = (0.0, 0.0)
+            for asks in (True, False):
+                step += 1
+                for tensor in held[NAME].values():
+                    tensor.mul_(-1)  # as a step of the trainer
+                time.sleep(0.5)
+                began = time.monotonic()
+                handle = publishers[NAME].publish(step)
+                published = time.monotonic()
+                handle.wait_ready(60)
+                ready = time.monotonic()
+                if asks:
+                    served = first_token(server, NAME, f"{NAME}={step}")
+                    times = {"publish": published - began, "ready": ready - began, "served": served - began}
+                    time.sleep(1.5)
+                    asked = time.monotonic(), time.monotonic() + 0.5
+                    while time.monotonic() < asked[1]:
+                        first_token(server, NAME, f"{NAME}={step}")
+                else:
+                    time.sleep(1.5)
+                    quiet = began, time.monotonic()
+                with Operator(daemon.endpoint) as operator:
+                    (worker,) = next(each for each in operator.servers() if each.name == f"servers/one.{NAME}").workers
+                assert worker.version == step
+                if asks:
+                    found.seconds.append(times | {"staging": worker.stage_seconds})
+            found.spans.append({"install": quiet, "request": asked})
         time.sleep(1.5)
-    note_gaps(found, streams)
     for publisher in publishers.values():
         publisher.close()
-    return found
+    return found.rows(streams)
 
 
-def theirs(server: VllmServer, shape: Mapping[str, int], rank: int, rounds: int, folder: Path) -> list[dict[str, float]]:
+def theirs(
+    server: VllmServer, shape: Mapping[str, int], rank: int, rounds: int, folder: Path, device: str
+) -> list[dict[str, float]]:
     """Return seconds of vLLM's own way: to save a folder, to load it, until the first token; and gaps of other streams."""
-    tensors = [adapter(shape, rank, seed) for seed in range(3)]
+    held = {NAME: adapter(shape, rank, 0, device), OTHER: adapter(shape, rank, 1, device)}
 
-    def save(name: str, which: int) -> Path:
+    def save(name: str) -> Path:
         path = folder / name
         path.mkdir(exist_ok=True)
-        save_file(tensors[which], path / "adapter_model.safetensors")
+        save_file(held[name], path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text(json.dumps(config_of(rank)))
         return path
 
@@ -186,26 +217,27 @@ def theirs(server: VllmServer, shape: Mapping[str, int], rank: int, rounds: int,
         answer = server.request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path), **options})
         assert answer.status == 200, answer.body
 
-    load(OTHER, save(OTHER, 2))
-    load(NAME, save(NAME, 0))
-    first_token(server, NAME)
-    found = []
+    for name in held:
+        load(name, save(name))
+        first_token(server, name)
+    found = Versions()
     with streaming(server, "m", OTHER) as streams:
         time.sleep(2)
-        for step in range(1, rounds + 2):
+        for _ in range(rounds + 1):
+            for tensor in held[NAME].values():
+                tensor.mul_(-1)
+            time.sleep(0.5)
             began = time.monotonic()
-            path = save(NAME, step % 2)
+            path = save(NAME)
             saved = time.monotonic()
             load(NAME, path, load_inplace=True)
             loaded = time.monotonic()
             served = first_token(server, NAME)
             time.sleep(1.5)
-            found.append(
-                {"save": saved - began, "load": loaded - saved, "served": served - began, "since": began, "until": served}
-            )
+            found.seconds.append({"save": saved - began, "load": loaded - saved, "served": served - began})
+            found.spans.append({"install": (began, loaded)})
         time.sleep(1.5)
-    note_gaps(found, streams)
-    return found
+    return found.rows(streams)
 
 
 def table(title: str, found: Sequence[Mapping[str, float]]) -> Table:
@@ -229,6 +261,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     given = parser.parse_args()
     shape, console = QWEN3_8B if given.gpu else SMALL, Console(width=110)
+    device = "cuda" if given.gpu else "cpu"
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         folder = Path(made)
         (folder / "config.json").write_text(json.dumps(shape))
@@ -249,12 +282,12 @@ def main() -> None:
             }
             with VllmServer(folder, env=environment, **options) as server:
                 wait_until(lambda: server.request("GET", "/health").status == 200, "the server is ready")
-                resharder = ours(server, daemon, shape, given.rank, given.rounds)
+                resharder = ours(server, daemon, shape, given.rank, given.rounds, device)
         console.print(table("Resharder", resharder))
         environment = {"VLLM_PLUGINS": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "RESHARDER_ENDPOINT": None}
         with VllmServer(folder, env=environment, **options) as server:
-            vllm = theirs(server, shape, given.rank, given.rounds, folder)
-    size = sum(tensor.nbytes for tensor in adapter(shape, given.rank, 0).values())
+            vllm = theirs(server, shape, given.rank, given.rounds, folder, device)
+    size = sum(tensor.nbytes for tensor in adapter(shape, given.rank, 0, "cpu").values())
     console.print(f"an adapter of rank {given.rank}, {size / 1e6:.0f} MB; {os.cpu_count()} cores")
     console.print(table("vLLM's load_lora_adapter", vllm))
     ratio = median(v["served"] for v in resharder[1:]) / median(v["served"] for v in vllm[1:])

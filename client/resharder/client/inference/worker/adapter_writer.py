@@ -19,10 +19,10 @@ from resharder.client.inference.recording.adapter_layout import AdapterLayout, S
 from resharder.client.inference.worker.slot_copy import SlotCopy, TensorPlace
 from resharder.client.inference.worker.source import VersionSource
 from resharder.client.versions.manifest import VersionManifest
-from resharder.converters.geometry.layout import ITEM_SIZES, full_box
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, contiguous_strides, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
 from resharder.converters.storage.digest import Array, digest
-from resharder.converters.storage.files import BITS, FileLayout, folder_layout
+from resharder.converters.storage.files import BITS, FileLayout
 
 _ALIGN = 64  # bytes
 _MOST = 16  # kinds that are remembered
@@ -84,7 +84,8 @@ class AdapterWriter:
         manifest, key = source.manifest, _kind_of(source.manifest, config)
         kind = self._kinds.pop(key, None)
         if kind is None:
-            kind = _Kind(FileMemory(manifest.files), CachedDigester(folder_layout(manifest.specs), self._device))
+            there = FileMemory(manifest.files)
+            kind = _Kind(there, CachedDigester(there.layout, self._device))
         memory = self._read(source, kind)
         dtypes = sorted({spec.dtype for spec in manifest.specs.values()})
         converted = [memory.view(TORCH_DTYPES[dtype]).to(self._slots.dtype) for dtype in dtypes]
@@ -99,13 +100,13 @@ class AdapterWriter:
                 for name, spec in manifest.specs.items()
             }
             copy = SlotCopy(layout, places, self._slots.marks(slot), self._slots.dtype, self._device)
-            image = copy.image(converted)
         else:
             copy = kind.copy
-            image = copy.image(converted)
-            copy.write(slot, self._contents(slot), image)
+        contents, image = self._slots.read(slot) | self._slots.marks(slot), copy.image(converted)
         del memory, converted
-        if wrong := copy.differences(slot, self._contents(slot), image):
+        if kind.copy is not None:
+            copy.write(slot, contents, image)
+        if wrong := copy.differences(slot, contents, image):
             raise InstallError(
                 f"{len(wrong)} tensors of the slot differ from the version: "
                 f"{', '.join(wrong[:4])}{', …' if len(wrong) > 4 else ''}"
@@ -114,9 +115,6 @@ class AdapterWriter:
         if len(self._kinds) > _MOST:
             del self._kinds[next(iter(self._kinds))]
         return self._slots.renamed(kind.adapter, id)
-
-    def _contents(self, slot: int) -> dict[str, torch.Tensor]:
-        return self._slots.read(slot) | self._slots.marks(slot)
 
     def _read(self, source: VersionSource, kind: _Kind) -> torch.Tensor:
         """Return the version's tensors in one piece of memory on the device, verified.
@@ -130,12 +128,12 @@ class AdapterWriter:
         host = self._host[:size]
         kind.memory.copy(host.numpy(), source.contents)
         memory = host.to(self._device)
-        boxes = {name: full_box(spec.shape) for name, spec in source.specs.items()}
+        boxes = {spec.name: full_box(spec.shape) for spec in kind.memory.specs}
         if on_gpu:
-            found = kind.digester.at(kind.memory.tensors(memory)).digests()
+            found = kind.digester.at({"": memory}).digests()
         else:
             arrays = kind.memory.arrays(host.numpy())
-            found = [digest(arrays[name], box, source.specs[name].shape) for name, box in boxes.items()]
+            found = [digest(arrays[spec.name], boxes[spec.name], spec.shape) for spec in kind.memory.specs]
         wrong = [name for (name, box), value in zip(boxes.items(), found, strict=True) if value != source.expected[name, box]]
         if wrong:
             raise InstallError(f"{len(wrong)} tensors differ from the store's digests: {', '.join(wrong[:4])}")
@@ -163,6 +161,7 @@ class FileMemory:
     """The tensors of files in one piece of memory: those of each file as they are in it, without its header."""
 
     def __init__(self, files: tuple[FileLayout, ...]) -> None:
+        self.specs = [spec for file in files for spec, _ in file.tensors]
         self.at: dict[str, int] = {}
         """Offset of each tensor, in bytes."""
         self.size = 0
@@ -170,8 +169,18 @@ class FileMemory:
         self._files = files
         for file in files:
             header = len(file.header)
-            self.at |= {placed.spec.name: self.size + placed.offset - header for placed in file.tensors}
+            self.at |= {spec.name: self.size + offset - header for spec, offset in file.tensors}
             self.size += -(-(file.size - header) // _ALIGN) * _ALIGN
+
+    @property
+    def layout(self) -> Layout:
+        """Place of each tensor in the memory, which has no name."""
+        specs = {spec.name: spec for spec in self.specs}
+        pieces = [
+            Piece(name, full_box(spec.shape), "", self.at[name] // ITEM_SIZES[spec.dtype], contiguous_strides(spec.shape))
+            for name, spec in specs.items()
+        ]
+        return Layout(specs, tuple(pieces))
 
     def copy(self, memory: Array, contents: list[Array]) -> None:
         """Copy the files' tensors.
@@ -190,16 +199,14 @@ class FileMemory:
         """Return the tensors in such a memory, as unsigned integers."""
         return {
             spec.name: memory[self.at[spec.name] :][: spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
-            for file in self._files
-            for spec, _ in file.tensors
+            for spec in self.specs
         }
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors in such a memory, on any device."""
         return {
             spec.name: memory[self.at[spec.name] :][: spec.size].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-            for file in self._files
-            for spec, _ in file.tensors
+            for spec in self.specs
         }
 
 
@@ -211,7 +218,8 @@ def _kind_of(manifest: VersionManifest, config: dict[str, Any]) -> str:
     """Return a key that is equal for adapters that the engine keeps in the same way."""
     lists = {key: sorted(map(str, value)) for key, value in config.items() if isinstance(value, list)}  # PEFT's sets
     specs = sorted((spec.name, spec.shape, spec.dtype) for spec in manifest.specs.values())
-    return json.dumps([config | lists, specs], sort_keys=True)
+    files = [(file.path, len(file.header), file.size) for file in manifest.files]
+    return json.dumps([config | lists, specs, files], sort_keys=True)
 
 
 def _done(written: Any) -> None:

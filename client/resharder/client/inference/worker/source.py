@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout, MappedFiles
-from resharder.converters.storage.pages import map_pages
+from resharder.converters.storage.pages import Span, map_pages
 from resharder.converters.wire.pieces import Bitmap
 from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
 from resharder.converters.wire.windows import boxes_request
@@ -177,11 +177,13 @@ class VersionSource:
 
     def populate(self, needs: Needs) -> None:
         """Map the pages of these boxes now, without Python's lock, so that the copies cause no page faults."""
+        spans = []
         for name, boxes in needs.items():
             first, _ = byte_bounds(self.arrays[name])
             for rows in (rows for box in boxes for rows in box_rows(box, self.specs[name])):
-                for start, end in rows.spans(PIECE_BYTES):  # no pages of holes, which would take memory
-                    map_pages((first + start, first + end))
+                spans += [(first + start, first + end) for start, end in rows.spans(PIECE_BYTES)]
+        for span in _joined(spans):
+            map_pages(span)
 
     def register(self, boxes: Boxes, device: torch.device, serves: Busy) -> bool:
         """Register the pages of these boxes, so that kernels on `device` can read them: see `SourceFiles.register`."""
@@ -195,6 +197,19 @@ class VersionSource:
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
         self._files.close()
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Return spans of memory, joined where they touch: a call for each tensor takes longer than its pages. Holes stay holes,
+    whose pages would take memory.
+    """
+    found: list[Span] = []
+    for first, end in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return found
 
 
 class Sources:
