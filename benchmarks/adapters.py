@@ -224,18 +224,21 @@ def theirs(
     with streaming(server, "m", OTHER) as streams:
         time.sleep(2)
         for _ in range(rounds + 1):
-            for tensor in held[NAME].values():
-                tensor.mul_(-1)
-            time.sleep(0.5)
-            began = time.monotonic()
-            path = save(NAME)
-            saved = time.monotonic()
-            load(NAME, path, load_inplace=True)
-            loaded = time.monotonic()
-            served = first_token(server, NAME)
-            time.sleep(1.5)
-            found.seconds.append({"save": saved - began, "load": loaded - saved, "served": served - began})
-            found.spans.append({"install": (began, loaded)})
+            for asks in (True, False):
+                for tensor in held[NAME].values():
+                    tensor.mul_(-1)
+                time.sleep(0.5)
+                began = time.monotonic()
+                path = save(NAME)
+                saved = time.monotonic()
+                load(NAME, path, load_inplace=True)
+                loaded = time.monotonic()
+                if asks:
+                    served = first_token(server, NAME)
+                    found.seconds.append({"save": saved - began, "load": loaded - saved, "served": served - began})
+                time.sleep(1.5)
+                if not asks:
+                    found.spans.append({"install": (began, time.monotonic())})
         time.sleep(1.5)
     return found.rows(streams)
 

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage import digest as digests
-from resharder.converters.storage.digest import MASK, column_weights, copy_and_digest, digest, digest_rows, digest_torch
+from resharder.converters.storage.digest import (
+    MASK,
+    column_weights,
+    copy_and_digest,
+    digest,
+    digest_matrices,
+    digest_rows,
+    digest_torch,
+)
 from resharder.converters.storage.digest_1 import digest_1
 
 from tests.support.digest_reference import DTYPES, compilations, fold, of_rows, random_bits, reference, splitmix64
@@ -23,10 +31,10 @@ from tests.support.shardings import sharding
 
 pytestmark = pytest.mark.slow
 
-KERNELS: dict[str, Callable[[int], digests.Kernels]] = {
-    "interpreted": lambda width: (digests._sum_loop, digests._copy_loop),
+KERNELS: dict[str, Callable[[int], digests._Kernels]] = {
+    "interpreted": lambda width: digests._Kernels(digests._sum_loop, digests._copy_loop, digests._matrices_loop),
     "compiled": lambda width: digests._kernels(width),
-    "numpy": lambda width: (digests._sum_numpy, digests._copy_numpy),
+    "numpy": lambda width: digests._NUMPY,
 }
 
 
@@ -42,7 +50,7 @@ def anew() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KERNELS)
 def test_every_kernel_follows_the_definition_and_leaves_what_is_between_rows(kind: str, dtype: type) -> None:
     x, b = random_bits((5, 7), dtype), column_weights(4)
-    sum_only, copying = KERNELS[kind](np.dtype(dtype).itemsize)
+    sum_only, copying, _ = KERNELS[kind](np.dtype(dtype).itemsize)
     x.flags.writeable = False  # as a version's files are mapped
     for first, step in ((0, 1), (3, 2), ((1 << 60) + 1, 7)):
         expected = of_rows(x, first, step, b)
@@ -53,6 +61,23 @@ def test_every_kernel_follows_the_definition_and_leaves_what_is_between_rows(kin
             assert int(copying(target, x, np.uint64(first), np.uint64(step), b)) == expected
         assert np.array_equal(target[:, :4], x[:, :4])
         assert np.array_equal(target[:, 4:], before[:, 4:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_matrices_in_one_memory_have_the_digests_of_each(kind: str, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = KERNELS[kind](np.dtype(dtype).itemsize)
+    monkeypatch.setattr(digests, "_kernels", lambda width: kernels)
+    memory = random_bits((100,), dtype)
+    memory.flags.writeable = False
+    places = np.array([(0, 5, 7, 0), (40, 1, 9, 3), (49, 3, 1, (1 << 40) + 1), (60, 0, 4, 0), (60, 4, 10, 2), (0, 1, 100, 0)])
+    expected = [
+        of_rows(memory[at : at + rows * columns].reshape(rows, columns), first, 1, column_weights(columns))
+        for at, rows, columns, first in places.tolist()
+    ]
+    with np.errstate(over="ignore"):
+        assert digest_matrices(memory, places).tolist() == expected
+        assert digest_matrices(memory, places[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +132,11 @@ def test_rows_are_read_in_place_where_a_kernel_can(kind: str, monkeypatch: pytes
     read: list[Any] = []
     used: list[Callable[..., int]] = []
     own = threading.get_ident()
-    monkeypatch.setattr(digests, "_kernels", lambda width: (recorded(digests._sum_numpy), recorded(digests._copy_numpy)))
+    monkeypatch.setattr(
+        digests,
+        "_kernels",
+        lambda width: digests._NUMPY._replace(sum=recorded(digests._sum_numpy), copy=recorded(digests._copy_numpy)),
+    )
 
     def recorded(kernel: Callable[..., int]) -> Callable[..., int]:
         def run(*arguments: Any) -> int:
@@ -164,7 +193,7 @@ def test_a_contiguous_box_is_copied_and_digested_in_one_pass(monkeypatch: pytest
     source, target = random_bits((5, 7), np.uint16), np.zeros((5, 7), np.uint16)
     copies: list[int] = []
     monkeypatch.setattr(np, "copyto", lambda *_: pytest.fail("a pass of its own"))
-    monkeypatch.setattr(digests, "_kernels", lambda width: (digests._sum_numpy, lambda *given: copies.append(1) or 0))
+    monkeypatch.setattr(digests, "_kernels", lambda width: digests._NUMPY._replace(copy=lambda *given: copies.append(1) or 0))
     copy_and_digest(target, source, full_box((5, 7)), (5, 7))
     assert copies == [1]
 
@@ -224,10 +253,10 @@ def test_blocks_of_a_device_take_their_rows_weights(shape: tuple[int, ...], monk
 def test_compiled_code_is_kept_on_disk_and_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     digests.compile_for([1])
-    assert [sum(kernel.stats.cache_misses.values()) for kernel in digests._kernels(1)] == [1, 1]
+    assert [sum(kernel.stats.cache_misses.values()) for kernel in digests._kernels(1)] == [1, 1, 1]
     digests._compiled.cache_clear()
-    assert [sum(kernel.stats.cache_hits.values()) for kernel in digests._kernels(1)] == [1, 1]
-    assert [kernel.targetoptions["nogil"] for kernel in digests._kernels(1)] == [True, True]
+    assert [sum(kernel.stats.cache_hits.values()) for kernel in digests._kernels(1)] == [1, 1, 1]
+    assert [kernel.targetoptions["nogil"] for kernel in digests._kernels(1)] == [True, True, True]
 
 
 @pytest.mark.usefixtures("anew")
@@ -246,7 +275,7 @@ def test_kernels_are_compiled_in_memory_without_a_folder_for_them(
     monkeypatch.setattr(numba, "njit", refuse)
     kernels = digests._kernels(2)
     assert len(refused) == 1
-    assert [kernel.targetoptions["nogil"] for kernel in kernels] == [True, True]
+    assert [kernel.targetoptions["nogil"] for kernel in kernels] == [True, True, True]
     x, b, target = random_bits((3, 5), np.uint16), column_weights(5), np.zeros((3, 5), np.uint16)
     assert kernels[0](x, 0, 1, b) == kernels[1](target, x, 0, 1, b) == of_rows(x, 0, 1, b)
 
@@ -258,7 +287,7 @@ def test_numpy_takes_over_without_a_compiler(without: str, monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, "numba", None)
     else:
         monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    assert digests._kernels(4) == (digests._sum_numpy, digests._copy_numpy)
+    assert digests._kernels(4) == digests._NUMPY
 
 
 def test_each_width_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,10 +165,33 @@ def test_reads_of_a_thread_share_a_buffer_that_grows_and_go_on_where_the_system_
     rows = [(Range(row, count), Range(0, 33)) for row, count in ((3, 1), (5, 1), (0, 90), (1, 89))]
     with mapped(folder) as files, digests._reads(files, [TensorBox(SPECS["head"], rows[0])]) as reads:
         buffers = []
+        path, begin = files.places["head"]
         for box in rows:
-            found = reads._read(SPECS["head"], box, box[0].count * 33 * 4)
+            found = reads.read(path, begin + box[0].start * 33 * 4, box[0].count * 33 * 4)
             assert found.tobytes() == files.arrays["head"][box[0].start : box[0].start + box[0].count].tobytes()
             buffers.append(reads._own.buffer)
         assert buffers[0] is buffers[1]
         assert buffers[2] is buffers[3]
         assert [len(buffer) for buffer in buffers] == [33 * 4, 33 * 4, 90 * 33 * 4, 90 * 33 * 4]
+
+
+@pytest.mark.parametrize("small_pages", [True, False])
+def test_small_tensors_that_follow_each_other_take_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pages: bool
+) -> None:
+    random = np.random.default_rng(1)
+    tensors = {f"layer.{i}": random.normal(size=(3 + i % 5, 16)).astype(np.float16) for i in range(100)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    calls: list[int] = []
+    real = digests.digest_matrices
+
+    def counted(memory: Any, matrices: Any) -> Any:
+        calls.append(len(matrices))
+        return real(memory, matrices)
+
+    monkeypatch.setattr(digests, "digest_matrices", counted)
+    with mapped(tmp_path) as files:
+        files.small_pages = small_pages
+        found = digest_tensors(files, 2)
+        assert found == {name: alone(files, spec, full_box(spec.shape)) for name, spec in files.specs.items()}
+    assert calls == [100]

@@ -50,7 +50,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     compiled, plain = Counter[int](), digests._compiled.__wrapped__
 
     @cache
-    def counted(width: int) -> digests.Kernels:
+    def counted(width: int) -> digests._Kernels:
         compiled[width] += 1
         return plain(width)
 

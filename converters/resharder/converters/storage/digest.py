@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,21 @@ def digest_run(run: Array, first: int, shape: tuple[int, ...]) -> int:
     return total & MASK
 
 
+def digest_matrices(memory: Array, matrices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return the digests of matrices of whole rows, in one call that does not hold Python's lock, for any number of them.
+
+    Args:
+        memory: Their elements as unsigned integers, in host memory: contiguous, of one dimension.
+        matrices: int64, (matrices, 4): offset of the first element in `memory`, rows, columns, and number of the first row in the
+            tensor. Rows follow each other without a gap.
+    """
+    found = np.zeros(len(matrices), np.uint64)
+    if len(matrices):
+        weights = column_weights(int(matrices[:, 2].max(initial=0)))
+        _kernels(memory.itemsize).matrices(memory.view(f"u{memory.itemsize}"), np.ascontiguousarray(matrices), weights, found)
+    return found
+
+
 def copy_and_digest(target: Array, source: Array, box: Box, shape: tuple[int, ...]) -> int:
     """Copy `source` to `target` and return the digest of the copied elements, in one pass. Raises
     ValueError if their shapes differ.
@@ -163,16 +178,16 @@ def digest_rows(target: Array | None, source: Array, first: int, step: int, b: A
     Row `i` of the matrix is row `first + i * step` of the tensor. A `target` receives a copy in the same pass.
     """
     kind = np.dtype(f"u{source.itemsize}")
-    sum_only, copying = _kernels(source.itemsize)
+    kernels = _kernels(source.itemsize)
     rows = _rows_of(source.view(kind))
     if rows is None:
         rows = source.copy().view(kind)
     into = None if target is None else _rows_of(target.view(kind))
     if into is not None:
-        return int(copying(into, rows, first, step, b))
+        return int(kernels.copy(into, rows, first, step, b))
     if target is not None:
         np.copyto(target, source)
-    return int(sum_only(rows, first, step, b))
+    return int(kernels.sum(rows, first, step, b))
 
 
 def _rows_of(matrix: Array) -> Array | None:
@@ -202,38 +217,50 @@ def compile_for(item_sizes: Iterable[int]) -> None:
         _kernels(width)
 
 
-Kernels = tuple[Callable[..., int], Callable[..., int]]
+class _Kernels(NamedTuple):
+    """Compiled loops for elements of one width."""
+
+    sum: Callable[..., int]
+    copy: Callable[..., int]
+    matrices: Callable[..., None]
+
+
 _compiling = threading.Lock()  # numba fails if two threads compile the same loop
 
 
-def _kernels(width: int) -> Kernels:
-    """Return (digest, copy and digest) of rows of elements of `width` bytes, compiled."""
+def _kernels(width: int) -> _Kernels:
+    """Return the loops for elements of `width` bytes."""
     with _compiling:
         return _compiled(width)
 
 
 @lru_cache(maxsize=4)
-def _compiled(width: int) -> Kernels:
+def _compiled(width: int) -> _Kernels:
     try:
         import numba
     except ImportError:
-        return _sum_numpy, _copy_numpy
+        return _NUMPY
     if numba.config.DISABLE_JIT:  # the loops would run in the interpreter
-        return _sum_numpy, _copy_numpy
+        return _NUMPY
     types = numba.types
     element = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[width]
     source, target = types.Array(element, 2, "C", readonly=True), types.Array(element, 2, "C")
     weights, number = types.Array(types.uint32, 1, "C", readonly=True), types.uint64
-    signatures = (number(source, number, number, weights), number(target, source, number, number, weights))
-    loops = (_sum_loop, _copy_loop)
+    memory, places = types.Array(element, 1, "C", readonly=True), types.Array(types.int64, 2, "C", readonly=True)
+    signatures = (
+        number(source, number, number, weights),
+        number(target, source, number, number, weights),
+        types.void(memory, places, weights, types.Array(types.uint64, 1, "C")),
+    )
+    loops = (_sum_loop, _copy_loop, _matrices_loop)
     try:
         kernels = [numba.njit(signature, nogil=True, cache=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
     except (RuntimeError, OSError):  # no writable folder for compiled code, as on a read-only file system, or the medium is full
         kernels = [numba.njit(signature, nogil=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
-    return kernels[0], kernels[1]
+    return _Kernels(*kernels)
 
 
-# Both loops contain `fold` and `row_weights`: numba is imported late, so there is no compiled helper to call.
+# All loops contain `fold` and `row_weights`: numba is imported late, so there is no compiled helper to call.
 def _sum_loop(source, first, step, b):  # type: ignore[no-untyped-def]
     total = np.uint64(0)
     for i in range(source.shape[0]):
@@ -263,6 +290,28 @@ def _copy_loop(target, source, first, step, b):  # type: ignore[no-untyped-def]
     return total
 
 
+def _matrices_loop(memory, matrices, b, found):  # type: ignore[no-untyped-def]
+    for m in range(matrices.shape[0]):
+        at, rows, columns, first = matrices[m, 0], matrices[m, 1], matrices[m, 2], np.uint64(matrices[m, 3])
+        total = np.uint64(0)
+        for i in range(rows):
+            source = memory[at + i * columns : at + (i + 1) * columns]
+            row = np.uint64(0)
+            for j in range(columns):
+                x = np.uint64(source[j])
+                row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
+            x = (first + np.uint64(i) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            total += row * ((x ^ (x >> np.uint64(31))) | np.uint64(1))
+        found[m] = total
+
+
+def _matrices_numpy(memory: Array, matrices: Array, b: Array, found: Array) -> None:
+    for m, (at, rows, columns, first) in enumerate(matrices.tolist()):
+        found[m] = _sum_numpy(memory[at : at + rows * columns].reshape(rows, columns), first, 1, b[:columns]) if columns else 0
+
+
 def _sum_numpy(source: Array, first: int, step: int, b: Array) -> int:
     total, width = 0, 1 << 16
     a = row_weights(np.arange(source.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
@@ -289,6 +338,9 @@ def _sums_of_rows(values: Array, b: Array) -> Array:
 def _copy_numpy(target: Array, source: Array, first: int, step: int, b: Array) -> int:
     np.copyto(target[:, : b.shape[0]], source[:, : b.shape[0]])
     return _sum_numpy(target, first, step, b)
+
+
+_NUMPY = _Kernels(_sum_numpy, _copy_numpy, _matrices_numpy)
 
 
 def digest_torch(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> int:

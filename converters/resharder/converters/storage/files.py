@@ -270,6 +270,7 @@ class MappedFiles:
         self._folder, self._files = folder, tuple(files)
         self.small_pages = False  # whether any file has small pages
         self.arrays = MappedArrays((), [])
+        self._content: dict[Path, Array] = {}
         content: list[Array] = []
         try:
             for file in self._files:
@@ -279,6 +280,7 @@ class MappedFiles:
             self.close()
             raise
         self.arrays = MappedArrays(self._files, content)
+        self._content = {self._folder / file.path: raw for file, raw in zip(self._files, content, strict=True)}
 
     def _map(self, file: FileLayout, *, writable: bool) -> Array:
         path = self._folder / file.path
@@ -300,6 +302,10 @@ class MappedFiles:
         """Bytes of each file, in the order of the files. Like `arrays`, they must be released before `close`."""
         return self.arrays.contents
 
+    def content(self, path: Path) -> Array:
+        """Return the bytes of the file at a path of `places`. Must be released before `close`, as `arrays`."""
+        return self._content[path]
+
     @property
     def begins(self) -> list[int]:
         """Address of the first byte of each file, in the order of the files."""
@@ -319,6 +325,7 @@ class MappedFiles:
     def close(self) -> None:
         """Unmap the files. Raises BufferError if an array of them is still referenced."""
         self.arrays.clear()
+        self._content.clear()
         while self._maps:
             mapped, span = self._maps.pop()
             forget_pages(span)
