@@ -2,73 +2,53 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from resharder.client.inference.vllm.engine_core import ADAPTER
-from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS, adapter_id
+from peft import PeftModel
+from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS
 
-from tests.support.adapters import RANK, publish_adapter, save_adapter
+from tests.support.adapter_engine import LORA, Adapters
+from tests.support.adapters import publish_adapter, save_adapter
 from tests.support.daemon import Daemon
-from tests.support.tiny_hf import load_checkpoint
+from tests.support.tiny_hf import load_checkpoint, load_model
+from tests.support.variants import sampled
 from tests.support.vllm_engine import PROMPT, Engine, weights
 from tests.support.vllm_models import make_pair, publish, without_weights
 
-LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "dtype": "float32"}
+
+class Case(NamedTuple):
+    """An engine with a base and one adapter from the daemon, and what an engine that loaded their folders answers."""
+
+    adapters: Adapters
+    expected: list[list[tuple[int, float]]]
+    """By the base, and by each of the adapter's versions."""
+    versions: list[str]
+    base: Path
+    folders: list[Path]
 
 
-class Adapters:
-    """An engine with a base from the daemon, and one adapter."""
-
-    def __init__(self, engine: Engine, model: str, index: int = 0) -> None:
-        self.engine, self.model, self.index = engine, model, index
-
-    def call(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self.engine.core(ADAPTER, self.model, method, list(args))
-        return answers
-
-    def stage(self, install: str, version: str) -> None:
-        for answer in self.call("stage", install, version):
-            assert answer["ok"], answer["error"]
-
-    def install(self, install: str, version: str) -> None:
-        self.stage(install, version)
-        self.wait_staged(install)
-        for answer in self.call("apply", install):
-            assert answer["ok"], answer["error"]
-
-    def wait_staged(self, install: str) -> None:
-        deadline = time.monotonic() + 20
-        while not all(answer["staged"] == install for answer in self.call("describe")):
-            assert time.monotonic() < deadline, [answer["problem"] for answer in self.call("describe")]
-            time.sleep(0.02)
-
-    def problem(self) -> str:
-        """Why the version that is being staged cannot be."""
-        deadline = time.monotonic() + 20
-        while not (problem := self.call("describe")[0]["problem"]):
-            assert time.monotonic() < deadline, [answer["problem"] for answer in self.call("describe")]
-            time.sleep(0.02)
-        return str(problem)
-
-    def logprobs(self, version: int) -> list[tuple[int, float]]:
-        return self.engine.logprobs(PROMPT, 8, (self.model, adapter_id(self.index, version), version))
+TP2 = {"tensor_parallel_size": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "experts": ("qwen3_moe", {}),
+    "dense, tp 2": ("qwen3", TP2),
+    "dense, tp 2, fully sharded": ("qwen3", {"fully_sharded_loras": True, **TP2}),
+    "experts, tp 2": ("qwen3_moe", TP2),
+}
 
 
-FAMILIES = ("qwen3", "qwen3_moe")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(
-    request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Adapters, Any]]:
-    family, folder = request.param, tmp_path_factory.mktemp("adapters")
+@pytest.fixture(scope="module", params=sampled(KINDS, ["dense", "experts", "dense, tp 2"]))
+def case(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    (family, more), folder = KINDS[request.param], tmp_path_factory.mktemp("adapters")
+    options = LORA | more
     base, _ = make_pair(folder, family, torch.float32)
     name = folder.name
     publish(daemon, name, base)
     folders = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed) for seed in (1, 2)]
-    with Engine(base, environment={"VLLM_PLUGINS": "lora_experts"}, **LORA) as fresh:
+    with Engine(base, environment={"VLLM_PLUGINS": "lora_experts"}, **options) as fresh:
         expected = [fresh.logprobs(PROMPT), *(fresh.logprobs(PROMPT, 8, each) for each in folders)]
     assert expected[0] != expected[1] != expected[2]
     lora = f"{name}-lora"
@@ -76,12 +56,12 @@ def case(
     environment["VLLM_PLUGINS"] = "resharder,dropping_sleep,lora_experts"
     versions = publish_adapter(daemon, lora, name, *folders)
     bare = without_weights(base, folder / "bare")
-    with Engine(bare, load_format="resharder", environment=environment, **LORA) as engine:
-        yield Adapters(engine, lora), (expected, versions)
+    with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
+        yield Case(Adapters(engine, lora), expected, versions, base, folders)
 
 
-def test_versions_answer_as_an_engine_that_loaded_their_folder(case: tuple[Adapters, Any]) -> None:
-    adapters, (expected, versions) = case
+def test_versions_answer_as_an_engine_that_loaded_their_folder(case: Case) -> None:
+    adapters, expected, versions = case.adapters, case.expected, case.versions
     base = weights(adapters.engine)
     adapters.install("first", versions[0])
     assert adapters.logprobs(1) == expected[1]
@@ -95,13 +75,27 @@ def test_versions_answer_as_an_engine_that_loaded_their_folder(case: tuple[Adapt
     assert weights(adapters.engine) == base
 
 
+@torch.no_grad()
+def test_versions_compute_what_peft_has_merged_into_the_base(case: Case) -> None:
+    for number, (version, folder) in enumerate(zip(case.versions, case.folders, strict=True), 1):
+        case.adapters.install(f"merged {number}", version)
+        merged = PeftModel.from_pretrained(load_model(case.base), folder).merge_and_unload().eval()
+        tokens = list(PROMPT)
+        for token, logprob in case.adapters.logprobs(number):
+            found = merged(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            assert abs(float(found[token]) - logprob) < 1e-4
+            tokens.append(token)
+
+
 def packed(worker: Any) -> Any:
     modules = worker.model_runner.lora_manager._adapter_manager.modules
     return next(module for name, module in modules.items() if name.endswith("qkv_proj"))
 
 
 def tamper(worker: Any) -> None:
-    """From now on one module of the model keeps another value than it is given. Runs in the worker."""
+    """From now on one module of the last worker keeps another value than it is given. Runs in the worker."""
+    if worker.rank + 1 < worker.parallel_config.tensor_parallel_size:
+        return
     module = packed(worker)
     plain = module.set_lora
 
@@ -113,7 +107,7 @@ def tamper(worker: Any) -> None:
 
 
 def restore(worker: Any) -> None:
-    del packed(worker).set_lora
+    vars(packed(worker)).pop("set_lora", None)
 
 
 def slots(worker: Any) -> tuple[int, int]:
@@ -122,31 +116,32 @@ def slots(worker: Any) -> tuple[int, int]:
     return sum(id is not None for id in manager.lora_index_to_id), len(manager._registered_adapters)
 
 
-def test_a_slot_that_does_not_contain_the_version_takes_no_request(case: tuple[Adapters, Any]) -> None:
-    adapters, (expected, versions) = case
+def test_a_slot_that_does_not_contain_the_version_takes_no_request(case: Case) -> None:
+    adapters, expected, versions = case.adapters, case.expected, case.versions
     adapters.install("good", versions[0])
     time.sleep(GRACE_SECONDS)
     adapters.call("release")
     adapters.engine.rpc(tamper)
     try:
         adapters.stage("altered", versions[1])
-        problem = adapters.problem()
+        problem = adapters.problem(-1)
     finally:
         adapters.engine.rpc(restore)
     assert "tensors of the slot differ from the version" in problem
-    (answer,) = adapters.call("apply", "altered")
-    assert not answer["ok"]
+    adapters.call("unstage", "altered")  # as the daemon orders, in whose eyes one worker has failed
+    assert not any(answer["ok"] for answer in adapters.call("apply", "altered"))
+    assert all(answer["version"] == 1 for answer in adapters.call("describe"))
     assert adapters.logprobs(1) == expected[1]
     adapters.install("again", versions[1])
     assert adapters.logprobs(2) == expected[2]
 
 
-def test_superseded_versions_leave_slots_and_host(case: tuple[Adapters, Any]) -> None:
-    adapters, (_, versions) = case
+def test_superseded_versions_leave_slots_and_host(case: Case) -> None:
+    adapters, versions = case.adapters, case.versions
     for round in range(3):
         for version in versions:
             adapters.install(f"{round} {version}", version)
     time.sleep(GRACE_SECONDS)
-    (answer,) = adapters.call("release")
-    assert (answer["left"], adapters.engine.rpc(slots)) == ([], [(1, 1)])
+    assert all(answer["left"] == [] for answer in adapters.call("release"))
+    assert set(map(tuple, adapters.engine.rpc(slots))) == {(1, 1)}
     assert adapters.logprobs(2)

@@ -45,6 +45,7 @@ IDS = 1_000_000
 _ALIGN = 64  # bytes
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 _LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
+_KNOWN = 256  # numbers of versions whose fingerprints are remembered
 GRACE_SECONDS = 0.25
 """Time for which a superseded version stays, for requests that are on their way from an API server to the engine."""
 
@@ -112,7 +113,8 @@ class AdapterAgent:
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._loaded: dict[int, Loaded] = {}  # by id
-        self._known: dict[int, str] = {}  # fingerprint of each number that was ever entered
+        self._known: dict[int, str] = {}  # fingerprints of the numbers that were entered last, in this order
+        self._highest = 0  # number that was ever entered
         self._current: Loaded | None = None
         self._applied, self._problem = "", ""  # the problem: of the last version that could not be staged
         page.write(rank, 0)
@@ -227,14 +229,21 @@ class AdapterAgent:
             id = self.id_of(loaded.number)
             self._slots.enter(id, loaded.adapter)
             loaded.entered = True
-            renumbered = self._known.get(loaded.number, loaded.fingerprint) != loaded.fingerprint
-            self._known[loaded.number] = loaded.fingerprint
+            renumbered = self._renumbered(loaded)
             if self._current is not None and self._current is not loaded:
                 self._current.superseded = time.monotonic()
             self._current, self._applied, self._staged = loaded, install, None
             self._page.write(self.rank, loaded.number)
             self._report(resources_pb2.Worker.APPLIED, install=install, staged=staged, installed=True)
         return {"version": loaded.number, "renumbered": renumbered}
+
+    def _renumbered(self, loaded: Loaded) -> bool:
+        """Note a version, and return whether another one of its number, of another store, may have been entered before."""
+        before = self._known.pop(loaded.number, "" if loaded.number <= self._highest else loaded.fingerprint)
+        self._known[loaded.number], self._highest = loaded.fingerprint, max(loaded.number, self._highest)
+        if len(self._known) > _KNOWN:
+            del self._known[next(iter(self._known))]
+        return before != loaded.fingerprint
 
     def failed(self, install: str, error: str) -> None:
         """Report a failed apply. What requests got before is as it was."""
