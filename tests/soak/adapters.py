@@ -25,6 +25,7 @@ import psutil
 import torch
 from resharder.client import connect
 from resharder.client.errors import ResharderError
+from resharder.client.inference.version_page import Page
 from resharder.client.trainer.publisher import Publisher
 from safetensors.torch import load_file
 
@@ -43,6 +44,7 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 VARIANTS = 7
 SHORT, LONG = 4, 48
 """Tokens of a request; a long one outlives installs."""
+SHARED = Path("/dev/shm")
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK, "dtype": "float32"}
 
@@ -57,15 +59,17 @@ class Result:
     """Outcome of a run."""
 
     published: int = 0
-    served: int = 0
+    answered: int = 0
     """Versions that a label named, of all adapters."""
+    served: int = 0
+    """Versions that new requests got, as far as looks every 50 ms tell."""
     seconds: float = 0.0
     answers: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
-    """Seconds from `publish` to the first answer of a version, or of a later one of its adapter."""
+    """Seconds from `publish` until new requests get the version."""
     counts: dict[str, int] = field(default_factory=dict)
     """What the worker holds at the end, after the last release."""
 
@@ -147,7 +151,8 @@ class Load:
         self._period, self._until = period, time.monotonic() + seconds
         acts = [lambda share=share: self._publish(share, versions) for share in range(self._publishers)]
         publishing = [threading.Thread(target=self._noting, args=(act,)) for act in acts]
-        beside = [threading.Thread(target=self._noting, args=(act,)) for act in (*[self._ask] * self._readers, self._sample)]
+        others = (*[self._ask] * self._readers, self._sample, self._watch)
+        beside = [threading.Thread(target=self._noting, args=(act,)) for act in others]
         began = time.monotonic()
         for thread in (*publishing, *beside):
             thread.start()
@@ -165,7 +170,7 @@ class Load:
         wanted = {"slots": len(newest), "active": len(newest), "registered": len(newest)}
         with suppress(TimeoutError):
             wait_until(lambda: self._counts().items() >= wanted.items(), "superseded versions are released", 20)
-        self.result.counts, self.result.served = self._counts(), len(self._seen)
+        self.result.counts, self.result.answered = self._counts(), len(self._seen)
         if not self.result.counts.items() >= wanted.items():
             self.result.problems.append(f"the worker holds {self.result.counts}, expected {wanted}")
         return self.result
@@ -227,9 +232,22 @@ class Load:
     def _note(self, index: int, version: int) -> None:
         with self._lock:
             self._seen.add((index, version))
-            if version > self._newest[index]:
-                self._newest[index] = version
-                self.result.lag.append(time.monotonic() - self._published_at[index, version])
+            self._newest[index] = max(version, self._newest[index])
+
+    def _watch(self) -> None:
+        """Look which version new requests get, on the pages that the server's processes share."""
+        pages, seen = dict[int, Page](), Counter[int]()
+        while not self._ended.wait(0.05):
+            for index, name in enumerate(self._names):
+                if index not in pages:
+                    pages |= {index: Page(path) for path in SHARED.glob(f"resharder-page-one-*.{name}")}
+                version = pages[index].read().last if index in pages else 0
+                if version > seen[index]:
+                    seen[index] = version
+                    self.result.served += 1
+                    self.result.lag.append(time.monotonic() - self._published_at[index, version])
+        for page in pages.values():
+            page.close()
 
     def _sample(self) -> None:
         while not self._ended.wait(self._period):
@@ -244,7 +262,7 @@ class Load:
                     seen[name] += 1
                     name = name if seen[name] == 1 else f"{name} {seen[name]}"
                     yield Sample(name, self.result.published, memory(one.pid) | descriptors(one.pid))
-        pages = list(Path("/dev/shm").glob("resharder-page-one-*"))
+        pages = list(SHARED.glob("resharder-page-one-*"))
         measures: dict[str, float] = {"held files": len(pages), "held bytes": sum(page.stat().st_size for page in pages)}
         if len(self._names) == 1:  # vLLM's `vllm:lora_requests_info` has a line for each set of adapters that ever ran together
             measures["metrics bytes"] = len(self.server.request("GET", "/metrics").body)
@@ -280,8 +298,11 @@ def report(result: Result, adapters: int) -> int:
     print(f"{result.published} versions of {adapters} adapters in {result.seconds:.0f} s: {wanted:.1f} a second")
     lag = sorted(result.lag)
     if lag:
-        print(f"{len(lag)} of them answered; publish to first answer: median {lag[len(lag) // 2]:.2f} s, longest {lag[-1]:.2f} s")
-    print(f"{result.answers} answers compared, refused: {dict(result.refused)}, the worker holds {result.counts}")
+        print(f"{result.served} of them served: {result.served / result.seconds:.1f} a second; ", end="")
+        print(f"publish to served: median {lag[len(lag) // 2]:.2f} s, longest {lag[-1]:.2f} s")
+    print(
+        f"{result.answers} answers of {result.answered} versions compared, refused: {dict(result.refused)}, the worker holds {result.counts}"
+    )
     problems: Sequence[str] = result.problems
     if len({sample.versions for sample in result.samples}) > FEWEST:
         growths = result.growths()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import PeftModel
+from resharder.client.inference.engine import KV_CACHE, WEIGHTS
 from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS
 
 from tests.support.adapter_engine import LORA, Adapters
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     expected: list[list[tuple[int, float]]]
     """By the base, and by each of the adapter's versions."""
     versions: list[str]
+    base_version: str
     base: Path
     folders: list[Path]
 
@@ -46,7 +48,7 @@ def case(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytes
     options = LORA | more
     base, _ = make_pair(folder, family, torch.float32)
     name = folder.name
-    publish(daemon, name, base)
+    (base_version,) = publish(daemon, name, base)
     folders = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed) for seed in (1, 2)]
     with Engine(base, environment={"VLLM_PLUGINS": "lora_experts"}, **options) as fresh:
         expected = [fresh.logprobs(PROMPT), *(fresh.logprobs(PROMPT, 8, each) for each in folders)]
@@ -57,7 +59,7 @@ def case(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytes
     versions = publish_adapter(daemon, lora, name, *folders)
     bare = without_weights(base, folder / "bare")
     with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
-        yield Case(Adapters(engine, lora), expected, versions, base, folders)
+        yield Case(Adapters(engine, lora), expected, versions, base_version, base, folders)
 
 
 def test_versions_answer_as_an_engine_that_loaded_their_folder(case: Case) -> None:
@@ -145,3 +147,37 @@ def test_superseded_versions_leave_slots_and_host(case: Case) -> None:
     assert all(answer["left"] == [] for answer in adapters.call("release"))
     assert set(map(tuple, adapters.engine.rpc(slots))) == {(1, 1)}
     assert adapters.logprobs(2)
+
+
+def slow(worker: Any) -> None:
+    """From now on one module takes a second to be written. Runs in the worker."""
+    module = packed(worker)
+    plain = module.set_lora
+
+    def late(*args: Any) -> None:
+        time.sleep(1)
+        plain(*args)
+
+    module.set_lora = late
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_falls_asleep_while_a_version_is_written_keeps_it_whole(case: Case, level: int) -> None:
+    adapters = case.adapters
+    adapters.install(f"before {level}", case.versions[0])
+    time.sleep(GRACE_SECONDS)
+    adapters.call("release")
+    adapters.engine.rpc(slow)
+    try:
+        adapters.stage(f"asleep {level}", case.versions[1])
+        time.sleep(0.3)  # it writes
+        adapters.engine.sleep(level)
+        time.sleep(1.5)
+        adapters.engine.wake(WEIGHTS, KV_CACHE)
+        adapters.wait_staged(f"asleep {level}")
+    finally:
+        adapters.engine.rpc(restore)
+    if level == 2:
+        assert adapters.engine.install(case.base_version, "base again")["ok"]
+    adapters.call("apply", f"asleep {level}")
+    assert [adapters.logprobs(number) for number in (1, 2)] == case.expected[1:]

@@ -15,7 +15,7 @@ def test_a_thousand_versions_of_an_adapter_leave_nothing(tmp_path: Path) -> None
         result = load.run(versions=1000)
     assert result.problems == []
     assert result.refused == {}
-    assert result.served == 1000
+    assert result.answered == 1000
     assert verdict(result.growths()) == []
 
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -44,7 +44,6 @@ IDS = 1_000_000
 """Number of ids for the versions of one adapter."""
 _ALIGN = 64  # bytes
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
-_LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
 _KNOWN = 256  # numbers of versions whose fingerprints are remembered
 GRACE_SECONDS = 0.25
 """Time for which a superseded version stays, for requests that are on their way from an API server to the engine."""
@@ -89,7 +88,7 @@ class AdapterAgent:
         slots: The worker's slots.
         settings: The plugin's settings for the adapter's own server.
         page: The page of the adapter.
-        awake: Returns whether the weights, and with them the slots, are awake.
+        awake: Keeps the weights, and with them the slots, awake; waits until they are.
         layouts: Where adapters lie in a slot, by their tensors' shapes; shared by the adapters of a worker.
     """
 
@@ -101,7 +100,7 @@ class AdapterAgent:
         slots: AdapterSlots,
         settings: PluginSettings,
         page: Page,
-        awake: Callable[[], bool],
+        awake: Callable[[], AbstractContextManager[None]],
         layouts: dict[Any, AdapterLayout],
     ) -> None:
         self.rank, self._device, self._index = rank, device, index
@@ -314,8 +313,6 @@ class AdapterAgent:
                 "once the requests of that one have ended"
             )
         loaded.adapter = None
-        while not self._awake():  # the slots sleep with the weights
-            time.sleep(_LOOK_SECONDS)
         use_gpu(self._device)
         config = json.loads(manifest.config)
         shapes = {name: tuple(spec.shape) for name, spec in manifest.specs.items()}
@@ -328,9 +325,10 @@ class AdapterAgent:
                 tensors, copies = self._read(source)
             finally:
                 source.close()
-            layout = self._layout(loaded, shapes, config)
-            adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
-            self._prove(loaded.slot, layout, tensors, config)
+            with self._awake():
+                layout = self._layout(loaded, shapes, config)
+                adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
+                self._prove(loaded.slot, layout, tensors, config)
         loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
 
     def _read(self, source: VersionSource) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
