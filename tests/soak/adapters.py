@@ -239,8 +239,8 @@ class Load:
         pages, seen = dict[int, Page](), Counter[int]()
         while not self._ended.wait(0.05):
             for index, name in enumerate(self._names):
-                if index not in pages:
-                    pages |= {index: Page(path) for path in SHARED.glob(f"resharder-page-one-*.{name}")}
+                if index not in pages and (found := list(SHARED.glob(f"resharder-page-one-*.{name}"))):
+                    pages[index] = Page(found[0])
                 version = pages[index].read().last if index in pages else 0
                 if version > seen[index]:
                     seen[index] = version
@@ -300,9 +300,8 @@ def report(result: Result, adapters: int) -> int:
     if lag:
         print(f"{result.served} of them served: {result.served / result.seconds:.1f} a second; ", end="")
         print(f"publish to served: median {lag[len(lag) // 2]:.2f} s, longest {lag[-1]:.2f} s")
-    print(
-        f"{result.answers} answers of {result.answered} versions compared, refused: {dict(result.refused)}, the worker holds {result.counts}"
-    )
+    print(f"{result.answers} answers of {result.answered} versions compared, refused: {dict(result.refused)}")
+    print(f"the worker holds {result.counts}")
     problems: Sequence[str] = result.problems
     if len({sample.versions for sample in result.samples}) > FEWEST:
         growths = result.growths()

@@ -32,6 +32,7 @@ from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
 from resharder.converters.storage.digest import copy_and_digest
@@ -172,6 +173,7 @@ class AdapterAgent:
                 store = claim(self._channel, self._settings, boot=False, patience=_RPC_PATIENCE).store
                 self._sources = Sources(self._channel, store, self._settings)
             with self._lock:
+                failpoint("worker.adapter.reserve")
                 number = int(version.rpartition("/")[2])
                 if (loaded := self._reserved(number)) is None:
                     if waits:
@@ -225,9 +227,10 @@ class AdapterAgent:
             loaded = staged.loaded if staged is not None else None
             if staged is None or staged.install != install or loaded is None or loaded.adapter is None or loaded.loading:
                 raise InstallError(f"install {install} is not staged in this worker")
-            id = self.id_of(loaded.number)
-            self._slots.enter(id, loaded.adapter)
+            failpoint("worker.adapter.enter")
+            self._slots.enter(self.id_of(loaded.number), loaded.adapter)
             loaded.entered = True
+            failpoint("worker.adapter.entered")
             renumbered = self._renumbered(loaded)
             if self._current is not None and self._current is not loaded:
                 self._current.superseded = time.monotonic()
@@ -263,6 +266,7 @@ class AdapterAgent:
             for id, loaded in list(self._loaded.items()):
                 kept = loaded is self._current or loaded is staged or loaded.loading or id in used
                 if not kept and now - loaded.superseded >= GRACE_SECONDS:
+                    failpoint("worker.adapter.release")
                     self._slots.release(id)
                     del self._loaded[id]
             left = [id for id, loaded in self._loaded.items() if loaded is not self._current and loaded is not staged]
@@ -325,10 +329,12 @@ class AdapterAgent:
                 tensors, copies = self._read(source)
             finally:
                 source.close()
+            failpoint("worker.adapter.write")
             with self._awake():
                 layout = self._layout(loaded, shapes, config)
                 adapter = self._slots.write(loaded.slot, self.id_of(loaded.number), copies, config)
                 self._prove(loaded.slot, layout, tensors, config)
+        failpoint("worker.adapter.proven")
         loaded.adapter, loaded.fingerprint, loaded.proven = adapter, manifest.fingerprint, len(tensors)
 
     def _read(self, source: VersionSource) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
