@@ -1,6 +1,5 @@
 """A daemon, and real servers whose base and adapters are its versions."""
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,8 +102,9 @@ class AdapterSite:
         return self.operator.server(f"{server}.{adapter}")
 
     def versions(self, adapter: str = ADAPTER) -> list[int]:
-        """The version in service on each server."""
-        return [self.state(name, adapter).version for name in self.servers]
+        """The version in service on each server; 0 for none, also before the daemon knows the server."""
+        found = {server.name: server.version for server in self.operator.servers()}
+        return [found.get(f"servers/{name}.{adapter}", 0) for name in self.servers]
 
     def wait_versions(self, *versions: int, adapter: str = ADAPTER, timeout: float = 60) -> None:
         wait_until(lambda: self.versions(adapter) == list(versions), f"{adapter} is at {versions}", timeout)
@@ -121,8 +121,9 @@ class AdapterSite:
         base, _, adapter = label.partition(";")
         return base == "1" and self.tokens.get(adapter) == tokens
 
-    def reranked(self, rank: int) -> Path:
-        """A folder with an adapter of another rank."""
-        folder = save_adapter(self.folder / f"rank{rank}", load_checkpoint(self.base), 9, *self._targets, rank=rank)
-        assert json.loads((folder / "adapter_config.json").read_text())["r"] == rank
-        return folder
+    def publish_folder(self, folder: Path, adapter: str = ADAPTER) -> None:
+        publish_adapter(self.daemon, adapter, "policy", folder)
+
+    def adapter(self, name: str, *, targets: Sequence[str], rank: int = RANK) -> Path:
+        """A folder with another adapter of the base."""
+        return save_adapter(self.folder / name, load_checkpoint(self.base), 9, *targets, rank=rank)

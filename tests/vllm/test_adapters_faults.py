@@ -65,8 +65,8 @@ def test_after_a_worker_was_killed_the_next_life_of_its_server_serves_the_versio
 ) -> None:
     mark, nth = tmp_path / "mark", 1 if point == "release" else 2
     fault = {"RESHARDER_FAILPOINT": f"worker.adapter.{point}@{nth}=kill", "RESHARDER_FAILPOINT_MARK": str(mark)}
-    server = site.serve("one", **fault)
     before = site.publish(0)
+    server = site.serve("one", **fault)
     site.wait_versions(before)
     with Client(site) as client:
         number = site.publish(1)
