@@ -77,7 +77,13 @@ class AdapterSite:
         """Start a server, in place of one of its name that has ended."""
         args = ["--load-format", "resharder", "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "4", *self._args]
         args += ["--lora-target-modules", *self._targets] if self._targets else []
-        settings = {
+        server = VllmServer(self.bare, args=args, env=self.environment(name) | environment)
+        self.servers[name] = self._stack.enter_context(server)
+        return server
+
+    def environment(self, name: str) -> dict[str, str]:
+        """The variables of a server."""
+        own = {
             "RESHARDER_ENDPOINT": self.daemon.endpoint,
             "RESHARDER_MODEL": "policy",
             "RESHARDER_SERVER_ID": name,
@@ -85,9 +91,7 @@ class AdapterSite:
             "VLLM_PLUGINS": "resharder,dropping_sleep,faulty_adapters",
             "PYTHONPATH": str(RAW_MODE),
         }
-        server = VllmServer(self.bare, args=args, env=settings | self._environment | environment)
-        self.servers[name] = self._stack.enter_context(server)
-        return server
+        return own | self._environment
 
     def ask(self, server: str, model: str = ADAPTER, tokens: int = TOKENS) -> Response:
         return self.servers[server].request("POST", "/v1/completions", completion(PROMPT, tokens, model=model))

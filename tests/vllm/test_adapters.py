@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import PeftModel
+import vllm
+from packaging.version import Version
 from resharder.client.inference.engine import KV_CACHE, WEIGHTS
 from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS
 
@@ -18,6 +19,9 @@ from tests.support.tiny_hf import load_checkpoint, load_model
 from tests.support.variants import sampled
 from tests.support.vllm_engine import PROMPT, Engine, weights
 from tests.support.vllm_models import make_pair, publish, without_weights
+
+pytestmark = pytest.mark.compat("other")
+OLDER = Version(vllm.__version__) < Version("0.32")
 
 
 class Case(NamedTuple):
@@ -44,6 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=sampled(KINDS, ["dense", "experts", "dense, tp 2"]))
 def case(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    if OLDER and "experts" in request.param:
+        pytest.skip("run with vLLM 0.32 and later alone")
     (family, more), folder = KINDS[request.param], tmp_path_factory.mktemp("adapters")
     options = LORA | more
     base, _ = make_pair(folder, family, torch.float32)
@@ -79,9 +85,10 @@ def test_versions_answer_as_an_engine_that_loaded_their_folder(case: Case) -> No
 
 @torch.no_grad()
 def test_versions_compute_what_peft_has_merged_into_the_base(case: Case) -> None:
+    peft = pytest.importorskip("peft")  # environments of other releases of vLLM have none
     for number, (version, folder) in enumerate(zip(case.versions, case.folders, strict=True), 1):
         case.adapters.install(f"merged {number}", version)
-        merged = PeftModel.from_pretrained(load_model(case.base), folder).merge_and_unload().eval()
+        merged = peft.PeftModel.from_pretrained(load_model(case.base), folder).merge_and_unload().eval()
         tokens = list(PROMPT)
         for token, logprob in case.adapters.logprobs(number):
             found = merged(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
