@@ -65,11 +65,11 @@ def test_after_a_worker_was_killed_the_next_life_of_its_server_serves_the_versio
 ) -> None:
     mark, nth = tmp_path / "mark", 1 if point == "release" else 2
     fault = {"RESHARDER_FAILPOINT": f"worker.adapter.{point}@{nth}=kill", "RESHARDER_FAILPOINT_MARK": str(mark)}
-    before = site.publish(0)
     server = site.serve("one", **fault)
-    site.wait_versions(before)
+    wait_until(lambda: site.versions()[0] > 0, "the last version serves", 60)
+    before = site.versions()[0]
     with Client(site) as client:
-        number = site.publish(1)
+        number = site.publish(before % 3)
         wait_until(lambda: not server.alive, "the server ends with its worker", 90)
     assert mark.exists()
     assert client.answers
