@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.adapters import RANK
 from tests.support.supervised import shared_memory
 from tests.support.vllm_server import Response, VllmServer
 
@@ -26,11 +27,19 @@ _ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-c
 class KeptServer:
     """A vLLM deployment. To its processes the folders of `hidden` are empty; `node` is the one of its host, empty for none.
 
-    `tls` are the variables with its certificate.
+    `tls` are the variables with its certificate; `adapters` those that it follows.
     """
 
     def __init__(
-        self, name: str, endpoint: str, config: Path, folder: Path, hidden: list[Path], node: str, tls: dict[str, str]
+        self,
+        name: str,
+        endpoint: str,
+        config: Path,
+        folder: Path,
+        hidden: list[Path],
+        node: str,
+        tls: dict[str, str],
+        adapters: str = "",
     ) -> None:
         self.name, self.starts, self.folder, self._node = name, 0, folder, node
         self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir=shared_memory()))
@@ -45,6 +54,9 @@ class KeptServer:
             **tls,
         }
         self.environment, arguments = environment, [*_ARGUMENTS[name], "--load-format", "resharder"]
+        if adapters:
+            environment["RESHARDER_ADAPTERS"] = adapters
+            arguments += ["--enable-lora", "--max-loras", "4", "--max-lora-rank", str(RANK)]
         self.server = VllmServer(config, arguments, environment, timeout=BOOT, hidden=hidden)
 
     def start(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from tests.support.client_traffic import first_wrong
 BOUNDS = {"publish": 260.0}
 """Seconds in which an operation has to end; OPERATION_BOUND for others."""
 OPERATION_BOUND = 60.0
+_SUPERSEDED = "was superseded and has left this engine: send the request again"
+"""Answer of an engine to a request of an API server that was late by more than the grace of an adapter's version."""
 HARNESS = ("JOB_ENDED",)
 """Outcomes of operations that are not the service's: the trainer was killed by a fault."""
 
@@ -61,6 +63,15 @@ def wrong_label(events: Sequence[Event]) -> Iterator[Violation]:
                 yield Violation(event["t"], "wrong label", f"{event['server']} names version {version} first: {event}")
 
 
+def adapted(events: Sequence[Event]) -> Iterator[Violation]:
+    """Every token of an answer by the adapter is one that its version would have given beside the named ones of the base."""
+    for event in of(events, "adapted"):
+        made = {version: [bit == "1" for bit in bits] for version, bits in event["made"].items()}
+        if (at := first_wrong(event["versions"], made)) is not None:
+            named = f"{','.join(event['versions'])};{event['adapter']}"
+            yield Violation(event["t"], "wrong token", f"{event['server']}: token {at} of an answer of version {named}: {event}")
+
+
 def not_ready(events: Sequence[Event]) -> Iterator[Violation]:
     """A version that is served becomes READY, unless the fleet may serve ahead of READY."""
     never = {event["number"] for event in of(events, "version")} - {number for number, _ in published(events)}
@@ -78,7 +89,7 @@ def turned(events: Sequence[Event]) -> Iterator[Violation]:
     """Without an answer, a request gets 503 with the gate's reason; anything else needs a server that was killed."""
     down = _down(events)
     for event in of(events, "turned"):
-        if event["status"] == 503 and "not serving: " in event["reason"]:
+        if (event["status"] == 503 and "not serving: " in event["reason"]) or _SUPERSEDED in event["reason"]:
             continue
         if not any(begin <= event["t"] and event["began"] <= end for begin, end in down[event["server"]]):
             what = f"{event['server']} answered {event['status']} without a fault: {event['reason']}"
@@ -329,6 +340,6 @@ def peace(events: Sequence[Event]) -> Iterator[Violation]:
 
 Rule = Callable[[Sequence[Event]], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
-    wrong_token, wrong_label, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
+    wrong_token, wrong_label, adapted, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
     lost, moved_to_lost, gone, other_hosts, holders, needless, intrusions, plain, pages,
 )  # fmt: skip

@@ -1,11 +1,13 @@
 """An observer that asks the daemon, not through the proxy, and records what has changed."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator.answers import Fleet, Node, Server, Version
 
+from tests.chaos.adapter import ADAPTER
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
 from tests.chaos.periodic import Periodic
@@ -29,11 +31,12 @@ class Observer(Periodic):
         try:
             versions = self._system.observer.versions(FLEET)
             fleets = [fleet for fleet in self._system.observer.fleets() if fleet.name == FLEET]
-            servers = self._system.observer.servers()
+            servers = self._system.observer.servers(FLEET)
             nodes = self._system.observer.nodes()
         except ResharderError:
             return
         self.versions(versions, round(began, 3))
+        self._adapters()
         for fleet in fleets:
             self._changed("fleet", "fleet", shown_fleet(fleet))
         for server in servers:
@@ -41,6 +44,13 @@ class Observer(Periodic):
         for node in nodes:
             self._changed("node", node.name, shown_node(node))
         self._before = began
+
+    def _adapters(self) -> None:
+        """Note the steps of the adapter's versions."""
+        if self._system.adapter is not None:
+            with suppress(ResharderError):
+                for version in self._system.observer.versions(ADAPTER):
+                    self._system.adapter.steps.setdefault(version.number, version.step)
 
     def versions(self, versions: list[Version], asked: float) -> None:
         """Record versions that are new, changed, or no longer listed, in the answer to a question at time `asked`."""

@@ -8,6 +8,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.operator.answers import Fleet, PauseMode, ServeAhead, UpdateStrategy, Version, VersionTarget
 
 from demo.jobs import JobFailed
+from tests.chaos.adapter import ADAPTER
 from tests.chaos.history import History
 from tests.chaos.system import System
 
@@ -27,7 +28,7 @@ class Operations:
         self._system, self._history = system, history
         self._count, self._step, self._failed = 0, 0, 0
         self.transports = set[str]()
-        self._lock, self._publishing = threading.Lock(), threading.Lock()
+        self._lock, self._publishing, self._adapting = threading.Lock(), threading.Lock(), threading.Lock()
 
     def run(self, name: str, given: dict[str, Any]) -> str:
         """Run one operation, and return its outcome."""
@@ -76,6 +77,25 @@ class Operations:
             trainer.new_job = True
             trainer.end()
         return outcome
+
+    # The adapter
+
+    def _adapter(self) -> dict[str, Any]:
+        """Publish its next step; one at a time."""
+        assert self._system.adapter is not None
+        if not self._adapting.acquire(blocking=False):
+            return {"busy": True}
+        try:
+            return {"adapter": self._system.adapter.publish()}
+        finally:
+            self._adapting.release()
+
+    def _adapter_rollback(self) -> Fleet:
+        return self._system.operator.rollback(ADAPTER, reason="chaos")
+
+    def _adapter_latest(self) -> Fleet:
+        target = VersionTarget(VersionTarget.Kind.LATEST)
+        return self._system.operator.set_fleet(ADAPTER, target=target, accept_refused=True)
 
     # Fleet
 

@@ -21,6 +21,7 @@ from resharder.client.operator.answers import (
     VersionTarget,
 )
 
+from tests.chaos.adapter import ADAPTER
 from tests.chaos.history import Event, History
 from tests.chaos.kept_node import NodeUse, node_problems
 from tests.chaos.kept_server import BOOT
@@ -56,6 +57,8 @@ class Peace:
         self._phase("operations", lambda: [] if wait_for(quiet, 260) else ["an operation of the storm has not ended"])
         self._phase("settled", self._settles)
         self._phase("arrived", self._arrives)
+        if self._system.adapter is not None:
+            self._phase("adapter", self._adapter_arrives)
         self._phase("nodes", self._nodes_hold)
         self._phase("ended", self._ended)
         self._phase("left", lambda: left(self._system))
@@ -83,7 +86,7 @@ class Peace:
 
         def rests() -> bool:
             with suppress(ResharderError):
-                fleet, servers = self._system.observer.fleet(FLEET), self._system.observer.servers()
+                fleet, servers = self._system.observer.fleet(FLEET), self._system.observer.servers(FLEET)
                 problems[:] = restless(fleet, servers, set(self._system.servers))
             return not problems
 
@@ -133,11 +136,36 @@ class Peace:
         def there() -> bool:
             with suppress(ResharderError):
                 self._approve()
-                problems[:] = behind(self._system.observer.servers(), newest)
+                problems[:] = behind(self._system.observer.servers(FLEET), newest)
             return not problems
 
         wait_for(there, ARRIVE)
         return problems or self._answers(newest)
+
+    def _adapter_arrives(self) -> list[str]:
+        """A new version of the adapter is READY and served by every server, beside the base's."""
+        outcomes = list[str]()
+
+        def published() -> bool:
+            outcomes.append(self._operations.run("adapter", {}))
+            return outcomes[-1] == "ok"
+
+        if not wait_for(published, ARRIVE, 1.0) or self._operations.run("adapter_latest", {}) != "ok":
+            return [f"expected a version of the adapter to be published, got {outcomes}"]
+        newest = max(v.number for v in self._system.operator.versions(ADAPTER) if v.state == Version.State.READY)
+        problems: list[str] = []
+
+        def there() -> bool:
+            with suppress(ResharderError):
+                problems[:] = behind(self._system.observer.servers(ADAPTER), newest)
+            return not problems
+
+        wait_for(there, ARRIVE)
+        for name, kept in self._system.servers.items():
+            found = ask(name, kept.server, PROMPTS[0], model=ADAPTER)
+            if not isinstance(found, ClientAnswer) or not found.versions[-1].endswith(f";{ADAPTER}={newest}"):
+                problems.append(f"{name} serves version {newest} of {ADAPTER} and answers {found}")
+        return problems
 
     def _newest(self) -> int:
         return max(v.number for v in self._system.operator.versions(FLEET) if v.state == Version.State.READY)
@@ -154,7 +182,7 @@ class Peace:
 
         def there() -> bool:
             with suppress(ResharderError):
-                servers, found = observer.servers(), observer.nodes()
+                servers, found = observer.servers(FLEET), observer.nodes()
                 problems[:] = [f"{short.version}: {short.problem}" for short in observer.replica_shortages()]
                 ready = [v.number for v in observer.versions(FLEET) if v.state == Version.State.READY]
                 for name, kept in nodes.items():
@@ -292,11 +320,12 @@ def left_in_store(system: System) -> list[str]:
 
 def leases(system: System) -> list[str]:
     """Return publishers and servers that should not be live, or that should."""
-    daemon, servers = system.observer.daemon(), system.observer.servers()
+    daemon, servers = system.observer.daemon(), system.observer.servers(FLEET)
     live = [
         publisher
         for publisher in daemon.publishers
-        if publisher.state in (PublisherStatus.State.ACTIVE, PublisherStatus.State.REGISTERING)
+        if publisher.model.removeprefix("models/") == FLEET
+        and publisher.state in (PublisherStatus.State.ACTIVE, PublisherStatus.State.REGISTERING)
     ]
     found = [] if [publisher.live_ranks for publisher in live] == [RANKS] else [f"live publishers: {live}"]
     sides = {server.name.removeprefix("servers/"): server.control_sides for server in servers}

@@ -35,11 +35,13 @@ class Setting:
         nodes: Names of the nodes that take part.
         replicas: The daemon's `replicas`.
         security: Whether every party has a certificate and the roles that it needs.
+        adapters: Whether the servers follow an adapter beside their model.
     """
 
     nodes: tuple[str, ...] = ()
     replicas: int = 2
     security: bool = False
+    adapters: bool = False
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -47,20 +49,25 @@ class Setting:
         return (*SERVERS, "trainer", "operator", *self.nodes, "data", *(f"{name}-data" for name in self.nodes))
 
     def __str__(self) -> str:
-        return f"replicas {self.replicas}, {'with' if self.security else 'without'} security, nodes {', '.join(self.nodes)}"
+        beside = f"{'with' if self.security else 'without'} security, {'with' if self.adapters else 'without'} adapters"
+        return f"replicas {self.replicas}, {beside}, nodes {', '.join(self.nodes)}"
 
 
-def setting_of(seed: int, replicas: int | None = None, security: bool | None = None) -> Setting:
+def setting_of(seed: int, replicas: int | None = None, security: bool | None = None, adapters: bool | None = None) -> Setting:
     """Return the setting of a seed: three replicas for each fifth one, else one or two; security for each third one.
+
+    Servers follow an adapter in runs without security, whose roles are for the one model.
 
     Args:
         seed: Seed of the run.
         replicas: Replicas in place of those of the seed.
         security: Whether to have security, in place of what the seed has.
+        adapters: Whether to have an adapter, in place of what the seed has.
     """
+    security = seed % 3 == 0 if security is None else security
     replicas = replicas or (2 - seed % 2 if seed % 5 else 3)
     nodes = (*NODES, THIRD) if replicas > 2 else NODES
-    return Setting(nodes, replicas, seed % 3 == 0 if security is None else security)
+    return Setting(nodes, replicas, security, not security if adapters is None else adapters)
 
 
 class Chance(random.Random):
@@ -97,7 +104,8 @@ def draw(seed: str, seconds: float, setting: Setting = Chance.setting, *, boots:
     chance = Chance(seed)
     chance.setting = setting
     faults = {**FAULTS, **(SECURED if setting.security else {})}
-    actions = [*_spread(chance, seconds, 2.0, "operation", OPERATIONS), *_spread(chance, seconds, 5.0, "fault", faults)]
+    operations = {**OPERATIONS, **(ADAPTED if setting.adapters else {})}
+    actions = [*_spread(chance, seconds, 2.0, "operation", operations), *_spread(chance, seconds, 5.0, "fault", faults)]
     kept, left = [], {"server.kill": boots, "trainer.kill": boots}
     for action in sorted(actions, key=lambda action: action.at):
         if action.name in left:
@@ -192,6 +200,8 @@ OPERATIONS: dict[Draw, int] = {
     _drain_node: 3, _resume_node: 8,
 }  # fmt: skip
 """Weight of each operation."""
+ADAPTED: dict[Draw, int] = {_plain("adapter"): 20, _plain("adapter_rollback"): 3, _plain("adapter_latest"): 6}
+"""Weight of each operation of runs with an adapter alone."""
 
 
 # Faults

@@ -21,6 +21,7 @@ import psutil
 from resharder.client.operator import Operator
 
 from demo.trainer_job import TrainerJob
+from tests.chaos.adapter import ADAPTER, AdapterTrainer
 from tests.chaos.history import History
 from tests.chaos.keeper import Keeper, Supervised
 from tests.chaos.kept_node import KeptNode, memory_of, port
@@ -170,6 +171,7 @@ class System:
             {place: hidden[place] for place in ("far", "grpc", "store") if place in hidden},
             self.parties.files("trainer"),
         )
+        self.adapter = AdapterTrainer(endpoint["trainer"], CONFIG) if setting.adapters else None
         host = {"left": "store", "right": "node" if "node" in nodes else "grpc"}
         self.servers = {
             name: KeptServer(
@@ -180,6 +182,7 @@ class System:
                 hidden[host[name]],
                 host[name] if host[name] in nodes else "",
                 self.parties.environment(name),
+                ADAPTER if setting.adapters else "",
             )
             for name in servers
         }
@@ -272,6 +275,8 @@ class System:
             shutil.rmtree(server.staging, ignore_errors=True)
         with suppress(Exception):
             self.trainer.end()
+            if self.adapter is not None:
+                self.adapter.close()
         for kept in self.nodes.values():
             self.history.record("peace", phase=kept.name, problems=kept.finish())
             kept.node.close()

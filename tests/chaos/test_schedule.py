@@ -22,13 +22,14 @@ def test_a_seed_has_one_schedule() -> None:
 )
 def test_a_seed_has_one_setting(seed: int, replicas: int, security: bool) -> None:
     nodes = (*NODES, THIRD) if replicas == 3 else NODES
-    assert setting_of(seed) == Setting(nodes, replicas, security)
+    assert setting_of(seed) == Setting(nodes, replicas, security, not security)
 
 
 def test_replicas_and_security_take_the_place_of_those_of_the_seed() -> None:
-    assert setting_of(1, 3) == Setting((*NODES, THIRD), 3, False)
-    assert setting_of(15, 1, False) == Setting(NODES, 1, False)
-    assert setting_of(1, security=True) == Setting(NODES, 1, True)
+    assert setting_of(1, 3) == Setting((*NODES, THIRD), 3, False, True)
+    assert setting_of(15, 1, False) == Setting(NODES, 1, False, True)
+    assert setting_of(1, security=True) == Setting(NODES, 1, True, False)
+    assert setting_of(1, adapters=False) == Setting(NODES, 1, False, False)
 
 
 def test_a_schedule_names_the_setting_on_its_first_line(

@@ -15,7 +15,7 @@ from tests.chaos.traffic import Traffic
 
 def test_a_run_whose_answers_are_not_all_compared_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history, may_end = History(tmp_path / "history.jsonl"), Event()
-    system: Any = SimpleNamespace(servers={}, keepers={}, steps={})
+    system: Any = SimpleNamespace(adapter=None, servers={}, keepers={}, steps={})
     traffic = Traffic(system, history)
 
     def give_up(timeout: float) -> bool:

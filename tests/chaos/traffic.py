@@ -3,9 +3,11 @@
 import queue
 import threading
 import time
+from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle
 
+from tests.chaos.adapter import ADAPTER, adapter_weights, merged
 from tests.chaos.history import History
 from tests.chaos.system import CONFIG, System
 from tests.support.client_traffic import PROMPTS, ClientAnswer, FailedRequest, Judge, ask
@@ -13,8 +15,8 @@ from tests.support.weights import Reference, random_weights
 
 ASKED = (*PROMPTS, [(37 * at) % 900 + 20 for at in range(180)])
 """The last prompt fills a block of the prefix cache, so that stale entries would be seen."""
-LENGTHS = {"short": (8, 0.4), "long": (60, 1.5)}
-"""Tokens of an answer and seconds between two requests, for each client."""
+LENGTHS = {"short": (8, 0.4), "long": (60, 1.5), ADAPTER: (24, 0.7)}
+"""Tokens of an answer and seconds between two requests, for each client; the last one asks the adapter."""
 _UNKNOWN_SECONDS = 30.0  # for the step of a version to become known
 
 
@@ -32,8 +34,10 @@ class Traffic:
         self._queue: queue.Queue[tuple[str, float, float, ClientAnswer]] = queue.Queue()
         reference = lru_cache(12)(lambda step: Reference(CONFIG, random_weights(CONFIG, step)))
         self._judge = Judge(lambda version: reference(system.steps[version]))
+        self._adapted = lru_cache(24)(self._judge_of)
         self._ended = threading.Event()
-        clients = [(name, kind) for name in system.servers for kind in LENGTHS]
+        kinds = [kind for kind in LENGTHS if kind != ADAPTER or system.adapter is not None]
+        clients = [(name, kind) for name in system.servers for kind in kinds]
         self._threads = [threading.Thread(target=self._client, args=pair, daemon=True) for pair in clients]
         self._comparing = threading.Thread(target=self._compare, daemon=True)
 
@@ -69,7 +73,8 @@ class Traffic:
             if not keeper.running.wait(1):
                 continue
             began = self._history.now
-            found = ask(name, self._system.servers[name].server, prompt, tokens)
+            model = {"model": ADAPTER} if kind == ADAPTER else {}
+            found = ask(name, self._system.servers[name].server, prompt, tokens, **model)
             if isinstance(found, ClientAnswer):
                 self._queue.put((kind, began, self._history.now, found))
             elif not self._ended.is_set():
@@ -89,7 +94,34 @@ class Traffic:
             finally:
                 self._queue.task_done()
 
+    def _judge_of(self, adapter: int) -> Judge:
+        """Return the judge of answers by a version of the adapter, beside any of the base."""
+        assert self._system.adapter is not None
+        tensors = adapter_weights(CONFIG, self._system.adapter.steps[adapter])
+        reference = lru_cache(6)(lambda step: Reference(CONFIG, merged(random_weights(CONFIG, step), tensors)))
+        return Judge(lambda version: reference(self._system.steps[version]))
+
+    def _record_adapted(self, began: float, ended: float, answer: ClientAnswer) -> None:
+        bases, _, label = ",".join(answer.versions).partition(";")
+        name, _, number = label.partition("=")
+        known = self._system.adapter.steps if self._system.adapter is not None else {}
+        while number.isdigit() and int(number) not in known and self._history.now < ended + _UNKNOWN_SECONDS:
+            time.sleep(0.1)
+        right = name == ADAPTER and number.isdigit() and int(number) in known
+        judge = self._adapted(int(number)) if right else None
+        answer = replace(answer, versions=tuple(bases.split(",")))
+        nothing = [False] * len(answer.token_ids)
+        made = {version: self._made(answer, version, ended, judge) if judge else nothing for version in answer.versions}
+        self.compared, self.tokens = self.compared + 1, self.tokens + len(answer.token_ids)
+        fields = {"server": answer.server, "began": round(began, 3), "ended": round(ended, 3), "adapter": label}
+        wrong = {} if all(map(all, made.values())) else {"ids": answer.token_ids, "logprobs": answer.logprobs}
+        made_bits = {version: "".join("01"[one] for one in tokens) for version, tokens in made.items()}
+        self._history.record("adapted", **fields, versions=answer.versions, made=made_bits, prompt=answer.prompt[:3], **wrong)
+
     def _record(self, kind: str, began: float, ended: float, answer: ClientAnswer) -> None:
+        if kind == ADAPTER:
+            self._record_adapted(began, ended, answer)
+            return
         made = {version: self._made(answer, version, ended) for version in answer.versions}
         self.compared, self.tokens = self.compared + 1, self.tokens + len(answer.token_ids)
         fields = {"client": kind, "server": answer.server, "began": round(began, 3), "ended": round(ended, 3)}
@@ -97,7 +129,7 @@ class Traffic:
         made_bits = {version: "".join("01"[one] for one in tokens) for version, tokens in made.items()}
         self._history.record("answer", **fields, versions=answer.versions, made=made_bits, prompt=answer.prompt[:3], **wrong)
 
-    def _made(self, answer: ClientAnswer, version: str, ended: float) -> list[bool]:
+    def _made(self, answer: ClientAnswer, version: str, ended: float, judge: Judge | None = None) -> list[bool]:
         """Return which tokens a version made; none of them if the version is unknown."""
         if not version.isdigit():
             return [False] * len(answer.token_ids)
@@ -105,4 +137,4 @@ class Traffic:
             time.sleep(0.1)
         if int(version) not in self._system.steps:
             return [False] * len(answer.token_ids)
-        return self._judge.made(answer, version)
+        return (judge or self._judge).made(answer, version)

@@ -27,7 +27,8 @@ PASSES = {
     "commit.after-history": 2, "begin.after-number": 2, "begin.after-rename": 2, "journal.write": 4, "server.order": 4,
     "server.worker-report": 3, "deliver.begin": 2, "deliver.begun": 2, "deliver.seal": 2, "deliver.sealed": 2, "shared.open": 2,
     "shared.write": 2, "handle.wait": 2, "control.report": 5, "worker.report": 3, "worker.stage.map": 2, "sender.run": 1,
-    "node.sync": 3,
+    "node.sync": 3, "worker.adapter.reserve": 2, "worker.adapter.write": 2, "worker.adapter.proven": 2,
+    "worker.adapter.enter": 2, "worker.adapter.entered": 2,
 }  # fmt: skip
 """The pass on which a point acts; 1 for all others."""
 RESTARTED = {"start.read", "serve.listen"}
@@ -97,4 +98,6 @@ def all_cases() -> list[Case]:
     return alone + [Case(point, kind, nth) for point, passes in TOGETHER.items() for nth in passes for kind in kinds_of(point)]
 
 
+ADAPTER_POINTS = tuple(point for point in POINTS if point.startswith("worker.adapter."))
+"""Points of a cycle of its own, `adapter_cycle`."""
 CONTROL_POINTS = _names(ControlPoint)

@@ -102,6 +102,8 @@ class Cycle:
         case: The fault; None for a cycle without one.
     """
 
+    server: type[LightServer] = LightServer
+
     def __init__(self, case: Case | None) -> None:
         self.report = Report(case)
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-cycle-"))
@@ -273,7 +275,7 @@ class Cycle:
             }
             if self.report.case is not None and self.report.case.point in REMOTE:
                 environment["RESHARDER_TRANSPORT"] = "http"
-            role, argument, first = LightServer, str(self.served), ("boot",)
+            role, argument, first = self.server, str(self.served), ("boot",)
         deadline = time.monotonic() + BOUND
         while True:
             actor = Remote(role, argument, environment=environment)

@@ -124,8 +124,8 @@ class Core:
 class Engine:
     """vLLM's `AsyncLLM` over one worker."""
 
-    def __init__(self, vllm_config: Any, worker: Worker) -> None:
-        self.vllm_config, self._worker, self.engine_core = vllm_config, worker, Core()
+    def __init__(self, vllm_config: Any, worker: Worker, core: Core) -> None:
+        self.vllm_config, self._worker, self.engine_core = vllm_config, worker, core
         self._paused, self._asleep = False, set[str]()
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
@@ -196,7 +196,7 @@ class LightServer:
 
     def boot(self) -> int:
         """The version that is booted, after the attachment has begun."""
-        config = configuration()
+        config = self.configuration()
         agent = boot_loader._begin(config)
         assert agent is not None
         assert agent.boot is not None
@@ -206,12 +206,25 @@ class LightServer:
         inventory.after_loading(self._model)
         booting.verify(self._model)
         worker_rpc.AGENTS[self._model] = agent
-        worker = Worker(config, self._model)
+        worker = self.worker(config)
         watch_sleep(worker)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._handle = asyncio.run_coroutine_threadsafe(attach(Engine(config, worker)), self._loop).result(60)
+        self._handle = asyncio.run_coroutine_threadsafe(attach(Engine(config, worker, self.core(worker))), self._loop).result(60)
         threading.Thread(target=self._watch, daemon=True).start()
         return agent.boot.number
+
+    def configuration(self) -> Any:
+        return configuration()
+
+    def worker(self, vllm_config: Any) -> Worker:
+        return Worker(vllm_config, self._model)
+
+    def core(self, worker: Worker) -> Core:
+        return Core()
+
+    def memory(self) -> str:
+        """The fingerprint of what answers are computed with."""
+        return fingerprint(self._model.named_parameters())
 
     def version(self) -> int:
         """The version in service, 0 for none."""
@@ -223,7 +236,7 @@ class LightServer:
     def _watch(self) -> None:
         while True:
             before = self.version()
-            found = before, fingerprint(self._model.named_parameters())
+            found = before, self.memory()
             if before and before == self.version() and found not in self._seen:
                 self._seen.add(found)
                 with self._served.open("a") as file:

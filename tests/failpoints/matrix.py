@@ -8,7 +8,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from math import inf
 
-from tests.failpoints.cases import KINDS, Case, all_cases
+from tests.failpoints.adapter_cycle import AdapterCycle
+from tests.failpoints.cases import ADAPTER_POINTS, KINDS, Case, all_cases
 from tests.failpoints.checks import end
 from tests.failpoints.cycle import Cycle, Report
 from tests.failpoints.roles import warm
@@ -17,7 +18,7 @@ from tests.failpoints.together_cycle import TogetherCycle
 
 def run(case: Case | None) -> Report:
     """Run one case; a case that did not reach its point has a problem."""
-    cycle = TogetherCycle(case) if case is not None and case.together else Cycle(case)
+    cycle = cycle_of(case)(case)
     report = cycle.run()
     end(cycle.folder)
     if case is not None and not report.reached and not report.problem:
@@ -25,6 +26,12 @@ def run(case: Case | None) -> Report:
     if report.problem:
         report.problem += f" (kept: {cycle.folder})"
     return report
+
+
+def cycle_of(case: Case | None) -> type[Cycle]:
+    if case is not None and case.together:
+        return TogetherCycle
+    return AdapterCycle if case is not None and case.point in ADAPTER_POINTS else Cycle
 
 
 def main() -> int:

@@ -350,6 +350,14 @@ def test_a_fleet_that_only_warns_serves_an_adapter_beside_any_version_of_its_bas
     assert goal.warning == "version 1 was trained on version 7 of its base, which is at 9"
 
 
+def test_an_adapter_that_turns_out_to_be_of_another_base_is_not_installed() -> None:
+    known = server("one.lora", 0, base_server="one")
+    there = replace(view([known], bases={"one.lora": 7}), misplaced={"one.lora": "it is of another base"})
+    goal = goals(moving(resources_pb2.Move.MOVING), there)["one.lora"]
+    assert (goal.version, goal.apply, goal.permits(1)) == (0, False, False)
+    assert goal.why == "it is of another base"
+
+
 def test_an_adapter_that_is_bound_is_not_served_beside_weights_of_no_version() -> None:
     goal = of_adapter(base=0)
     assert (goal.apply, goal.leaves) == (False, "version 1 was trained on version 7 of its base, which is at none")

@@ -25,14 +25,15 @@ BOUNDS: Mapping[str, float] = {
     "mappings": 64, "threads": 8, "children": 4, "processes": 4,
     "store files": 8, "store bytes": 16 * MIB, "staging files": 8, "staging bytes": 16 * MIB,
     "held files": 8, "held bytes": 16 * MIB, "fleets bytes": 0.25 * MIB,
-    "history bytes": inf, "events bytes": inf, "log bytes": 8 * MIB,
+    "history bytes": inf, "events bytes": inf, "log bytes": 8 * MIB, "metrics bytes": 4096,
+    "slots": 1, "active": 1, "registered": 1, "pinned": 1, "loaded": 1, "layouts": 1, "known": inf,
 }  # fmt: skip
 """Growth in 1,000 versions that each measure may have: bytes, or a count.
 
 Other processes of the machine change pss as well, and journals grow until they are rotated: LIMITS bounds them.
 """
-LIMITS: Mapping[str, float] = {"history bytes": 2 * 2.1 * MIB, "events bytes": 2 * 10_000 * 1024.0}
-"""Bounds on the size of a journal with its rotated file, whatever its growth."""
+LIMITS: Mapping[str, float] = {"history bytes": 2 * 2.1 * MIB, "events bytes": 2 * 10_000 * 1024.0, "known": 100 * 256.0}
+"""Bounds on the size of a journal with its rotated file, and on what is remembered of versions, whatever their growth."""
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,28 @@ from tests.support.daemon import Daemon
 RANK, ALPHA = 8, 16
 
 
-def save_adapter(folder: Path, base: Mapping[str, torch.Tensor], seed: int, *targets: str) -> Path:
+def random_adapter(base: Mapping[str, torch.Tensor], seed: int, *targets: str, rank: int = RANK) -> dict[str, torch.Tensor]:
     """A random adapter of the base's modules whose names end in one of `targets`; without any, of all linear layers."""
-    draw, tensors, modules = torch.Generator().manual_seed(seed), dict[str, torch.Tensor](), set[str]()
+    draw, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     for name, weight in sorted(base.items()):
         module = name.removesuffix(".weight")
         if module == name or not module.endswith(targets or "proj"):
             continue
-        modules.add(module.rpartition(".")[2])
-        a = torch.randn(RANK, weight.shape[1], generator=draw) * 0.1
-        b = torch.randn(weight.shape[0], RANK, generator=draw) * 0.1
+        a = torch.randn(rank, weight.shape[1], generator=draw) * 0.1
+        b = torch.randn(weight.shape[0], rank, generator=draw) * 0.1
         tensors[f"base_model.model.{module}.lora_A.weight"] = a.to(weight.dtype)
         tensors[f"base_model.model.{module}.lora_B.weight"] = b.to(weight.dtype)
+    return tensors
+
+
+def save_adapter(folder: Path, base: Mapping[str, torch.Tensor], seed: int, *targets: str, rank: int = RANK) -> Path:
+    """A folder with a `random_adapter`."""
+    tensors = random_adapter(base, seed, *targets, rank=rank)
+    modules = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in tensors if ".lora_A." in name}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": RANK,
+        "r": rank,
         "lora_alpha": ALPHA,
         "target_modules": sorted(modules),
         "bias": "none",

@@ -78,9 +78,9 @@ class Client:
                 time.sleep(_PAUSE if isinstance(found, ClientAnswer) else 2 * _PAUSE)
 
 
-def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) -> ClientAnswer | FailedRequest:
+def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS, **options: str) -> ClientAnswer | FailedRequest:
     try:
-        response = server.request("POST", "/v1/completions", completion(prompt, tokens))
+        response = server.request("POST", "/v1/completions", completion(prompt, tokens, **options))
     except (OSError, http.client.HTTPException) as error:
         return FailedRequest(name, 0, repr(error))
     if response.status != 200:

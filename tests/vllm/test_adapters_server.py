@@ -18,6 +18,7 @@ from tests.support.tiny_hf import load_checkpoint
 from tests.support.vllm_models import make_pair, publish, without_weights
 from tests.support.vllm_server import Response, VllmServer, completion
 
+pytestmark = pytest.mark.compat("other")
 PROMPT = [5, 6, 7, 8, 9, 10]
 ADAPTER = "policy-lora"
 

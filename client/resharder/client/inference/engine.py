@@ -4,8 +4,10 @@
 reach engines through these protocols only. `InstallError` is the end of an install.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,6 +37,7 @@ SLEEP_LEVELS: dict[Power, int] = {Power.ASLEEP_1: 1, Power.ASLEEP_2: 2}
 Level 1 copies them to the host and back; after level 2 their memory has undefined contents.
 """
 _REFUSAL = "server-config"
+_LOOK_SECONDS = 0.2  # between looks whether the weights are awake again
 
 
 @dataclass
@@ -45,6 +48,18 @@ class SleepState:
     """Level of the last sleep."""
     tags: set[str] = field(default_factory=set)
     """Tags that sleep now."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while memory falls asleep, and by a thread that writes to memory beside the engine's own."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Wait until the weights are awake, and keep them so."""
+        while True:
+            with self.lock:
+                if WEIGHTS not in self.tags:
+                    yield
+                    return
+            time.sleep(_LOOK_SECONDS)
 
     def begin(self, level: int) -> None:
         """Mark all tags as asleep."""

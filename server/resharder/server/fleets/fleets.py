@@ -240,10 +240,8 @@ class Fleets:
             raise FailedPrecondition(
                 "BASE_SERVER", f"{model} is an adapter of {base}: a server follows it by RESHARDER_ADAPTERS beside {base}"
             )
-        if base and host is not None and host.model != base:
-            raise FailedPrecondition(
-                "BASE_SERVER", f"{model} is an adapter of {base}, and server {base_server} follows {host.model}"
-            )
+        if misplaced := _misplaced(model, base, host):
+            raise FailedPrecondition("BASE_SERVER", misplaced)
 
     def _enter(self, id: str, model: str, fleet: str, base_server: str) -> None:
         known = self.by_id.get(id)
@@ -597,7 +595,10 @@ class Fleets:
         bases = {id: host.agreed or host.confirmed if host is not None else 0 for id, host in hosts.items()}
         bound = self._versions.base_versions(fleet.model) if bases else {}
         base = self._versions.base(fleet.model)
-        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, base, bases, bound)
+        misplaced = {id: _misplaced(fleet.model, base, host) for id, host in hosts.items()}
+        return View(
+            servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, base, bases, bound, misplaced
+        )
 
     def _store(self, fleet: Fleet) -> None:
         """Make a fleet's new state durable, then put it into effect. Raises OSError; the state is then unchanged."""
@@ -816,6 +817,13 @@ class Fleets:
         """
         known = self.server(server)
         return {rank: worker.process for rank, worker in known.workers.items()} if known.complete else {}
+
+
+def _misplaced(adapter: str, base: str, host: Server | None) -> str:
+    """Return how the server that an adapter is loaded into follows another model than its base; empty if it does not."""
+    if not base or host is None or host.model == base:
+        return ""
+    return f"{adapter} is an adapter of {base}, and server {host.id} follows {host.model}"
 
 
 def check_name(what: str, name: str) -> None:

@@ -46,6 +46,8 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
                 leaves, why, warning = warning, warning, ""
             if apply and holds and version != shown and (waits := _unbound(view, id, version)):
                 apply, why = False, waits
+        if misplaced := view.misplaced.get(id):
+            version, apply, leaves, why = _in_service(fleet, id, view), False, misplaced, misplaced
         found[id] = Goal(
             version=version,
             boot=boots(fleet, view),

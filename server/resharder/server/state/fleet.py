@@ -179,6 +179,7 @@ class View:
         default_factory=dict
     )  # of servers of an adapter, the last version of their base that was confirmed; 0: none
     base_versions: Mapping[int, int] = field(default_factory=dict)  # versions of an adapter that name one of their base
+    misplaced: Mapping[str, str] = field(default_factory=dict)  # servers of an adapter on those of another model: a clause each
 
     @cached_property
     def usable(self) -> Set[int]:

@@ -110,6 +110,8 @@ def _add_request(processor: Any, plain: Any, request: Any, *args: Any, **kwargs:
     result = plain(processor, request, *args, **kwargs)
     source: _Source | None = getattr(processor, _ATTRIBUTE, None)
     state, answer = processor.request_states.get(request.request_id), labels.current()
+    if state is not None and adapter_ids.is_ours(lora):  # vLLM's metrics keep each name for ever
+        state.lora_name = adapter_ids.adapter_of(lora)
     if source is not None and state is not None and answer is not None and not hasattr(state, _ATTRIBUTE):
         state.resharder = _Request(answer, source.clock())
         if adapter := adapter_ids.label_of(getattr(request, "lora_request", None)):

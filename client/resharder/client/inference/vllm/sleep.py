@@ -66,7 +66,7 @@ def watch_sleep(worker: Any) -> None:
     @functools.wraps(plain_sleep)
     def sleep(level: int = 1) -> None:
         agent, models = agent_of(worker)
-        with agent.verifier.exclusive():
+        with agent.verifier.exclusive(), agent.sleep_state.lock:
             began = time.monotonic()
             agent.fall_asleep(models, level)
             prepared, before = time.monotonic() - began, _free_memory(agent.host.device)

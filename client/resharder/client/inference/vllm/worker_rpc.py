@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from resharder.client.inference.engine import WEIGHTS
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
@@ -162,7 +161,7 @@ def adapter_agents(worker: Any) -> dict[str, AdapterAgent]:
                 slots,
                 settings.of_adapter(index),
                 page(name),
-                lambda: WEIGHTS not in agent.sleep_state.tags,
+                agent.sleep_state.awake,
                 writer,
             )
             for index, (name, _) in enumerate(settings.adapters)

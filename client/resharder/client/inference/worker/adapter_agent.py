@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import full_box
 from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Power
@@ -36,7 +38,7 @@ logger = logging.getLogger("vllm.resharder.adapter")
 IDS = 1_000_000
 """Number of ids for the versions of one adapter."""
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
-_LOOK_SECONDS = 0.2  # between looks whether the weights, and with them the slots, are awake again
+_KNOWN = 256  # numbers of versions whose fingerprints are remembered
 GRACE_SECONDS = 0.25
 """Time for which a superseded version stays, for requests that are on their way from an API server to the engine."""
 
@@ -79,8 +81,8 @@ class AdapterAgent:
         slots: The worker's slots.
         settings: The plugin's settings for the adapter's own server.
         page: The page of the adapter.
-        awake: Returns whether the weights, and with them the slots, are awake.
-        writer: What writes versions into the slots.
+        awake: Keeps the weights, and with them the slots, awake; waits until they are.
+        writer: Writes versions into the slots.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class AdapterAgent:
         slots: AdapterSlots,
         settings: PluginSettings,
         page: Page,
-        awake: Callable[[], bool],
+        awake: Callable[[], AbstractContextManager[None]],
         writer: AdapterWriter,
     ) -> None:
         self.rank, self._index = rank, index
@@ -101,7 +103,8 @@ class AdapterAgent:
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._loaded: dict[int, Loaded] = {}  # by id
-        self._known: dict[int, str] = {}  # fingerprint of each number that was ever entered
+        self._known: dict[int, str] = {}  # fingerprints of the numbers that were entered last, in this order
+        self._highest = 0  # number that was ever entered
         self._current: Loaded | None = None
         self._applied, self._problem = "", ""  # the problem: of the last version that could not be staged
         page.write(rank, 0)
@@ -160,6 +163,7 @@ class AdapterAgent:
                 store = claim(self._channel, self._settings, boot=False, patience=_RPC_PATIENCE).store
                 self._sources = Sources(self._channel, store, self._settings)
             with self._lock:
+                failpoint("worker.adapter.reserve")
                 number = int(version.rpartition("/")[2])
                 if (loaded := self._reserved(number)) is None:
                     if waits:
@@ -213,17 +217,25 @@ class AdapterAgent:
             loaded = staged.loaded if staged is not None else None
             if staged is None or staged.install != install or loaded is None or loaded.adapter is None or loaded.loading:
                 raise InstallError(f"install {install} is not staged in this worker")
-            id = self.id_of(loaded.number)
-            self._slots.enter(id, loaded.adapter)
+            failpoint("worker.adapter.enter")
+            self._slots.enter(self.id_of(loaded.number), loaded.adapter)
             loaded.entered = True
-            renumbered = self._known.get(loaded.number, loaded.fingerprint) != loaded.fingerprint
-            self._known[loaded.number] = loaded.fingerprint
+            failpoint("worker.adapter.entered")
+            renumbered = self._renumbered(loaded)
             if self._current is not None and self._current is not loaded:
                 self._current.superseded = time.monotonic()
             self._current, self._applied, self._staged = loaded, install, None
             self._page.write(self.rank, loaded.number)
             self._report(resources_pb2.Worker.APPLIED, install=install, staged=staged, installed=True)
         return {"version": loaded.number, "renumbered": renumbered}
+
+    def _renumbered(self, loaded: Loaded) -> bool:
+        """Note a version, and return whether another one of its number, of another store, may have been entered before."""
+        before = self._known.pop(loaded.number, "" if loaded.number <= self._highest else loaded.fingerprint)
+        self._known[loaded.number], self._highest = loaded.fingerprint, max(loaded.number, self._highest)
+        if len(self._known) > _KNOWN:
+            del self._known[next(iter(self._known))]
+        return before != loaded.fingerprint
 
     def failed(self, install: str, error: str) -> None:
         """Report a failed apply. What requests got before is as it was."""
@@ -244,6 +256,7 @@ class AdapterAgent:
             for id, loaded in list(self._loaded.items()):
                 kept = loaded is self._current or loaded is staged or loaded.loading or id in used
                 if not kept and now - loaded.superseded >= GRACE_SECONDS:
+                    failpoint("worker.adapter.release")
                     self._slots.release(id)
                     del self._loaded[id]
             left = [id for id, loaded in self._loaded.items() if loaded is not self._current and loaded is not staged]
@@ -294,14 +307,15 @@ class AdapterAgent:
                 "once the requests of that one have ended"
             )
         loaded.adapter = None
-        while not self._awake():  # the slots sleep with the weights
-            time.sleep(_LOOK_SECONDS)
         assert self._sources is not None
         source = self._sources.open(manifest, {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()})
         try:
-            loaded.adapter = self._writer.load(loaded.slot, self.id_of(loaded.number), source)
+            failpoint("worker.adapter.write")
+            with self._awake():
+                loaded.adapter = self._writer.load(loaded.slot, self.id_of(loaded.number), source)
         finally:
             source.close()
+        failpoint("worker.adapter.proven")
         loaded.fingerprint, loaded.proven = manifest.fingerprint, len(manifest.specs)
 
     def _stage_failed(self, staged: _Staged, error: Exception) -> None:
