@@ -22,7 +22,7 @@ from resharder.client.gpu.streams import on_stream, use_gpu
 from resharder.client.inference.engine import AdapterSlots, InstallError
 from resharder.client.inference.recording.adapter_layout import AdapterLayout, learn
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.version_page import Page
+from resharder.client.inference.version_page import OWN, Page
 from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.reporter import PROCESS, Reporter
 from resharder.client.inference.worker.source import Sources, VersionSource
@@ -88,6 +88,7 @@ class AdapterAgent:
         slots: The worker's slots.
         settings: The plugin's settings for the adapter's own server.
         page: The page of the adapter.
+        cuts: The page of the versions to which requests in progress are cut over.
         awake: Returns whether the weights, and with them the slots, are awake.
         layouts: Where adapters lie in a slot, by their tensors' shapes; shared by the adapters of a worker.
     """
@@ -100,11 +101,13 @@ class AdapterAgent:
         slots: AdapterSlots,
         settings: PluginSettings,
         page: Page,
+        cuts: Page,
         awake: Callable[[], bool],
         layouts: dict[Any, AdapterLayout],
     ) -> None:
         self.rank, self._device, self._index = rank, device, index
         self._slots, self._settings, self._page, self._awake, self._layouts = slots, settings, page, awake, layouts
+        self._cuts = cuts
         self._channel = Channel(settings.endpoint)
         self._reporter, self._verified = Reporter(self._channel, settings, self._verify), ""
         self._sources: Sources | None = None
@@ -116,6 +119,7 @@ class AdapterAgent:
         self._current: Loaded | None = None
         self._applied, self._problem = "", ""  # the problem: of the last version that could not be staged
         page.write(rank, 0)
+        cuts.write(rank, OWN)
 
     @property
     def version(self) -> int:
@@ -204,12 +208,12 @@ class AdapterAgent:
                 self._reporter.report_installed()
             return {}
 
-    def apply(self, install: str, profile: bool = False) -> dict[str, Any]:
+    def apply(self, install: str, cut_over: bool = False) -> dict[str, Any]:
         """Make a staged version the one of new requests.
 
         Args:
             install: Id of the install.
-            profile: Ignored; there is nothing to profile.
+            cut_over: Whether requests in progress do not go on with the versions that they name. No step is in progress then.
 
         Returns:
             The version, and whether the engine's caches may have entries of another version of its number.
@@ -230,11 +234,17 @@ class AdapterAgent:
             renumbered = self._known.get(loaded.number, loaded.fingerprint) != loaded.fingerprint
             self._known[loaded.number] = loaded.fingerprint
             if self._current is not None and self._current is not loaded:
-                self._current.superseded = time.monotonic()
+                self._current.superseded = float("-inf") if cut_over else time.monotonic()
             self._current, self._applied, self._staged = loaded, install, None
             self._page.write(self.rank, loaded.number)
+            self._cuts.write(self.rank, loaded.number if cut_over else OWN)
             self._report(resources_pb2.Worker.APPLIED, install=install, staged=staged, installed=True)
         return {"version": loaded.number, "renumbered": renumbered}
+
+    def renew(self) -> dict[str, Any]:
+        """Have preempted requests go on with the version of new ones."""
+        self._slots.renew(self._settings.model, self.version)
+        return {}
 
     def failed(self, install: str, error: str) -> None:
         """Report a failed apply. What requests got before is as it was."""
