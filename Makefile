@@ -28,9 +28,9 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
 
-# A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30.
+# A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30; LORA=1 trains an adapter.
 example: setup
-	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(JSON),--json $(JSON))
+	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(LORA),--lora) $(if $(JSON),--json $(JSON))
 
 # Each promise once, lint, types and docs beside it. What fails keeps nothing else from running.
 test: setup .venv-proto/.ready
