@@ -28,9 +28,9 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
 
-# A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30.
+# A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30; LORA=1 trains an adapter.
 example: setup
-	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(JSON),--json $(JSON))
+	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(LORA),--lora) $(if $(JSON),--json $(JSON))
 
 # Each promise once, lint, types and docs beside it. What fails keeps nothing else from running.
 test: setup .venv-proto/.ready
@@ -172,12 +172,24 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 	.venv-trl/bin/pip install -q --no-deps --ignore-requires-python --target .venv-trl/skyrl-0.4.0 skyrl==0.4.0
 	touch $@
 
-# Training frameworks, from venvs of their own: 10 minutes. Checkouts of those that PyPI does not have: VIME, PRIME_RL.
+# The package itself, for its recipes: Python 3.12, and 5 GB unless pip finds a CPU build of torch. What is compiled for CUDA is left out.
+.venv-bridge/.ready: pyproject.toml Makefile
+	python3.12 -m venv .venv-bridge
+	.venv-bridge/bin/pip install -q 'pip>=25.1'
+	.venv-bridge/bin/pip install -q torch==2.13.0
+	.venv-bridge/bin/pip install -q megatron-core==0.19.2 'transformers>=5.8,<=5.12.1' peft datasets accelerate omegaconf hydra-core \
+		einops tensorboard megatron-energon diffusers nvidia-modelopt -e '.[client]'
+	.venv-bridge/bin/pip install -q --no-deps megatron-bridge==0.6.2
+	touch $@
+
+# Training frameworks, from venvs of their own: 10 minutes. Checkouts of those that PyPI does not have: VIME, PRIME_RL; and
+# BRIDGE_PYTHON=.venv-bridge/bin/python after `make .venv-bridge/.ready`, for a recipe of Megatron-Bridge.
 integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest tests/converters/test_bridge_adapters.py $(PYTEST)
+	RESHARDER_TEST_BRIDGE_PYTHON="$(abspath $(BRIDGE_PYTHON))" $(BIN)/pytest -m integrations tests/integrations/test_bridge_recipe.py $(PYTEST)
 	RESHARDER_TEST_VIME="$(VIME)" RESHARDER_TEST_PRIME_RL="$(PRIME_RL)" RESHARDER_TEST_SKYRL="$(CURDIR)/.venv-trl/skyrl-0.4.0" .venv-trl/bin/python -m pytest -m integrations \
 		$(addprefix tests/integrations/test_,trl.py skyrl.py skyrl_sender.py ray.py vime.py prime_rl.py) $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)

@@ -51,11 +51,11 @@ def daemon(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def vllm_server(config: Path, options: list[str], endpoint: str, port: int) -> Iterator[None]:
+def vllm_server(config: Path, options: list[str], endpoint: str, port: int, plugin: dict[str, str]) -> Iterator[None]:
     """Run a vLLM server of this config, whose weights come from the daemon. It is ready."""
     small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M"]
     command = [*program("vllm.entrypoints.openai.api_server"), "--model", str(config), "--port", str(port), *small, *options]
-    environment = ON_CPU | {"RESHARDER_ENDPOINT": endpoint, "VLLM_PLUGINS": "resharder"}
+    environment = ON_CPU | {"RESHARDER_ENDPOINT": endpoint, "VLLM_PLUGINS": "resharder"} | plugin
     log = config.parent / "server.log"
     with process(command, log, environment) as server:
         deadline = time.monotonic() + START_SECONDS

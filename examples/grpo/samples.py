@@ -21,20 +21,35 @@ class Sample:
         return len(set(self.versions)) > 1
 
 
-def read_answer(prompt: Sequence[int], answer: Mapping[str, Any]) -> list[Sample]:
+def oldest_adapter(header: str) -> int | None:
+    """Return the version of the adapter in X-Resharder-Version, the oldest if a new one came between the responses of a group.
+
+    Args:
+        header: `8` or, for an adapter, `8;policy-lora=3` or `8;policy-lora=3,4`.
+    """
+    _, _, versions = header.partition("=")
+    return min(map(int, versions.split(","))) if versions else None
+
+
+def read_answer(prompt: Sequence[int], answer: Mapping[str, Any], adapter: int | None = None) -> list[Sample]:
     """Return the samples of an answer of vLLM's `/inference/v1/generate`.
+
+    Args:
+        prompt: Token ids.
+        answer: Its body.
+        adapter: The version of the adapter that the request named. Without one, the answer has the versions of the tokens.
 
     Raises:
         ValueError: A token has no log-probability or no version.
     """
-    return [_sample(prompt, choice) for choice in answer["choices"]]
+    return [_sample(prompt, choice, adapter) for choice in answer["choices"]]
 
 
-def _sample(prompt: Sequence[int], choice: Mapping[str, Any]) -> Sample:
+def _sample(prompt: Sequence[int], choice: Mapping[str, Any], adapter: int | None) -> Sample:
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
-    versions: list[int | None] = [None] * len(tokens)
-    for span in choice.get("weight_versions") or ():
+    versions: list[int | None] = [adapter] * len(tokens)
+    for span in (choice.get("weight_versions") or ()) if adapter is None else ():
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
     known = [version for version in versions if version is not None]
     if len(logprobs) != len(tokens) or len(known) != len(tokens):

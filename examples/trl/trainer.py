@@ -8,6 +8,13 @@ version; TRL asks the server for completions as before. Start a daemon, this tra
     python examples/trl/trainer.py MODEL_DIR --server http://127.0.0.1:8000 --steps 2 &
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL_DIR --load-format resharder --logprobs-mode processed_logprobs --max-logprobs -1
 
+With `--lora`, PEFT trains an adapter, which the server loads beside the base that is imported once:
+
+    export RESHARDER_ADAPTERS=policy-lora
+    resharder import MODEL_DIR --model policy --step 0
+
+and the server also has `--enable-lora --max-loras 2`. TRL's own way merges the adapter into the model, and sends all of it.
+
 Prints one JSON line for each version.
 """
 
@@ -20,7 +27,9 @@ from typing import Any
 from uuid import uuid4
 
 import trl.trainer.grpo_trainer as grpo
+from accelerate.utils import is_peft_model
 from datasets import Dataset
+from peft import LoraConfig
 from resharder.client import Publisher, connect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -32,17 +41,27 @@ class PublishingGeneration(grpo.VLLMGeneration):
 
     def _init_vllm(self) -> None:
         self.publisher: Publisher | None = None
-        if self.accelerator.is_main_process:  # the server starts with this version; the model is whole until training begins
-            with connect(model=os.environ["RESHARDER_MODEL"], job=f"start-{uuid4()}", rank=0, world_size=1) as first:
-                first.attach(self.model, self.model.config, self.processing_class)
-                first.publish(0).wait_ready()
+        self.base, self.adapter = os.environ["RESHARDER_MODEL"], is_peft_model(self.model)
+        self.published = os.environ["RESHARDER_ADAPTERS"] if self.adapter else self.base
+        if self.accelerator.is_main_process:
+            if not self.adapter:  # the server starts with this version; the model is whole until training begins
+                with connect(model=self.base, job=f"start-{uuid4()}", rank=0, world_size=1) as first:
+                    first.attach(self.model, self.model.config, self.processing_class)
+                    first.publish(0).wait_ready()
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = VLLMClient(base_url=url, connection_timeout=self.server_timeout)
+            if self.adapter:
+                self.vllm_client.model = self.published
 
     def sync_weights(self) -> None:
         if self.publisher is None:  # accelerate has sharded the model by now
-            self.publisher, self.steps = connect(model=os.environ["RESHARDER_MODEL"]), itertools.count()
-            self.publisher.attach(self.model, self.model.config, self.processing_class)
+            self.steps = itertools.count()
+            if self.adapter:
+                self.publisher = connect(model=self.published, base=self.base)
+                self.publisher.attach(self.model, self.model.config, adapter="default")
+            else:
+                self.publisher = connect(model=self.published)
+                self.publisher.attach(self.model, self.model.config, self.processing_class)
         handle = self.publisher.publish(next(self.steps))
         handle.wait_serving()
         if self.accelerator.is_main_process:
@@ -62,6 +81,7 @@ def main() -> None:
     parser.add_argument("folder", help="model folder with safetensors files and a tokenizer")
     parser.add_argument("--server", required=True, help="URL of the vLLM server")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps")
+    parser.add_argument("--lora", action="store_true", help="train an adapter")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as output:
         settings = GRPOConfig(
@@ -86,6 +106,7 @@ def main() -> None:
             reward_funcs=even_tokens,
             train_dataset=Dataset.from_dict({"prompt": ["t5 t17 t42", "t11 t2 t9", "t77 t78 t79", "t300 t8 t4"]}),
             args=settings,
+            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if options.lora else None,
         )
         trainer.train()
         trainer.vllm_generation.publisher.close()

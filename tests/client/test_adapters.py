@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from resharder.client.errors import Conflict, LayoutRejected, Refused, ResharderError, UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import Version
+from resharder.client.operator.answers import PauseMode, Version
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import Handle, connect
@@ -70,6 +70,17 @@ def exported(daemon: Daemon, handle: Handle, folder: Path) -> Path:
     with Operator(daemon.endpoint) as operator:
         operator.export(handle.version, folder, model=model)
     return folder
+
+
+def test_fleets_of_adapters_begin_with_wait_and_those_of_models_as_the_daemon_says(daemon: Daemon, base: Path) -> None:
+    import_checkpoint(daemon.endpoint, base, model="own", step=0)
+    with connect(daemon.endpoint, model="own-lora", base="own") as publisher:
+        publisher.attach(adapted(base), CONFIG)
+        publisher.publish(1).wait_ready(60)
+    with Operator(daemon.endpoint) as operator:
+        operator.set_fleet("night", model="own-lora", max_skew=3)
+        modes = {name: operator.fleet(name).pause_mode for name in ("own", "own-lora", "night")}
+    assert modes == {"own": PauseMode.KEEP, "own-lora": PauseMode.WAIT, "night": PauseMode.WAIT}
 
 
 def refused(kind: type[ResharderError], says: str, call: Callable[..., Any], *arguments: Any) -> ResharderError:

@@ -11,7 +11,7 @@ from examples.grpo.chart import IMAGE, RESULTS, svg
 from examples.grpo.history import FIRST, LAST, History, Pause, Step, append, read, read_steps
 from examples.grpo.objective import group_advantages, lags, policy_loss
 from examples.grpo.reward import EVEN, ODD, prompts, reward
-from examples.grpo.samples import Sample, read_answer
+from examples.grpo.samples import Sample, oldest_adapter, read_answer
 
 
 def answer(versions: list[dict[str, Any]], tokens: int = 4) -> dict[str, Any]:
@@ -31,6 +31,12 @@ def test_a_response_across_an_install_has_the_version_of_each_token() -> None:
     assert sample == Sample((9, EVEN), (0, 1, 2, 3), (0.0, -0.5, -1.0, -1.5), (7, 7, 7, 8))
     assert sample.mixed
     assert not read_answer([9, EVEN], answer([{"start": 0, "end": 4, "version": "7"}]))[0].mixed
+
+
+def test_a_response_of_an_adapter_has_the_oldest_version_that_its_header_names() -> None:
+    assert [oldest_adapter(header) for header in ("8", "8;policy-lora=3", "8;policy-lora=4,3")] == [None, 3, 3]
+    (sample,) = read_answer([9, EVEN], answer([{"start": 0, "end": 4, "version": "8"}]), 3)
+    assert sample.versions == (3, 3, 3, 3)
 
 
 @pytest.mark.parametrize("spans", [[], [{"start": 0, "end": 3, "version": "7"}]])

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from resharder.client.operator import Operator
+from resharder.client.tools.import_checkpoint import import_checkpoint
 
 pytest.importorskip("trl", reason="TRL is not installed: make integrations")
 
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.ports import free_port
-from tests.support.tiny_hf import save_checkpoint, tiny_config
-from tests.support.vllm_server import VllmServer
+from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
+from tests.support.vllm_server import VllmServer, completion
 
 pytestmark = pytest.mark.integrations
 
@@ -59,3 +61,33 @@ def test_version_n_of_trl_has_the_weights_after_n_optimizer_steps_and_is_served(
     finally:
         trainer.kill()
         trainer.wait()
+
+
+def test_a_server_generates_for_trl_from_the_versions_of_pefts_adapter(daemon: Daemon, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder, prompt, port = save_checkpoint(tmp_path / "model", tiny_config("qwen3"), seed=3), [5, 17, 42], free_port()
+    import_checkpoint(daemon.endpoint, folder, model="trl", step=0)
+    common = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "trl", "RESHARDER_ADAPTERS": "trl-lora"}
+    options = ["--load-format", "resharder", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    options += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    environment = common | {"VLLM_PLUGINS": "resharder", "VLLM_SERVER_DEV_MODE": "1"}
+    with VllmServer(folder, options, environment, port=port) as server:
+        program = [sys.executable, str(EXAMPLE), str(folder), "--server", f"http://127.0.0.1:{port}", "--steps", "3", "--lora"]
+        trained = subprocess.run(
+            program, env=os.environ | common | {"HF_HUB_OFFLINE": "1"}, cwd=EXAMPLE.parents[2], capture_output=True, text=True
+        )
+        assert trained.returncode == 0, trained.stderr[-3000:] + server.log_tail()
+        lines = [json.loads(found) for found in re.findall(r'{"step": .*?}', trained.stdout)]
+        assert [line["step"] for line in lines] == [0, 1, 2]
+        asked = [line for line in (server.log or folder).read_text().splitlines() if "trl-lora" in line]
+        answer = server.request("POST", "/v1/completions", completion(prompt, 8, model="trl-lora"))
+        assert (answer.status, answer.version) == (200, f"1;trl-lora={lines[-1]['version']}"), asked[-5:]
+    with Operator(daemon.endpoint) as operator:
+        for line in lines:
+            operator.export(line["version"], tmp_path / f"out-{line['step']}", model="trl-lora")
+    written = [(tmp_path / f"out-{step}" / "adapter_model.safetensors").read_bytes() for step in range(3)]
+    assert len(set(written)) == 3, "each optimizer step changed the adapter"
+    model = PeftModel.from_pretrained(load_model(folder), tmp_path / "out-2").eval()
+    tokens = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert tokens[0, len(prompt) :].tolist() == answer.json()["choices"][0]["token_ids"]

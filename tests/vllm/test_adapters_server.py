@@ -3,13 +3,13 @@
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import BaseBinding, Server
+from resharder.client.operator.answers import BaseBinding, PauseMode, Server
 
 from tests.support.adapters import RANK, publish_adapter, save_adapter
 from tests.support.daemon import Daemon
@@ -21,6 +21,7 @@ from tests.support.vllm_server import Response, VllmServer, completion
 pytestmark = pytest.mark.compat("other")
 PROMPT = [5, 6, 7, 8, 9, 10]
 ADAPTER = "policy-lora"
+LONG = 450
 
 
 @dataclass
@@ -57,6 +58,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "RESHARDER_SERVER_ID": "one",
             "RESHARDER_ADAPTERS": ADAPTER,
             "VLLM_PLUGINS": "resharder",
+            "VLLM_SERVER_DEV_MODE": "1",
         }
         args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
         with VllmServer(without_weights(base, folder / "bare"), args=args, env=environment) as server:
@@ -151,3 +153,107 @@ def test_an_adapter_leaves_service_when_its_base_moves_on_unless_its_fleet_only_
     wait_until(lambda: scene.ask().status == 200, "it is served all the same")
     assert scene.ask().version == f"4;{ADAPTER}=4"
     assert scene.state().reason.endswith(why)
+
+
+@dataclass
+class Stream:
+    """A stream's tokens, the adapter's version that each event of them names, and how it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def read(self, scene: Scene, begun: threading.Event) -> None:
+        body = completion(PROMPT, LONG, model=ADAPTER, stream=True)
+        with scene.server._send("POST", "/v1/completions", body, 300) as (_, _, answer):
+            for event in (json.loads(line[6:]) for line in answer if line.startswith(b"data: {")):
+                made = event["choices"][0]["token_ids"] or []
+                self.tokens += made
+                self.versions += [event["resharder_versions"].partition("=")[2]] * len(made) if made else []
+                self.finish_reason = event["choices"][0]["finish_reason"] or self.finish_reason
+                if made:
+                    begun.set()
+
+
+def stream_over(scene: Scene, *versions: int) -> Stream:
+    """A stream that begins before the fleet goes to these versions, one after the other."""
+    stream, begun = Stream(), threading.Event()
+    reader = threading.Thread(target=stream.read, args=(scene, begun))
+    reader.start()
+    assert begun.wait(60)
+    with Operator(scene.daemon.endpoint) as operator:
+        for version in versions:
+            operator.update(ADAPTER, version)
+            wait_until(lambda version=version: scene.version() == version, "the fleet is there")
+    reader.join()
+    return stream
+
+
+def whole(scene: Scene, version: int, prompt: list[int], tokens: int) -> list[int]:
+    """The tokens of a request that one version computes from its beginning to its end."""
+    answer = scene.server.request("POST", "/v1/completions", completion(prompt, tokens, model=ADAPTER))
+    assert (answer.version or "").endswith(f"{ADAPTER}={version}")
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(scene: Scene) -> tuple[int, int]:
+    """Two versions with other tensors, at the first of which the fleet is."""
+    scene.publish(*scene.adapters)
+    with Operator(scene.daemon.endpoint) as operator:
+        second = max(version.number for version in operator.versions(ADAPTER))
+        operator.update(ADAPTER, second - 1)
+    wait_until(lambda: scene.version() == second - 1, "the fleet is at the first")
+    return second - 1, second
+
+
+def test_requests_in_progress_go_on_with_the_new_version_where_the_fleet_keeps_them(scene: Scene, two: tuple[int, int]) -> None:
+    first, second = two
+    before = whole(scene, first, PROMPT, LONG)
+    with Operator(scene.daemon.endpoint) as operator:
+        assert operator.fleet(ADAPTER).pause_mode is PauseMode.WAIT, "requests end on their version by default"
+        operator.set_fleet(ADAPTER, pause_mode=PauseMode.KEEP)
+    stream = stream_over(scene, second)
+    kept = stream.versions.count(str(first))
+    assert stream.versions == [str(first)] * kept + [str(second)] * (LONG - kept)
+    assert 0 < kept < LONG
+    assert stream.tokens[:kept] == before[:kept]
+    assert stream.tokens[kept:] == whole(scene, second, [*PROMPT, *stream.tokens[:kept]], LONG - kept)
+    assert stream.tokens[kept:] != before[kept:]
+    assert stream.finish_reason == "length"
+
+
+def test_no_request_finds_blocks_of_another_version_in_the_prefix_cache(scene: Scene, two: tuple[int, int]) -> None:
+    first, second = two
+    stream = stream_over(scene, first)
+    kept = stream.versions.count(str(second))
+    again = whole(scene, first, [*PROMPT, *stream.tokens[:-1]], 1)
+    assert scene.server.request("POST", "/reset_prefix_cache").status == 200
+    assert again == whole(scene, first, [*PROMPT, *stream.tokens[:-1]], 1) == stream.tokens[-1:]
+    assert stream.tokens[kept:] == whole(scene, first, [*PROMPT, *stream.tokens[:kept]], LONG - kept)
+
+
+def test_a_request_is_cut_over_as_often_as_there_are_versions_without_further_slots(scene: Scene, two: tuple[int, int]) -> None:
+    first, second = two
+    stream = stream_over(scene, second, first, second)
+    named = list(dict.fromkeys(stream.versions))
+    changes = [version for at, version in enumerate(stream.versions) if not at or version != stream.versions[at - 1]]
+    assert set(named) == {str(first), str(second)}
+    assert len(changes) == 4, changes
+    assert scene.ask().version == f"4;{ADAPTER}={second}"
+
+
+def test_requests_in_progress_end_with_the_tokens_that_they_have_where_the_fleet_aborts_them(
+    scene: Scene, two: tuple[int, int]
+) -> None:
+    first, second = two
+    with Operator(scene.daemon.endpoint) as operator:
+        operator.set_fleet(ADAPTER, pause_mode=PauseMode.ABORT)
+    before = whole(scene, second, PROMPT, LONG)
+    stream = stream_over(scene, first)
+    assert stream.finish_reason == "abort"
+    assert set(stream.versions) == {str(second)}
+    assert stream.tokens == before[: len(stream.tokens)]
+    assert len(stream.tokens) < LONG
+    assert scene.ask().version == f"4;{ADAPTER}={first}"

@@ -8,8 +8,8 @@ import pytest
 from resharder.client.inference.control.fence import clock_id
 from resharder.client.inference.vllm.adapter_ids import request_of
 from resharder.client.inference.vllm.engine_core import (
+    check_adapters,
     paused_by_order,
-    refuse_missing_adapters,
     resharder_adapter,
     resharder_fenced,
     resharder_resume,
@@ -56,35 +56,103 @@ def test_no_other_caller_ends_the_pause_of_an_order_by_pause_generation() -> Non
     assert not paused_by_order(core)
 
 
+class LoraRequest:
+    """A request of vLLM's scheduler, of which nothing is computed."""
+
+    def __init__(self, version: int) -> None:
+        self.request_id, self.client_index, self.num_computed_tokens, self.status = f"of-{version}", 0, 0, None
+        self.lora_request = request_of("lora", 1_000_000 + version, version)
+        self.block_hashes = ["of the version that it named first"]
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(self.lora_request.lora_name)
+
+    def is_finished(self) -> bool:
+        return False
+
+
 class CoreOfAdapters:
     """The part of an engine core that the plugin's methods use."""
 
+    batch_queue = None
+
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(requests={"a": SimpleNamespace(lora_request=request_of("lora", 1_000_003, 3))})
+        self.scheduler = SimpleNamespace(
+            requests={"a": LoraRequest(3)},
+            running=[],
+            pause_state=None,
+            set_pause_state=lambda state: None,
+            finish_requests=lambda ids, status: list(ids),
+        )
         self.answers: list[dict[str, object]] = []
         self.calls: list[tuple[object, ...]] = []
+        self.added: list[LoraRequest] = []
+        self.refused: list[str] = []
+        self.aborted: list[str] = []
 
-    def preprocess_add_request(self, request: object) -> object:
-        return request
+    def add_request(self, request: LoraRequest, request_wave: int = 0) -> None:
+        self.added.append(request)
 
     def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[dict[str, object]]:
         self.calls.append(args)
         return self.answers
 
+    def _send_error_outputs_to_client(self, ids: list[str], client: int) -> None:
+        self.refused += ids
 
-def test_a_request_for_a_version_that_not_every_worker_has_loaded_is_refused() -> None:
+    def _send_abort_outputs(self, aborted: list[str]) -> None:
+        self.aborted += aborted
+
+
+@pytest.fixture
+def core() -> CoreOfAdapters:
     class Watched(CoreOfAdapters):
         pass
 
-    refuse_missing_adapters(Watched)
-    core, fourth = Watched(), SimpleNamespace(lora_request=request_of("lora", 1_000_004, 4))
+    check_adapters(Watched)
+    return Watched()
+
+
+def test_a_request_for_a_version_that_not_every_worker_has_loaded_is_refused(core: CoreOfAdapters) -> None:
     core.answers = [{"loaded": [1_000_003, 1_000_004]}, {"loaded": [1_000_003]}]
-    resharder_adapter(core, "lora", "apply", ["install"])
-    assert core.preprocess_add_request(SimpleNamespace(lora_request=request_of("lora", 1_000_003, 3)))
-    with pytest.raises(ValueError, match="lora@4 was superseded and has left this engine: send the request again"):
-        core.preprocess_add_request(fourth)
+    resharder_adapter(core, "lora", "apply", ["install", "wait"])
+    core.add_request(LoraRequest(3))
+    core.add_request(LoraRequest(4))
+    assert (len(core.added), core.refused) == (1, ["of-4"])
     core.answers = [{"loaded": [1_000_004]}] * 2
     resharder_adapter(core, "lora", "release", [])
     assert core.calls[-1] == ("lora", "release", [1_000_003]), "what requests in the scheduler use"
-    assert core.preprocess_add_request(fourth)
-    assert core.preprocess_add_request(SimpleNamespace(lora_request=None))
+    core.add_request(LoraRequest(4))
+    core.add_request(SimpleNamespace(lora_request=None))  # type: ignore[arg-type]
+    assert (len(core.added), core.refused) == (3, ["of-4"])
+
+
+def test_a_request_that_was_on_its_way_during_a_cut_over_gets_the_new_version_and_its_prefix_blocks(core: CoreOfAdapters) -> None:
+    core.answers = [{"ok": True, "version": 4, "loaded": [1_000_003, 1_000_004]}]
+    resharder_adapter(core, "lora", "apply", ["install", "keep"])
+    assert core.calls == [("lora", "apply", "install", True), ("lora", "renew")]
+    core.add_request(LoraRequest(3))
+    for request in (core.added[0], core.scheduler.requests["a"]):
+        assert (request.lora_request, request.block_hashes) == (request_of("lora", 1_000_004, 4), ["lora@4"])
+    core.answers = [{"ok": True, "version": 5, "loaded": [1_000_004, 1_000_005]}]
+    resharder_adapter(core, "lora", "apply", ["next", "wait"])
+    core.add_request(LoraRequest(4))
+    assert core.added[1].lora_request.lora_name == "lora@4", "an install that cuts nothing over leaves it what it named"
+    assert core.aborted == []
+
+
+def test_requests_stay_on_their_version_until_all_workers_have_applied_the_new_one(core: CoreOfAdapters) -> None:
+    core.answers = [{"ok": True, "version": 4, "loaded": [1_000_003, 1_000_004]}, {"ok": False, "loaded": [1_000_003]}]
+    resharder_adapter(core, "lora", "apply", ["install", "abort"])
+    assert core.calls == [("lora", "apply", "install", True)]
+    assert (core.aborted, core.scheduler.requests["a"].lora_request.lora_name) == ([], "lora@3")
+    core.answers[1] = core.answers[0]
+    resharder_adapter(core, "lora", "apply", ["install", "abort"])
+    assert core.aborted == ["of-3"]
+
+
+def test_requests_are_aborted_where_a_worker_cannot_have_them_go_on(core: CoreOfAdapters) -> None:
+    replies = [[{"ok": True, "version": 4, "loaded": [1_000_004]}], [{"ok": False}]]
+    core.collective_rpc = lambda *call, **args: replies.pop(0)  # type: ignore[method-assign]
+    resharder_adapter(core, "lora", "apply", ["install", "keep"])
+    assert core.aborted == ["of-3"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.inference import version_page as pages
-from resharder.client.inference.control.labels import Answer, EventLabeller, Signed, answering, current
+from resharder.client.inference.control.labels import Answer, EventLabeller, Label, Signed, answering, current
 from resharder.client.inference.version_page import Page, joined
 
 
@@ -83,7 +83,7 @@ EVENTS = b'event: x\r\ndata: {"a": 1}\r\n\r\n: data: {\ndata:{}\n\ndata: {"t": "
 @pytest.mark.parametrize("size", range(1, len(EVENTS) + 1))
 def test_events_are_labelled_wherever_the_stream_is_split(size: int) -> None:
     events, chunks = EventLabeller(), [EVENTS[at : at + size] for at in range(0, len(EVENTS), size)]
-    found = b"".join(events.feed(chunk, (11, 12), last=chunk is chunks[-1]) for chunk in chunks)
+    found = b"".join(events.feed(chunk, Label((11, 12)), last=chunk is chunks[-1]) for chunk in chunks)
     label = b'"resharder_versions": "11,12"'
     expected = EVENTS.replace(b'{"a"', b"{" + label + b', "a"').replace(b"{}", b"{" + label + b"}")
     expected = expected.replace(b"data:{", b"data: {").replace(b'{"t"', b"{" + label + b', "t"')
@@ -95,23 +95,23 @@ def test_events_are_labelled_wherever_the_stream_is_split(size: int) -> None:
 def test_an_event_names_what_the_sending_task_took_last_and_all_that_other_tasks_took() -> None:
     async def scenario() -> None:
         answer = Answer()
-        assert answer.sent() == ()
+        assert not answer.sent()
         answer.sends_from_here()
-        answer.took(1, (11,))
-        assert (answer.sent(), answer.sent()) == ((11,), (11,))
-        answer.took(1, (12,))
-        assert answer.sent() == (12,)
-        answer.took(1, (13,))
-        answer.took(1, (14,))
-        assert answer.sent() == (13, 14), "nothing was sent in between"
+        answer.took(1, Label((11,)))
+        assert (answer.sent(), answer.sent()) == (Label((11,)), Label((11,)))
+        answer.took(1, Label((12,)))
+        assert answer.sent() == Label((12,))
+        answer.took(1, Label((13,)))
+        answer.took(1, Label((14,)))
+        assert answer.sent() == Label((13, 14)), "nothing was sent in between"
 
         async def elsewhere(source: int, version: int) -> None:
-            answer.took(source, (version,))
+            answer.took(source, Label((version,)))
 
         await asyncio.create_task(elsewhere(2, 14))
         await asyncio.create_task(elsewhere(3, 15))
         await asyncio.create_task(elsewhere(2, 16))
-        assert answer.sent() == (13, 14, 15, 16)
+        assert answer.sent() == Label((13, 14, 15, 16))
 
     asyncio.run(scenario())
 
@@ -125,7 +125,7 @@ def test_a_whole_answer_names_the_versions_of_all_requests_to_the_engine_that_it
     async def request(*versions: int) -> None:
         answer = current()
         assert answer is not None
-        answer.made(versions)
+        answer.made(Label(versions))
 
     async def scenario(*requests: tuple[int, ...]) -> bytes:
         sent.clear()
@@ -142,6 +142,15 @@ def test_a_whole_answer_names_the_versions_of_all_requests_to_the_engine_that_it
     assert asyncio.run(scenario((12,), (11,), (0,))) == b"12,11,none"
     assert asyncio.run(scenario()) == b"7"
     assert current() is None
+
+
+def test_a_label_names_each_version_of_an_adapter_once_beside_those_of_the_base() -> None:
+    parts = [Label((8,), (("a", version),)) for version in (3, 4, 3, 4)] + [Label((9,), (("b", 0),))]
+    assert str(sum(parts, start=Label())) == "8,9;a=3,4;b=none"
+    assert str(Label((0,))) == "none"
+    events = EventLabeller()
+    assert events.feed(b'data: {"a": 1}', parts[0]) == b""
+    assert events.feed(b"\n", parts[1], last=True) == b'data: {"resharder_versions": "8;a=3,4", "a": 1}\n'
 
 
 def test_repetitions_are_joined() -> None:

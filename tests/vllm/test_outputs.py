@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from resharder.client.inference.control.labels import Answer, answering
-from resharder.client.inference.version_page import Page
-from resharder.client.inference.vllm.outputs import watch_outputs
+from resharder.client.inference.control.labels import Answer, Label, answering
+from resharder.client.inference.version_page import OWN, Page
+from resharder.client.inference.vllm.outputs import cut_versions, watch_outputs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -115,15 +115,15 @@ def test_what_is_taken_from_a_stream_is_labelled_with_the_versions_of_the_tokens
             scene.step(scene.began + 0.005, "stream")
             await queue.get()
             scene.step(scene.began + 0.01, "stream")
-            assert answer.sent() == (11,), "what was not taken yet is in no event"
+            assert answer.sent() == Label((11,)), "what was not taken yet is in no event"
             if interval == 1:
                 await queue.get()
             scene.step(scene.changed + 0.01, "stream")
-            assert answer.sent() == (11,)
+            assert answer.sent() == Label((11,))
             output = queue.get_nowait()
             assert output is not None
             expected = {1: ((12,), 1), 2: ((11, 12), 2)}[interval]
-            assert (answer.sent(), len(output.outputs[0].token_ids)) == expected
+            assert (answer.sent().versions, len(output.outputs[0].token_ids)) == expected
 
     asyncio.run(scenario())
 
@@ -138,7 +138,7 @@ def test_outputs_that_a_queue_keeps_apart_are_labelled_when_each_is_taken(tmp_pa
                 scene.step(at, "stream")
             for _ in range(2):
                 await queue.get()
-                labels.append(answer.sent())
+                labels.append(answer.sent().versions)
 
     labels: list[tuple[int, ...]] = []
     asyncio.run(scenario())
@@ -168,3 +168,16 @@ def test_requests_that_belong_to_no_answer_pass_as_before(tmp_path: Path) -> Non
         assert (output.finished, list(output.outputs[0].token_ids)) == (True, [5])
 
     asyncio.run(scenario())
+
+
+def test_a_token_of_an_adapter_is_of_the_version_that_its_request_names_or_was_cut_over_to_before(tmp_path: Path) -> None:
+    times = [0.0, 0.0, 10.0, 10.0, 20.0, 20.5, 30.0, 30.0]
+    page = Page(tmp_path / "page", clock=lambda: times.pop(0))
+    for cut in (OWN, 2, OWN, 4):
+        for rank in (0, 1):
+            page.write(rank, cut)
+    cuts = page.read()
+    named_first = [cut_versions(cuts, 1, 5.0, until, exact=True) for until in (6.0, 10.0, 19.0, 20.2, 25.0, 31.0)]
+    assert named_first == [(1,), (2,), (2,), (0,), (2,), (4,)]
+    assert cut_versions(cuts, 3, 25.0, 29.0, exact=True) == (3,)
+    assert cut_versions(cuts, 1, 5.0, 31.0, exact=False) == (1, 2, 4)

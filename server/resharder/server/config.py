@@ -136,8 +136,8 @@ class Config(BaseSettings):
     drain_seconds: float = Field(30.0, ge=0, description="time for uploads to finish after SIGTERM")
     pause_mode: Literal["keep", "wait", "abort"] = Field(
         "keep",
-        description="`keep`, `wait` or `abort`: what installs do to requests in flight, in new fleets. [vLLM servers](vllm.md) "
-        "explains them",
+        description="`keep`, `wait` or `abort`: what installs do to requests in flight, in new fleets; those of adapters begin "
+        "with `wait`. [vLLM servers](vllm.md) explains them",
     )
     archive_url: str = Field("", description="folder or fsspec URL of the archive; empty: none")
     archive_every: int = Field(0, ge=0, description="archive every n-th READY version of a model; 0: on command")

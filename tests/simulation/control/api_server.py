@@ -15,7 +15,7 @@ from typing import Any
 from resharder.client.inference.control import lease as lease_module
 from resharder.client.inference.control.fence import FENCED
 from resharder.client.inference.control.gate import Gate, GateMiddleware, Position, ServerLease
-from resharder.client.inference.control.labels import VERSION_HEADER, Message, name
+from resharder.client.inference.control.labels import VERSION_HEADER, Label, Message
 from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import joined
@@ -314,7 +314,7 @@ class ApiServer:
 
         await self.middleware({"type": "http", "method": "POST", "path": "/v1/completions", "request": request}, _receive, send)
         if request.status == 200 and not request.stream and request.made_by:
-            expected = name(joined(request.made_by))
+            expected = str(Label(joined(request.made_by)))
             if request.header != expected:
                 self.schedule.fail(f"{request.id}: the header is {request.header!r}, the tokens are of {expected!r}")
         request.answered = True
@@ -335,7 +335,7 @@ class ApiServer:
             made, finished = [v for output in taken for v in output.made_by], taken[-1].finished
             request.made_by += made
             if request.stream:
-                body = b'data: {"made_by": "%s"}\n\n' % name(tuple(sorted(set(made)))).encode()
+                body = b'data: {"made_by": "%s"}\n\n' % str(Label(tuple(sorted(set(made))))).encode()
                 await send({"type": "http.response.body", "body": body, "more_body": not finished})
         if not request.stream:
             await send({"type": "http.response.start", "status": 200, "headers": []})

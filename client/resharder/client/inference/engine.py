@@ -209,6 +209,9 @@ class AdapterSlots(Protocol):
     def enter(self, id: int, adapter: Any) -> None:
         """Make requests for `id` find their slot."""
 
+    def renew(self, adapter: str, version: int) -> None:
+        """Have the requests of an adapter that the engine has preempted go on with another version of it."""
+
     def release(self, id: int) -> None:
         """Free the slot of an adapter; a no-op for an unknown one."""
 

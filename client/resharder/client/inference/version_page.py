@@ -20,13 +20,15 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from resharder.client.settings import PAGE
 from resharder.converters.json_input import is_number, parse_json
 
+OWN = -1
+"""In place of a version on a cut page: requests in progress go on with the versions that they name."""
 VARIABLE = PAGE.name  # inherited by all processes of the server
 _FOLDER = Path("/dev/shm")
 _PREFIX = "resharder-page"
@@ -78,7 +80,7 @@ class Journal:
 _UNREADABLE = Journal(ranks=((-1, 0),))  # replaces an unreadable page; rank -1 never reports, so the version stays 0
 
 
-def joined(*parts: "tuple[int, ...] | list[int]") -> tuple[int, ...]:
+def joined(*parts: Sequence[int]) -> tuple[int, ...]:
     """Concatenate sequences of versions, without consecutive repetitions."""
     every = [version for part in parts for version in part]
     return tuple(version for at, version in enumerate(every) if not at or version != every[at - 1])
@@ -203,6 +205,15 @@ def page(adapter: str = "") -> Page:
     if not adapter:
         return Page(Path(path))
     return Page(Path(f"{path}.{adapter}"))
+
+
+@functools.cache
+def cut_page(adapter: str) -> Page:
+    """Return the page of the versions to which installs cut an adapter's requests in progress over, or OWN.
+
+    Workers write an install to the page of the adapter first, then here. Raises as `page` does.
+    """
+    return Page(Path(f"{page(adapter).path}:cut"))
 
 
 def _open(path: Path) -> int:

@@ -13,7 +13,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,18 @@ _EVERY = 0.05
 
 
 class EngineWeights:
-    """Stream of a training engine's weights that has the engine too, as an iterator of (name, tensor)."""
+    """Stream of a training engine's weights that has the engine too, as an iterator of (name, tensor).
 
-    def __init__(self, engine: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        self.engine = engine
+    Args:
+        engine: The training engine.
+        weights: The stream.
+        adapter: The config of a LoRA adapter that is not merged into the weights of the stream; None without one.
+    """
+
+    def __init__(
+        self, engine: Any, weights: "Iterable[tuple[str, torch.Tensor]]", adapter: Mapping[str, Any] | None = None
+    ) -> None:
+        self.engine, self.adapter = engine, adapter
         self._weights = iter(weights)
 
     def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -63,6 +71,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         bucket_size: Required by verl, not used.
         is_master: Whether this is the actor's rank 0.
         model: Name of the model.
+        base: Name of the base; the actor's LoRA adapter is published then, and it alone. Needs `follow`.
         endpoint: The daemon's `host:port`; by default RESHARDER_ENDPOINT.
         path: Folder with config.json and the tokenizer; by default the training engine's own.
         follow: Whether rollouts' servers follow the daemon, by the plugin. Rollout workers then copy nothing, and wait until
@@ -70,6 +79,9 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         shards: Whether Megatron actors publish their shards in place. False publishes verl's gathered stream.
         timeout: Bound in seconds on a rollout worker's wait for a version.
         options: Further arguments of `connect`, such as `direct_wait`.
+
+    Raises:
+        UsageError: `base` is given without `follow`.
     """
 
     def __init__(
@@ -78,6 +90,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         is_master: bool = False,
         *,
         model: str,
+        base: str | None = None,
         endpoint: str | None = None,
         path: str | None = None,
         follow: bool = False,
@@ -85,7 +98,12 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         timeout: float = 600.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model, self._endpoint, self._path = model, endpoint_or_default(endpoint), path
+        if base and not follow:
+            raise UsageError(
+                f"verl's rollout workers take no adapter from a checkpoint engine: set engine_kwargs.{BACKEND}.follow, and start "
+                f"servers with RESHARDER_ADAPTERS={model}"
+            )
+        self._model, self._base, self._endpoint, self._path = model, base, endpoint_or_default(endpoint), path
         self._follow, self._shards, self._timeout = follow, shards, timeout
         self._options = dict(options or {})
         # An empty stream of verl's deltas copies nothing and allocates nothing; verl has it for servers in CUDA IPC's reach.
@@ -163,25 +181,46 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._round if global_steps is None else global_steps
 
     def _publish(self, weights: "Iterable[tuple[str, torch.Tensor]]", step: int) -> Handle:
-        engine = weights.engine if isinstance(weights, EngineWeights) else None
+        engine: Any = weights.engine if isinstance(weights, EngineWeights) else None
+        adapter = weights.adapter if isinstance(weights, EngineWeights) else None
+        self._check_adapter(adapter)
         publisher = self._connected()
-        if self._shards and (module := _megatron_module(engine)) is not None:
+        if self._shards and (module := _megatron_module(engine, adapter)) is not None:
             # Megatron's offload may have given the parameters other memory.
             attached = [(t.data_ptr(), t.shape) for chunk in module for t in (*chunk.parameters(), *chunk.buffers())]
             if attached != self._attached:
                 publisher.attach(module, *self._files(engine))
                 self._attached = attached
             return publisher.publish(step, sync=True)
-        return self._publish_stream(publisher, engine, weights, step)
+        if adapter is not None:  # verl asks its engines for the base's weights alone
+            weights, _ = engine.get_per_tensor_param(base_sync_done=True)
+            return self._publish_stream(publisher, lambda: (adapter, None), weights, step)
+        return self._publish_stream(publisher, lambda: self._files(engine), weights, step)
+
+    def _check_adapter(self, adapter: Mapping[str, Any] | None) -> None:
+        if adapter is not None and not self._base:
+            raise UsageError(
+                "the actor's LoRA adapter is not merged, and verl's stream is its base without it: set engine_kwargs."
+                f"{BACKEND}.base and follow, or actor_rollout_ref.model.lora.merge=True"
+            )
+        if self._base and adapter is None:
+            raise UsageError(
+                f"the actor has no LoRA adapter, or merges it into its weights: leave engine_kwargs.{BACKEND}.base out, "
+                "or set actor_rollout_ref.model.lora.merge=False"
+            )
 
     def _publish_stream(
-        self, publisher: Publisher, engine: Any, weights: "Iterable[tuple[str, torch.Tensor]]", step: int
+        self,
+        publisher: Publisher,
+        files: "Callable[[], tuple[Config, Tokenizer | None]]",
+        weights: "Iterable[tuple[str, torch.Tensor]]",
+        step: int,
     ) -> Handle:
         """Publish every `world_size`-th tensor. All ranks iterate the whole stream, since a tensor may be a collective."""
         numbered = ((position, name, tensor) for position, (name, tensor) in enumerate(weights))
         mine = ((name, t.detach()) for position, name, t in numbered if position % self._world_size == self._rank)
         if self._attached is None:
-            publisher.attach_config(*self._files(engine))
+            publisher.attach_config(*files())
             # The names are known after one pass, and a second pass would cost another gather.
             kept = [(name, tensor.to("cpu", copy=True)) for name, tensor in mine]
             declared = [DeclaredTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
@@ -199,7 +238,13 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._rank < 0:
                 raise UsageError("send_weights was called in an actor rank before init_process_group")
             self._publisher = connect(
-                self._endpoint, model=self._model, job=self._job, rank=self._rank, world_size=self._world_size, **self._options
+                self._endpoint,
+                model=self._model,
+                base=self._base,
+                job=self._job,
+                rank=self._rank,
+                world_size=self._world_size,
+                **self._options,
             )
         return self._publisher
 
@@ -248,12 +293,16 @@ def _arrived(version: Version, follow: bool) -> bool:
     return not follow or 0 < version.servers_following <= version.servers_serving
 
 
-def _megatron_module(engine: Any) -> "list[torch.nn.Module] | None":
-    """Return the chunks of a Megatron engine whose parameters are the model's; None for adapters, QAT and other engines."""
+def _megatron_module(engine: Any, adapter: object) -> "list[torch.nn.Module] | None":
+    """Return the chunks of a Megatron engine; None for other engines, QAT, and adapters that are merged into a stream."""
     from resharder.converters.models import megatron_chunks
 
     module = getattr(engine, "module", None)
-    if module is None or getattr(engine, "peft_cls", None) is not None or getattr(engine, "_qat_enabled", False):
+    if (
+        module is None
+        or (getattr(engine, "peft_cls", None) is not None and adapter is None)
+        or getattr(engine, "_qat_enabled", False)
+    ):
         return None
     with suppress(TypeError):  # modules of other engines that cannot be iterated
         return megatron_chunks(module) or None
@@ -281,7 +330,7 @@ def _carry_engine(cls: type) -> None:
         @functools.wraps(original)
         def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> tuple[EngineWeights, Any]:
             weights, peft_config = original(self, *args, **kwargs)
-            return EngineWeights(self, weights), peft_config
+            return EngineWeights(self, weights, peft_config), peft_config
 
         cls.get_per_tensor_param = get_per_tensor_param  # type: ignore[attr-defined]
     for subclass in cls.__subclasses__():

@@ -27,13 +27,15 @@ class Power(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """Treatment of requests in progress while a version is installed."""
+    """Treatment of requests in progress while a version is installed. For an adapter, whose fleets begin with WAIT, they are its
+    own.
+    """
 
     UNSPECIFIED = "PAUSE_MODE_UNSPECIFIED"
     KEEP = "KEEP"
     """Requests are paused and continue with the new weights."""
     WAIT = "WAIT"
-    """Requests finish with the old weights first."""
+    """Requests finish with the old weights first; an adapter's are not waited for."""
     ABORT = "ABORT"
     """Requests end with the tokens they have."""
 

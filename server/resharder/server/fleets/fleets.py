@@ -127,7 +127,7 @@ class Fleets:
         offers: Versions offered over the direct path.
         wall: Clock in seconds since 1970, for display.
         files: Durable state of fleets; None: in memory only.
-        pause_mode: Pause mode of new fleets.
+        pause_mode: Pause mode of new fleets, except those of adapters, which begin with WAIT.
         checks: Commands that decide about canaries; None: none is started.
         tick_seconds: Interval of the ticks; 0: there is no thread, and the caller ticks.
     """
@@ -249,7 +249,7 @@ class Fleets:
             raise FailedPrecondition(
                 "SERVER_ELSEWHERE", f"server {id} follows {known.model} in fleet {known.fleet}, not {model} in {fleet}"
             )
-        found = self.by_name.get(fleet) or self._default_fleet(fleet, model)
+        found = self.by_name.get(fleet) or self._default_fleet(fleet, model, bool(base_server))
         if found.model != model:
             raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet} follows model {found.model}, not {model}")
         if id not in found.members:
@@ -420,9 +420,10 @@ class Fleets:
             raise ResourceNotFound("MODEL_UNKNOWN", f"there is no model {model!r}; the daemon has {models}")
         return self._default_fleet(name, model)
 
-    def _default_fleet(self, name: str, model: str) -> Fleet:
-        """Return a fleet with default settings, without adding it."""
-        return Fleet(name, model, self._pause_mode)
+    def _default_fleet(self, name: str, model: str, adapter: bool = False) -> Fleet:
+        """Return a fleet with default settings, without adding it. Requests for an adapter end on their version."""
+        adapter = adapter or bool(self._versions.base(model))
+        return Fleet(name, model, PauseMode.WAIT if adapter else self._pause_mode)
 
     def reinstall(self, server: str) -> tuple[str, int]:
         """Order a server to repeat its install under a profiler, and return the install's id and the number of workers.

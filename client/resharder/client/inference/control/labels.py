@@ -7,7 +7,7 @@ event of a `text/event-stream` has the versions of its tokens under the key `res
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,18 +25,49 @@ _OBJECT = re.compile(rb"(?<![^\r\n])data: ?\{([ \t]*\})?")  # at the start of a 
 _LINE_END = re.compile(rb"[\r\n][^\r\n]*\Z")
 
 
-def name(versions: tuple[int, ...], adapters: tuple[str, ...] = ()) -> str:
-    """Format versions as a label: comma-separated, `none` for 0; then adapters, as in `8;policy-lora=4`."""
-    return ";".join([",".join(str(version) if version else UNCONFIRMED for version in versions), *adapters])
+@dataclass(frozen=True)
+class Label:
+    """The versions that computed tokens. `str` formats them for the header, as in `8;policy-lora=3,4`; `none` is for 0."""
+
+    versions: tuple[int, ...] = ()
+    """Versions of the model, in order, without repetitions of the one before."""
+    adapters: tuple[tuple[str, int], ...] = ()
+    """Adapters and their versions, in the order in which they appeared."""
+
+    def __add__(self, later: "Label") -> "Label":
+        return Label(joined(self.versions, later.versions), _unique(self.adapters + later.adapters))
+
+    def __bool__(self) -> bool:
+        return bool(self.versions)
+
+    def __str__(self) -> str:
+        adapters = dict.fromkeys(adapter for adapter, _ in self.adapters)
+        parts = [f"{adapter}={_numbers(v for name, v in self.adapters if name == adapter)}" for adapter in adapters]
+        return ";".join([_numbers(self.versions), *parts])
+
+
+def in_any_order(labels: Iterable[Label]) -> Label:
+    """Return the label of tokens with these labels whose order is unknown."""
+    found = list(labels)
+    versions = {version for label in found for version in label.versions}
+    return Label(tuple(sorted(versions)), _unique(pair for label in found for pair in label.adapters))
+
+
+def _numbers(versions: Iterable[int]) -> str:
+    return ",".join(str(version) if version else UNCONFIRMED for version in versions)
+
+
+def _unique(adapters: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple(dict.fromkeys(adapters))
 
 
 @dataclass
 class _Taken:
-    """Versions of outputs that were taken from one queue and may not have been sent."""
+    """Label of outputs that were taken from one queue and may not have been sent."""
 
     here: bool
     """Whether the task that sends the answer took them."""
-    versions: tuple[int, ...]
+    label: Label
 
 
 class Answer:
@@ -46,48 +77,51 @@ class Answer:
     """
 
     def __init__(self) -> None:
-        self.versions: tuple[int, ...] = ()
+        self.label = Label()
         """The versions of all tokens, in order."""
-        self.adapters: tuple[str, ...] = ()
-        """The adapters that computed them, with their versions: `policy-lora=4`."""
         self._taken: dict[int, _Taken] = {}  # by source
         self._sender: asyncio.Task[Any] | None = None
         self._sent = False  # whether an event was sent since outputs were last taken
 
-    def made(self, versions: tuple[int, ...]) -> None:
-        """Append the versions of new tokens."""
-        self.versions = joined(self.versions, versions)
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the model that computed the tokens, in order."""
+        return self.label.versions
 
-    def adapted(self, adapter: str) -> None:
-        """Record that a request of the answer uses an adapter."""
-        if adapter not in self.adapters:
-            self.adapters = (*self.adapters, adapter)
+    @property
+    def adapters(self) -> tuple[tuple[str, int], ...]:
+        """The adapters that computed them, each with a version: `("policy-lora", 4)`."""
+        return self.label.adapters
 
-    def took(self, source: int, versions: tuple[int, ...]) -> None:
+    def made(self, label: Label) -> None:
+        """Append the label of new tokens."""
+        self.label += label
+
+    def took(self, source: int, label: Label) -> None:
         """Record that the current task took outputs from the queue `source`.
 
-        If the sending task takes them, it has sent its earlier outputs, and their versions are dropped.
-        Versions that another task took are kept, since it may delay the outputs for any time.
+        If the sending task takes them, it has sent its earlier outputs, and their label is dropped.
+        Labels that another task took are kept, since it may delay the outputs for any time.
         """
         here = self._sender is not None and asyncio.current_task() is self._sender
         if here and self._sent:
             self._taken = {other: taken for other, taken in self._taken.items() if not taken.here and other != source}
             self._sent = False
-        before = self._taken[source].versions if source in self._taken else ()
-        self._taken[source] = _Taken(here, joined(before, versions))
+        before = self._taken[source].label if source in self._taken else Label()
+        self._taken[source] = _Taken(here, before + label)
 
     def sends_from_here(self) -> None:
         """Mark the current task as the one that sends the answer."""
         self._sender = asyncio.current_task()
 
-    def sent(self) -> tuple[int, ...]:
+    def sent(self) -> Label:
         """Record that an event is sent now.
 
         Returns:
             The versions that may have computed the event's tokens; empty before the first tokens.
         """
         self._sent = True
-        return tuple(sorted({version for taken in self._taken.values() for version in taken.versions}))
+        return in_any_order(taken.label for taken in self._taken.values())
 
 
 _CURRENT: ContextVar[Answer | None] = ContextVar("resharder_answer", default=None)
@@ -114,26 +148,25 @@ class EventLabeller:
 
     def __init__(self) -> None:
         self._partial = b""  # a line without its end
-        self._partial_versions: tuple[int, ...] = ()
+        self._partial_label = Label()
 
-    def feed(self, chunk: bytes, versions: tuple[int, ...], adapters: tuple[str, ...] = (), *, last: bool = False) -> bytes:
+    def feed(self, chunk: bytes, label: Label, *, last: bool = False) -> bytes:
         """Return the labelled lines that are complete with `chunk`, and buffer the rest.
 
         Args:
             chunk: The next bytes of the stream.
-            versions: The versions of the chunk's tokens.
-            adapters: The adapters of the answer.
+            label: The label of the chunk's tokens.
             last: Whether the stream ends here; nothing is buffered then.
         """
         content = self._partial + chunk
-        versions = tuple(sorted({*self._partial_versions, *versions}))
+        label = in_any_order([self._partial_label, label])
         cut = len(content)
         if not last:
             found = _LINE_END.search(content)
             cut = found.start() + 1 if found else 0
-        self._partial, self._partial_versions = content[cut:], versions if cut < len(content) else ()
-        label = name(versions, adapters).encode()
-        return _OBJECT.sub(lambda found: _labelled(found, label), content[:cut]) if versions else content[:cut]
+        self._partial, self._partial_label = content[cut:], label if cut < len(content) else Label()
+        named = str(label).encode()
+        return _OBJECT.sub(lambda found: _labelled(found, named), content[:cut]) if label else content[:cut]
 
 
 def _labelled(found: re.Match[bytes], named: bytes) -> bytes:
@@ -169,7 +202,7 @@ class Signed:
             await self._begin(STREAMED if message.get("more_body") else self._whole())
         if self._events is not None and message["type"] == "http.response.body":
             last = not message.get("more_body", False)
-            labelled = self._events.feed(message.get("body", b""), self._answer.sent(), self._answer.adapters, last=last)
+            labelled = self._events.feed(message.get("body", b""), self._answer.sent(), last=last)
             message = {**message, "body": labelled}
         await self._send(message)
 
@@ -179,7 +212,7 @@ class Signed:
         await self._send(_with_version(message, version))
 
     def _whole(self) -> str:
-        return name(self._answer.versions or (self._installed(),), self._answer.adapters)
+        return str(self._answer.label or Label((self._installed(),)))
 
 
 def header(value: str) -> tuple[bytes, bytes]:

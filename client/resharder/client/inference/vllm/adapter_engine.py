@@ -2,7 +2,9 @@
 
 For the daemon, an adapter on a server is a server that follows the adapter's model. Its orders are carried out by the same
 `OrderExecutor` as the model's, on an `AdapterEngine`, which has nothing to pause: a version is loaded into a slot of its own
-while the engine computes. Requests in progress end on the version that they began with; the last one frees its slot.
+while the engine computes. The pause mode is that of the install's APPLY: with WAIT, requests in progress end on the version that
+they began with, and the last one frees its slot; with KEEP they go on with the new version, with ABORT they end
+(`engine_core.py`).
 """
 
 import asyncio
@@ -43,6 +45,7 @@ class AdapterEngine:
     def __init__(self, engine: Any, adapter: str) -> None:
         self._engine, self._adapter = engine, adapter
         self._renumbered = False
+        self._mode: Mode = "wait"  # of the next apply
         self._releasing: asyncio.Task[None] | None = None
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]:
@@ -50,8 +53,10 @@ class AdapterEngine:
         called = _METHODS[method]
         if called == "stage":
             return await self._stage(*args[:2])
-        answers = await self._call(called, *args)
-        if called == "apply":
+        if called != "apply":
+            return await self._call(called, *args)
+        answers = await self._call(called, args[0], self._mode)
+        if answers:
             self._renumbered = any(answer.get("renumbered") for answer in answers)
             self._release_soon()
         return answers
@@ -93,7 +98,8 @@ class AdapterEngine:
         return not self._renumbered
 
     async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None:
-        """Do nothing: an install does not touch what the engine computes with."""
+        """Note what happens to requests in progress when a version is applied. The engine goes on."""
+        self._mode = mode
 
     async def resume_generation(self) -> None:
         """Do nothing."""

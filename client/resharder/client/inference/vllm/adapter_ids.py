@@ -21,9 +21,9 @@ def request_of(adapter: str, id: int, version: int) -> Any:
 
 def renewed(request: Any, version: int) -> Any:
     """Return the `LoRARequest` of another version of the adapter of `request`; `request` itself if it is of that version."""
-    adapter, _, number = request.lora_name.rpartition("@")
-    index = request.lora_int_id // IDS - 1
-    return request if not version or number == str(version) else request_of(adapter, adapter_id(index, version), version)
+    if version in (0, version_of(request)):
+        return request
+    return request_of(adapter_of(request), adapter_id(request.lora_int_id // IDS - 1, version), version)
 
 
 def is_ours(request: Any) -> bool:
@@ -36,9 +36,6 @@ def adapter_of(request: Any) -> str:
     return str(request.lora_name).rpartition("@")[0]
 
 
-def label_of(request: Any) -> str:
-    """Return the label of a `LoRARequest`, as `policy-lora=4`; empty for one that is not ours."""
-    if not is_ours(request):
-        return ""
-    adapter, _, version = request.lora_name.rpartition("@")
-    return f"{adapter}={version}"
+def version_of(request: Any) -> int:
+    """Return the number of the version of a `LoRARequest` of `request_of`."""
+    return int(request.lora_name.rpartition("@")[2])

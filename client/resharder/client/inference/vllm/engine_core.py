@@ -5,18 +5,20 @@ import functools
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
 from resharder.client.inference.engine import STAY_PAUSED
-from resharder.client.inference.vllm.adapter_ids import adapter_of, is_ours
+from resharder.client.inference.vllm.adapter_ids import adapter_of, is_ours, renewed, version_of
 
 _RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
 ADAPTER = "resharder_adapter"
 """Name of the engine core's method, and of the workers', for an adapter."""
 _LOADED = "_resharder_loaded"  # attribute of an engine core: ids of the versions that all workers have loaded, by adapter
+_CUT = "_resharder_cut"  # attribute of an engine core: the version to which the last install cut requests over, by adapter
 _PAUSED = "_resharder_paused"  # attribute of an engine core that an order has paused
 _PROCESS = "resharder_process"  # name of the engine core's method for its process
 _ORDERLY = (None, 0, -signal.SIGTERM)  # exit codes of engine cores that run, or that got the server's SIGTERM too
@@ -31,7 +33,7 @@ def fence_engine_core() -> None:
     setattr(EngineCore, _RESUME, resharder_resume)
     setattr(EngineCore, _PROCESS, resharder_process)
     setattr(EngineCore, ADAPTER, resharder_adapter)
-    refuse_missing_adapters(EngineCore)
+    check_adapters(EngineCore)
 
 
 def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -71,36 +73,100 @@ def resharder_adapter(self: Any, adapter: str, method: str, args: list[Any]) -> 
     """Call a method of an adapter's agents in the workers: a method of the engine core.
 
     A version's slot is freed only here, between two steps: no request in the scheduler uses it, and one that arrives later is
-    refused.
+    refused. `apply` has the pause mode as its second argument: all modes but `wait` cut requests in progress over.
     """
+    cut_over = method == "apply" and args[1] != "wait"
     if method == "release":
         lora_requests = [request.lora_request for request in self.scheduler.requests.values()]
         args = [[request.lora_int_id for request in lora_requests if is_ours(request)]]
-    answers = self.collective_rpc(ADAPTER, args=(adapter, method, *args))
+    if cut_over:
+        _finish_steps(self)
+    called = [args[0], cut_over] if method == "apply" else args
+    answers = self.collective_rpc(ADAPTER, args=(adapter, method, *called))
     loaded = [set(answer.get("loaded", ())) for answer in answers]
     self.__dict__.setdefault(_LOADED, {})[adapter] = set.intersection(*loaded) if loaded else set()
+    if method == "apply" and all(answer.get("ok") for answer in answers):
+        self.__dict__.setdefault(_CUT, {})[adapter] = answers[0]["version"] if cut_over else 0
+        if cut_over:
+            _cut_over(self, adapter, answers[0]["version"], abort=args[1] == "abort")
     return answers
 
 
-def refuse_missing_adapters(core: Any) -> None:
+def _finish_steps(core: Any) -> None:
+    """Have the engine core deliver the outputs of the steps in progress, so that each has the time of before the cut."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    state = core.scheduler.pause_state
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no new step
+    try:
+        while core.batch_queue:  # none without asynchronous scheduling
+            core._process_engine_step()
+    finally:
+        core.scheduler.set_pause_state(state)
+
+
+def _cut_over(core: Any, adapter: str, version: int, *, abort: bool) -> None:
+    """Preempt or abort all requests of other versions of an adapter, and have the preempted ones go on with `version`.
+
+    It computes their KV cache again, as after an install of the base, so that no block in the prefix cache is of two versions.
+    Requests whose KV cache comes from another engine are aborted.
+    """
+    from vllm.v1.request import RequestStatus
+
+    scheduler = core.scheduler
+    requests = [request for request in scheduler.requests.values() if not request.is_finished()]
+    requests = [request for request in requests if _is_of_another(request.lora_request, adapter, version)]
+    for request in [] if abort else reversed(scheduler.running.copy()):  # so that they wait in the order in which they ran
+        if request in requests:
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+    ended = [request for request in requests if abort or request.num_computed_tokens or request.status == remote]
+    going_on = [request for request in requests if request not in ended]
+    for request in going_on:
+        _rename(request, version)
+    if going_on and not all(answer.get("ok") for answer in core.collective_rpc(ADAPTER, args=(adapter, "renew"))):
+        ended = requests
+    core._send_abort_outputs(scheduler.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ABORTED))
+
+
+def _is_of_another(lora: Any, adapter: str, version: int) -> bool:
+    """Return whether a `LoRARequest` or None is of another version of an adapter."""
+    return is_ours(lora) and adapter_of(lora) == adapter and version_of(lora) != version
+
+
+def _rename(request: Any, version: int) -> None:
+    """Have a request of vLLM's scheduler, of which nothing is computed, name another version of its adapter."""
+    request.lora_request = renewed(request.lora_request, version)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def check_adapters(core: Any) -> None:
     """Have the engine core refuse a request for a version that is not loaded; vLLM would look for it at its path, and end.
 
-    It answers an error for the one request (`_handle_request_preproc_error`, `v1/engine/core.py`; 0.28 to 0.32). An API server
-    that is late by more than `adapter_agent.GRACE_SECONDS` may name such a version.
+    It answers an error for the one request. An API server that is late by more than `adapter_agent.GRACE_SECONDS` may name such
+    a version. A request that was on its way during a cut-over gets the new version.
     """
-    plain = core.preprocess_add_request
+    plain = core.add_request
     if hasattr(plain, "resharder"):
         return
 
     @functools.wraps(plain)
-    def checked(self: Any, request: Any) -> Any:
-        lora: Any = getattr(request, "lora_request", None)
-        if is_ours(lora) and lora.lora_int_id not in getattr(self, _LOADED, {}).get(adapter_of(lora), ()):
-            raise ValueError(f"{lora.lora_name} was superseded and has left this engine: send the request again")
-        return plain(self, request)
+    def checked(self: Any, request: Any, *args: Any) -> Any:
+        if is_ours(lora := request.lora_request):
+            adapter = adapter_of(lora)
+            if (version := getattr(self, _CUT, {}).get(adapter, 0)) not in (0, version_of(lora)):
+                _rename(request, version)
+            if request.lora_request.lora_int_id not in getattr(self, _LOADED, {}).get(adapter, ()):
+                logger.warning("refusing a request: %s was superseded and has left this engine", lora.lora_name)
+                self._send_error_outputs_to_client([request.request_id], request.client_index)
+                return None
+        return plain(self, request, *args)
 
     checked.resharder = True  # type: ignore[attr-defined]
-    core.preprocess_add_request = checked
+    core.add_request = checked
 
 
 def _resume(core: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from resharder.client.inference.engine import AdapterTensors, InstallError
+from resharder.client.inference.vllm.adapter_ids import adapter_of, is_ours, renewed
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
@@ -27,10 +28,12 @@ class LoraSlots:
     Args:
         manager: vLLM's `WorkerLoRAManager` (`lora/worker_manager.py`).
         pipelined: Whether the model's layers are divided among stages, so that a worker lacks modules of an adapter.
+        requests: The worker's state of each request, by id.
     """
 
-    def __init__(self, manager: Any, pipelined: bool) -> None:
+    def __init__(self, manager: Any, pipelined: bool, requests: Mapping[str, Any]) -> None:
         self._worker_manager, self._manager, self._pipelined = manager, manager._adapter_manager, pipelined
+        self._requests = requests
 
     @classmethod
     def of_worker(cls, worker: Any) -> "LoraSlots":
@@ -42,7 +45,8 @@ class LoraSlots:
         manager = getattr(worker.model_runner, "lora_manager", None)
         if manager is None:
             raise InstallError("this server takes no adapters: start vLLM with --enable-lora")
-        return cls(manager, worker.vllm_config.parallel_config.pipeline_parallel_size > 1)
+        requests = getattr(worker.model_runner, "requests", {})  # the newer runner gets preempted requests as new ones
+        return cls(manager, worker.vllm_config.parallel_config.pipeline_parallel_size > 1, requests)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,6 +196,13 @@ class LoraSlots:
             manager._registered_adapters[id] = adapter
             manager._registered_adapters.pin(id)
         manager._last_mapping = None  # 0.28 compares the mapping of the last step alone, not the slots
+
+    def renew(self, adapter: str, version: int) -> None:
+        """Name another version of an adapter in its requests, which the engine has preempted. Called on the engine's thread."""
+        for request in self._requests.values():
+            lora = request.lora_request
+            if is_ours(lora) and adapter_of(lora) == adapter:
+                request.lora_request = renewed(lora, version)
 
     def release(self, id: int) -> None:
         """Free the slot of an adapter that no request uses any more. Called on the engine's thread."""

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.version_page import page
+from resharder.client.inference.version_page import cut_page, page
 from resharder.client.inference.vllm.drafters import drafter_of
 from resharder.client.inference.vllm.hf_config import EngineConfig
 from resharder.client.inference.vllm.host import VLLMHost
@@ -122,7 +122,7 @@ def resharder_adapter(self: Any, adapter: str, method: str, *args: Any) -> dict[
 
     Args:
         adapter: Model of the adapter, one of RESHARDER_ADAPTERS.
-        method: `describe`, `stage`, `unstage`, `apply` or `release`.
+        method: `describe`, `stage`, `unstage`, `apply`, `renew` or `release`.
         args: Its arguments.
     """
 
@@ -161,6 +161,7 @@ def adapter_agents(worker: Any) -> dict[str, AdapterAgent]:
                 slots,
                 settings.of_adapter(index),
                 page(name),
+                cut_page(name),
                 agent.sleep_state.awake,
                 writer,
             )

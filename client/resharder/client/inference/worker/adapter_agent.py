@@ -17,7 +17,7 @@ from typing import Any
 from resharder.client.errors import ResharderError
 from resharder.client.inference.engine import AdapterSlots, InstallError
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.version_page import Page
+from resharder.client.inference.version_page import OWN, Page
 from resharder.client.inference.worker.adapter_writer import AdapterWriter
 from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.reporter import PROCESS, Reporter
@@ -81,6 +81,7 @@ class AdapterAgent:
         slots: The worker's slots.
         settings: The plugin's settings for the adapter's own server.
         page: The page of the adapter.
+        cuts: The page of the versions to which requests in progress are cut over.
         awake: Keeps the weights, and with them the slots, awake; waits until they are.
         writer: Writes versions into the slots.
     """
@@ -92,11 +93,13 @@ class AdapterAgent:
         slots: AdapterSlots,
         settings: PluginSettings,
         page: Page,
+        cuts: Page,
         awake: Callable[[], AbstractContextManager[None]],
         writer: AdapterWriter,
     ) -> None:
         self.rank, self._index = rank, index
         self._slots, self._settings, self._page, self._awake, self._writer = slots, settings, page, awake, writer
+        self._cuts = cuts
         self._channel = Channel(settings.endpoint)
         self._reporter, self._verified = Reporter(self._channel, settings, self._verify), ""
         self._sources: Sources | None = None
@@ -108,6 +111,7 @@ class AdapterAgent:
         self._current: Loaded | None = None
         self._applied, self._problem = "", ""  # the problem: of the last version that could not be staged
         page.write(rank, 0)
+        cuts.write(rank, OWN)
 
     @property
     def version(self) -> int:
@@ -197,12 +201,12 @@ class AdapterAgent:
                 self._reporter.report_installed()
             return {}
 
-    def apply(self, install: str, profile: bool = False) -> dict[str, Any]:
+    def apply(self, install: str, cut_over: bool = False) -> dict[str, Any]:
         """Make a staged version the one of new requests.
 
         Args:
             install: Id of the install.
-            profile: Ignored; there is nothing to profile.
+            cut_over: Whether requests in progress do not go on with the versions that they name. No step is in progress then.
 
         Returns:
             The version, and whether the engine's caches may have entries of another version of its number.
@@ -223,11 +227,17 @@ class AdapterAgent:
             failpoint("worker.adapter.entered")
             renumbered = self._renumbered(loaded)
             if self._current is not None and self._current is not loaded:
-                self._current.superseded = time.monotonic()
+                self._current.superseded = float("-inf") if cut_over else time.monotonic()
             self._current, self._applied, self._staged = loaded, install, None
             self._page.write(self.rank, loaded.number)
+            self._cuts.write(self.rank, loaded.number if cut_over else OWN)
             self._report(resources_pb2.Worker.APPLIED, install=install, staged=staged, installed=True)
         return {"version": loaded.number, "renumbered": renumbered}
+
+    def renew(self) -> dict[str, Any]:
+        """Have preempted requests go on with the version of new ones."""
+        self._slots.renew(self._settings.model, self.version)
+        return {}
 
     def _renumbered(self, loaded: Loaded) -> bool:
         """Note a version, and return whether another one of its number, of another store, may have been entered before."""
