@@ -84,6 +84,15 @@ class Slots:
     def read(self, slot: int) -> dict[str, torch.Tensor]:
         return {name: tensor[slot] for name, tensor in self.memory.items()}
 
+    def holds(self, slot: int, id: int) -> bool:
+        return self.ids[slot] == id
+
+    def marks(self, slot: int) -> dict[str, torch.Tensor]:
+        return {}
+
+    def renamed(self, adapter: Any, id: int) -> Any:
+        return adapter
+
     def enter(self, id: int, adapter: Any) -> None:
         self.entered.add(id)
 

@@ -11,7 +11,9 @@ import torch
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import BaseBinding, PauseMode, Server
 
+from tests.support.adapter_server import RAW_MODE
 from tests.support.adapters import RANK, publish_adapter, save_adapter
+from tests.support.command import resharder
 from tests.support.daemon import Daemon
 from tests.support.observing import servers, wait_until
 from tests.support.tiny_hf import load_checkpoint
@@ -31,6 +33,7 @@ class Scene:
     base: Path
     other: Path
     adapters: list[Path]
+    hand: Path
 
     def ask(self, model: str = ADAPTER, tokens: int = 6) -> Response:
         return self.server.request("POST", "/v1/completions", completion(PROMPT, tokens, model=model))
@@ -57,12 +60,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "RESHARDER_MODEL": "policy",
             "RESHARDER_SERVER_ID": "one",
             "RESHARDER_ADAPTERS": ADAPTER,
-            "VLLM_PLUGINS": "resharder",
+            "VLLM_PLUGINS": "resharder,other_hand",
+            "OTHER_HAND": str(folder / "hand"),
+            "PYTHONPATH": str(RAW_MODE),
             "VLLM_SERVER_DEV_MODE": "1",
         }
         args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
         with VllmServer(without_weights(base, folder / "bare"), args=args, env=environment) as server:
-            yield Scene(daemon, server, base, other, adapters)
+            yield Scene(daemon, server, base, other, adapters, folder / "hand")
 
 
 def test_an_adapter_is_served_from_its_first_version_on(scene: Scene) -> None:
@@ -116,6 +121,28 @@ def test_a_rollback_serves_the_version_of_before(scene: Scene) -> None:
         operator.rollback(ADAPTER)
     wait_until(lambda: scene.version() == 2, "it is back")
     assert scene.ask().version == f"1;{ADAPTER}=2"
+
+
+def test_a_slot_that_another_hand_has_changed_is_found_and_written_again(scene: Scene) -> None:
+    before = whole(scene, 2, PROMPT, 6)
+    verified = resharder("verify", f"servers/one.{ADAPTER}", "--endpoint", scene.daemon.endpoint, "--json")
+    assert verified.code == 0, verified.err
+    (found,) = json.loads(verified.out)["verifications"]
+    assert (found["skipped"], found["tensors"] > 0, found["covered_bytes"]) == ("", True, found["total_bytes"])
+    scene.hand.write_text(f"1 0 {ADAPTER}")
+    wait_until(lambda: scene.hand.with_name("hand.0").exists(), "the other hand's change", 20)
+    verified = resharder("verify", f"servers/one.{ADAPTER}", "--endpoint", scene.daemon.endpoint, "--json")
+    assert verified.code == 1, verified.out
+    (found,) = json.loads(verified.out)["verifications"]
+    assert len(found["different"]) == 1, found
+    wait_until(lambda: scene.version() == 2 and scene.state().state == Server.State.SERVING, "the version is installed again")
+    assert whole(scene, 2, PROMPT, 6) == before
+    verified = resharder("verify", f"servers/one.{ADAPTER}", "--endpoint", scene.daemon.endpoint, "--json")
+    assert verified.code == 0, verified.out
+    with Operator(scene.daemon.endpoint) as operator:
+        assert any(
+            event.what == "altered" and "1 tensors in memory differ" in event.reason for event in operator.events(last=200)
+        )
 
 
 def test_the_base_moves_under_an_adapter_that_is_not_bound_to_a_version(scene: Scene) -> None:

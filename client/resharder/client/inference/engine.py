@@ -200,6 +200,9 @@ class AdapterSlots(Protocol):
     def read(self, slot: int) -> "dict[str, torch.Tensor]":
         """Return the engine's memory of a slot, by name, on the engine's device."""
 
+    def holds(self, slot: int, id: int) -> bool:
+        """Return whether a slot is that of an adapter's id."""
+
     def marks(self, slot: int) -> "dict[str, torch.Tensor]":
         """Return the single elements that the engine keeps for a slot beside that, each as a matrix, by name."""
 

@@ -171,6 +171,10 @@ class LoraSlots:
                         found[f"{path}.{name}[{i}]"] = tensor[slot]
         return found
 
+    def holds(self, slot: int, id: int) -> bool:
+        """Return whether a slot is that of an adapter's id."""
+        return self.ids[slot] == id
+
     def marks(self, slot: int) -> dict[str, torch.Tensor]:
         """Return the elements that vLLM keeps for a slot beside the stacked tensors, each as a matrix, by name.
 

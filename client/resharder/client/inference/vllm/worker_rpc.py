@@ -162,7 +162,7 @@ def adapter_agents(worker: Any) -> dict[str, AdapterAgent]:
                 settings.of_adapter(index),
                 page(name),
                 cut_page(name),
-                agent.sleep_state.awake,
+                agent.sleep_state,
                 writer,
             )
             for index, (name, _) in enumerate(settings.adapters)

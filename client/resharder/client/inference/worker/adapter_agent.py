@@ -9,19 +9,19 @@ then has the new version, and all API servers of the server name it in new reque
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from resharder.client.errors import ResharderError
-from resharder.client.inference.engine import AdapterSlots, InstallError
+from resharder.client.inference.engine import WEIGHTS, AdapterSlots, InstallError, SleepState
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import OWN, Page
 from resharder.client.inference.worker.adapter_writer import AdapterWriter
 from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.reporter import PROCESS, Reporter
-from resharder.client.inference.worker.source import Sources
+from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.gc_pauses import gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
@@ -38,6 +38,7 @@ logger = logging.getLogger("vllm.resharder.adapter")
 IDS = 1_000_000
 """Number of ids for the versions of one adapter."""
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
+_MAX_NAMES = 8  # of different tensors in a report
 _KNOWN = 256  # numbers of versions whose fingerprints are remembered
 GRACE_SECONDS = 0.25
 """Time for which a superseded version stays, for requests that are on their way from an API server to the engine."""
@@ -57,6 +58,8 @@ class Loaded:
     """Number of its tensors."""
     loading: bool = False
     """Whether a thread writes the slot."""
+    altered: bool = False
+    """Whether a verification has found other elements in the slot."""
     superseded: float = float("-inf")
     """Monotonic time since which new requests get another version."""
 
@@ -82,7 +85,7 @@ class AdapterAgent:
         settings: The plugin's settings for the adapter's own server.
         page: The page of the adapter.
         cuts: The page of the versions to which requests in progress are cut over.
-        awake: Keeps the weights, and with them the slots, awake; waits until they are.
+        sleep: Whether the weights, and with them the slots, sleep.
         writer: Writes versions into the slots.
     """
 
@@ -94,16 +97,18 @@ class AdapterAgent:
         settings: PluginSettings,
         page: Page,
         cuts: Page,
-        awake: Callable[[], AbstractContextManager[None]],
+        sleep: SleepState,
         writer: AdapterWriter,
     ) -> None:
         self.rank, self._index = rank, index
-        self._slots, self._settings, self._page, self._awake, self._writer = slots, settings, page, awake, writer
+        self._slots, self._settings, self._page, self._sleep, self._writer = slots, settings, page, sleep, writer
         self._cuts = cuts
         self._channel = Channel(settings.endpoint)
-        self._reporter, self._verified = Reporter(self._channel, settings, self._verify), ""
+        self._reporter = Reporter(self._channel, settings, self._verify)
+        self._verified, self._verified_at = "", time.monotonic()  # the daemon's last request, and the last verification
         self._sources: Sources | None = None
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # a version's files are open, of which a worker has one set at a time
         self._staged: _Staged | None = None
         self._loaded: dict[int, Loaded] = {}  # by id
         self._known: dict[int, str] = {}  # fingerprints of the numbers that were entered last, in this order
@@ -275,13 +280,53 @@ class AdapterAgent:
     # Called on the reporter's thread
 
     def _verify(self, request: str) -> None:
-        """Answer the daemon's request to verify memory, once: a slot is proven when it is written, and not again."""
-        if request and request != self._verified:
-            self._verified = request
-            skipped = "the slots of adapters are compared with their versions when they are written, before a request names them"
-            found = resources_pb2.Verification(rank=self.rank, request=request, version=self.version, skipped=skipped)
-            found.time.GetCurrentTime()
-            self._reporter.verified(found)
+        """Verify the current version on a thread: at the daemon's request, once, and at the settings' interval."""
+        asked, interval = bool(request) and request != self._verified, self._settings.verify_seconds
+        if asked or (interval and time.monotonic() - self._verified_at >= interval):
+            self._verified, self._verified_at = request, time.monotonic()
+            threading.Thread(target=self._compare, args=[request], name="resharder-adapter-verify", daemon=True).start()
+
+    # Called on the thread that verifies
+
+    def _compare(self, request: str) -> None:
+        """Compare the slot of the current version with the version again, and report the result."""
+        began, loaded = time.monotonic(), self._current
+        found = resources_pb2.Verification(rank=self.rank, request=request, version=loaded.number if loaded else 0)
+        found.time.GetCurrentTime()
+        try:
+            if loaded is None:
+                raise InstallError("the worker has no version of the adapter")
+            if WEIGHTS in self._sleep.tags:
+                raise InstallError(f"not verifiable while asleep (level {self._sleep.level})")
+            manifest = get_manifest(self._channel, f"models/{self._settings.model}/versions/{loaded.number}")
+            if manifest.fingerprint != loaded.fingerprint:
+                raise InstallError("the store has another version of this number")
+            with self._opened(manifest) as source, self._sleep.awake():
+                different = self._writer.differences(loaded.slot, self.id_of(loaded.number), source)
+            found.tensors, found.total_bytes = len(manifest.specs), sum(spec.size for spec in manifest.specs.values())
+            found.covered_bytes = found.digested_bytes = found.total_bytes
+            found.different_tensors = len(different)
+            found.different.extend(different[:_MAX_NAMES])
+        except (ResharderError, ConversionError, InstallError, OSError, ValueError, RuntimeError) as error:
+            found.skipped = str(error)
+        found.seconds = time.monotonic() - began
+        with self._lock:
+            if found.different_tensors and self._current is loaded and loaded is not None:
+                self._altered(loaded, found)
+        self._reporter.verified(found)
+
+    def _altered(self, loaded: Loaded, found: resources_pb2.Verification) -> None:
+        """Take the current version out of service until the daemon has it installed again. Callers hold the lock."""
+        names = ", ".join(found.different) + (", …" if found.different_tensors > len(found.different) else "")
+        error = (
+            f"{found.different_tensors} tensors in memory differ from version {loaded.number}, "
+            f"something other than Resharder changed them: {names}"
+        )
+        logger.error("%s", error)
+        loaded.altered, loaded.superseded, self._current = True, time.monotonic(), None
+        self._known[loaded.number] = ""  # prefix caches may have its results
+        self._page.write(self.rank, 0)
+        self._report(resources_pb2.Worker.FAILED, install=self._applied, error=error, installed=True, altered=True)
 
     # Called on the thread that stages
 
@@ -290,7 +335,7 @@ class AdapterAgent:
         try:
             with timed(timings, "stage"), gc_paused(), short_switch_interval():
                 manifest = get_manifest(self._channel, version)
-                if loaded.adapter is None or loaded.fingerprint != manifest.fingerprint:
+                if loaded.adapter is None or loaded.altered or loaded.fingerprint != manifest.fingerprint:
                     self._load(manifest, loaded)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError, RuntimeError) as error:
             problem = error
@@ -311,22 +356,29 @@ class AdapterAgent:
         Raises:
             InstallError: The engine refuses the adapter, or the slot does not contain it.
         """
-        if loaded.entered:
+        if loaded.entered and not (loaded.altered and loaded.fingerprint == manifest.fingerprint):
             raise InstallError(
                 f"the engine still has another version {loaded.number} of this adapter in use, of another store: it is loaded "
                 "once the requests of that one have ended"
             )
         loaded.adapter = None
-        assert self._sources is not None
-        source = self._sources.open(manifest, {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()})
-        try:
+        with self._opened(manifest) as source:
             failpoint("worker.adapter.write")
-            with self._awake():
+            with self._sleep.awake():
                 loaded.adapter = self._writer.load(loaded.slot, self.id_of(loaded.number), source)
-        finally:
-            source.close()
         failpoint("worker.adapter.proven")
-        loaded.fingerprint, loaded.proven = manifest.fingerprint, len(manifest.specs)
+        loaded.fingerprint, loaded.proven, loaded.altered = manifest.fingerprint, len(manifest.specs), False
+
+    @contextmanager
+    def _opened(self, manifest: VersionManifest) -> Iterator[VersionSource]:
+        """Open the files of a version."""
+        with self._reading:
+            assert self._sources is not None
+            source = self._sources.open(manifest, {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()})
+            try:
+                yield source
+            finally:
+                source.close()
 
     def _stage_failed(self, staged: _Staged, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -337,7 +389,14 @@ class AdapterAgent:
         self._report(resources_pb2.Worker.FAILED, install=staged.install, error=text, staged=staged)
 
     def _report(
-        self, state: int, *, install: str = "", error: str = "", staged: _Staged | None = None, installed: bool = False
+        self,
+        state: int,
+        *,
+        install: str = "",
+        error: str = "",
+        staged: _Staged | None = None,
+        installed: bool = False,
+        altered: bool = False,
     ) -> None:
         loaded = staged.loaded if staged is not None else self._current
         has_version = state in (resources_pb2.Worker.STAGED, resources_pb2.Worker.APPLIED)
@@ -353,6 +412,7 @@ class AdapterAgent:
             stage_seconds=staged.seconds if staged else 0.0,
             verified_tensors=loaded.proven if loaded is not None else 0,
             process=PROCESS,
+            altered=altered,
             fingerprint=loaded.fingerprint if loaded is not None else "",
             timings=staged.timings if staged else (),
         )

@@ -6,7 +6,8 @@ places in a few operations: the thread that stages has Python's lock for moments
 
 import json
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -73,12 +74,39 @@ class AdapterWriter:
         """
         config = json.loads(source.manifest.config)
         self._slots.check(config, _shapes(source.manifest))
+        with self._working():
+            return self._load(slot, id, source, config)
+
+    def differences(self, slot: int, id: int, source: VersionSource) -> list[str]:
+        """Compare a version with its slot again, while requests use it. Called on any thread.
+
+        Args and errors are those of `load`, which has written it.
+
+        Returns:
+            The engine's tensors that do not contain the version, bit for bit.
+        """
+        with self._working():
+            kind = self._kinds.get(_kind_of(source.manifest, json.loads(source.manifest.config)))
+            if kind is None or kind.copy is None:
+                raise InstallError("not verifiable: the worker has loaded many other adapters since")
+            image = kind.copy.image(self._converted(self._read(source, kind), source.manifest))
+            if not self._slots.holds(slot, id):
+                raise InstallError("not verifiable: the version has left its slot")
+            return kind.copy.differences(slot, self._slots.read(slot) | self._slots.marks(slot), image)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Exclude other threads, and use the worker's device and a stream of its own."""
         with self._lock:
             use_gpu(self._device)
             if self._stream is None and self._device.type == "cuda":
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.no_grad(), on_stream(self._stream) if self._stream is not None else nullcontext():
-                return self._load(slot, id, source, config)
+                yield
+
+    def _converted(self, memory: torch.Tensor, manifest: VersionManifest) -> list[torch.Tensor]:
+        """Return the memory once for each of the version's dtypes, in order of their names, in the slots' dtype."""
+        return [memory.view(TORCH_DTYPES[dtype]).to(self._slots.dtype) for dtype in _dtypes(manifest)]
 
     def _load(self, slot: int, id: int, source: VersionSource, config: dict[str, Any]) -> Any:
         manifest, key = source.manifest, _kind_of(source.manifest, config)
@@ -87,8 +115,7 @@ class AdapterWriter:
             there = FileMemory(manifest.files)
             kind = _Kind(there, CachedDigester(there.layout, self._device))
         memory = self._read(source, kind)
-        dtypes = sorted({spec.dtype for spec in manifest.specs.values()})
-        converted = [memory.view(TORCH_DTYPES[dtype]).to(self._slots.dtype) for dtype in dtypes]
+        dtypes, converted = _dtypes(manifest), self._converted(memory, manifest)
         if kind.copy is None:
             layout = self._layout(slot, id, _shapes(manifest), config)
             tensors = {name: tensor.clone() for name, tensor in kind.memory.tensors(memory).items()}  # vLLM scales them in place
@@ -212,6 +239,10 @@ class FileMemory:
 
 def _shapes(manifest: VersionManifest) -> dict[str, tuple[int, ...]]:
     return {name: tuple(spec.shape) for name, spec in manifest.specs.items()}
+
+
+def _dtypes(manifest: VersionManifest) -> list[str]:
+    return sorted({spec.dtype for spec in manifest.specs.values()})
 
 
 def _kind_of(manifest: VersionManifest, config: dict[str, Any]) -> str:
