@@ -27,7 +27,8 @@ from resharder.v1.server_pb2 import Order
 
 logger = logging.getLogger("vllm.resharder.adapter")
 
-_TRY_SECONDS = 0.1  # between attempts to get or to free a slot
+_TRY_SECONDS = 0.1  # between attempts to get a slot, and between the first two to free one
+_LONGEST_PAUSE_SECONDS = 1.0  # between attempts to free a slot: each interrupts the engine
 _SLOT_SECONDS = 60.0  # for requests of an older version to end, before staging fails for want of a slot
 _METHODS = {f"resharder_{method}": method for method in ("describe", "stage", "unstage", "apply")}
 
@@ -72,9 +73,10 @@ class AdapterEngine:
 
     async def _release(self) -> None:
         """Free the slots of superseded versions, each when its last request has ended."""
-        left = True
+        left, pause = True, _TRY_SECONDS
         while left:
-            await asyncio.sleep(_TRY_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             try:
                 left = any(answer.get("left") for answer in await self._call("release"))
             except Exception as error:  # fenced, or the engine has ended
