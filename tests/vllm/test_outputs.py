@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.version_page import Page
+from resharder.client.inference.vllm.adapter_ids import request_of
 from resharder.client.inference.vllm.outputs import watch_outputs
+from resharder.client.inference.worker.adapter_agent import adapter_id
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -168,3 +170,14 @@ def test_requests_that_belong_to_no_answer_pass_as_before(tmp_path: Path) -> Non
         assert (output.finished, list(output.outputs[0].token_ids)) == (True, [5])
 
     asyncio.run(scenario())
+
+
+def test_vllms_statistics_know_an_adapter_by_its_name_and_its_caches_by_the_version(tmp_path: Path, own_page: None) -> None:
+    (tmp_path / "scene").mkdir()
+    processor, params = Scene(tmp_path / "scene").processor, SamplingParams(detokenize=False)
+    adapter = request_of("lora", adapter_id(0, 4), 4)
+    request = EngineCoreRequest("r", [1], None, params, None, 0.0, adapter, None, None, external_req_id="r")
+    processor.add_request(request, None, None, 0, RequestOutputCollector(params.output_kind, "r"))
+    assert processor.request_states["r"].lora_name == "lora"
+    assert request.lora_request is not None
+    assert request.lora_request.lora_name == "lora@4"
