@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextvars import Context
 from typing import Any
 
 from resharder.client.inference.control.control import OrderExecutor
@@ -69,7 +70,8 @@ class AdapterEngine:
 
     def _release_soon(self) -> None:
         if self._releasing is None or self._releasing.done():
-            self._releasing = asyncio.get_running_loop().create_task(self._release())
+            loop, unclaimed = asyncio.get_running_loop(), Context()  # the order's lease may end before the requests do
+            self._releasing = loop.create_task(self._release(), context=unclaimed)
 
     async def _release(self) -> None:
         """Free the slots of superseded versions, each when its last request has ended."""
@@ -79,8 +81,8 @@ class AdapterEngine:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             try:
                 left = any(answer.get("left") for answer in await self._call("release"))
-            except Exception as error:  # fenced, or the engine has ended
-                logger.info("adapter %s: superseded versions stay until the next install: %s", self._adapter, error)
+            except Exception as error:  # the engine has ended
+                logger.info("adapter %s: superseded versions stay in their slots: %s", self._adapter, error)
                 return
 
     async def _call(self, method: str, *args: Any) -> Sequence[Any]:
