@@ -51,10 +51,13 @@ class AdapterEngine:
         """Call a method of the adapter's agents."""
         called = _METHODS[method]
         if called == "stage":
-            return await self._stage(*args[:2])
+            answers = await self._stage(*args[:2])
+            self._release_soon()  # if it fails
+            return answers
         answers = await self._call(called, *args)
         if called == "apply":
             self._renumbered = any(answer.get("renumbered") for answer in answers)
+        if called in ("apply", "unstage"):
             self._release_soon()
         return answers
 
@@ -74,7 +77,7 @@ class AdapterEngine:
             self._releasing = loop.create_task(self._release(), context=unclaimed)
 
     async def _release(self) -> None:
-        """Free the slots of superseded versions, each when its last request has ended."""
+        """Free the slots of versions that are superseded or were staged in vain, each when its last request has ended."""
         left, pause = True, _TRY_SECONDS
         while left:
             await asyncio.sleep(pause)
