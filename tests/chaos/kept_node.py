@@ -15,6 +15,7 @@ from resharder.client.operator import answers
 from tests.support.node import Node
 from tests.support.ports import free_port
 
+MODEL = "policy"
 CAPACITY = {"node": 10 << 20, "far": 17 << 20}
 """Bytes of versions that each may hold: three versions, fewer than the daemon retains, so that older ones are dropped.
 
@@ -67,8 +68,8 @@ class KeptNode:
         return [psutil.Process(process.pid)] if process is not None and process.poll() is None else []
 
     def memory(self) -> "NodeMemory":
-        """Return what is in its folder."""
-        found = self.node.folder.glob("versions/*/*")
+        """Return what is in its folder, of the model; versions of an adapter are not in homes."""
+        found = self.node.folder.glob(f"versions/{MODEL}/*")
         numbers = {int(path.name.partition("-")[0]) for path in found if re.match(r"[0-9]+-", path.name)}
         return NodeMemory(numbers, len(list(self.node.folder.glob("sets/*"))))
 
@@ -122,7 +123,8 @@ def node_problems(
     if [node.state for node in found] != [answers.Node.State.LIVE]:
         return [f"expected {name} to be live, got {[(node.name, node.state.value) for node in found]}"]
     (node,), problems = found, []
-    copies = {int(copy.version.rpartition("/")[2]): copy for copy in node.copies}
+    of_model = [copy for copy in node.copies if copy.version.startswith(f"models/{MODEL}/")]
+    copies = {int(copy.version.rpartition("/")[2]): copy for copy in of_model}
     copy = copies.get(use.version)
     if use.version and (copy is None or not 0 < copy.wanted_pieces <= copy.held_pieces):
         problems.append(f"{name} does not hold version {use.version}: {copy}")

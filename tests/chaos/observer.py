@@ -91,7 +91,8 @@ def shown_fleet(fleet: Fleet) -> dict[str, Any]:
 def shown_node(node: Node) -> dict[str, Any]:
     """Return the fields of a node that the history has."""
     problems = {copy.version: re.sub(r"\d+", "…", copy.problem) for copy in node.copies if copy.problem}
-    whole = [copy.version for copy in node.copies if copy.held_pieces == copy.pieces > 0]
+    of_model = [copy for copy in node.copies if copy.version.startswith(f"models/{FLEET}/")]
+    whole = [copy.version for copy in of_model if copy.held_pieces == copy.pieces > 0]
     holds = sorted(int(version.rpartition("/")[2]) for version in whole)
     return {"name": node.name, "state": node.state.value, "problems": problems, "holds": holds}
 

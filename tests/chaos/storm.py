@@ -13,6 +13,8 @@ from tests.chaos.schedule import Action, Setting, draw
 from tests.chaos.scraper import Scraper
 from tests.chaos.violations import Violation
 
+_BEGINS = 0.5  # seconds in which the last fault begins, so that peace ends it
+
 
 @dataclass
 class Result:
@@ -77,6 +79,7 @@ class Storms:
                 running.append(self._pool.submit(self._inject, action))
             else:
                 running.append(self._pool.submit(self._run.operations.run, action.name, dict(action.given)))
+        time.sleep(_BEGINS)
         self._peace.make(lambda: all(one.done() for one in running))
         self._run.traffic.drain(60)
         self._run.look_at_logs()

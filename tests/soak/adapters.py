@@ -8,6 +8,7 @@ threads of every process, the slots and vLLM's caches in the workers, files in /
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -41,6 +42,7 @@ from tests.support.vllm_models import make_pair, publish, without_weights
 from tests.support.vllm_server import VllmServer, completion
 
 PROMPT = [5, 6, 7, 8, 9, 10]
+SERVER = f"load-{os.getpid()}"
 VARIANTS = 7
 SHORT, LONG = 4, 48
 """Tokens of a request; a long one outlives installs."""
@@ -129,7 +131,7 @@ class Load:
             environment = {
                 "RESHARDER_ENDPOINT": self.daemon.endpoint,
                 "RESHARDER_MODEL": "policy",
-                "RESHARDER_SERVER_ID": "one",
+                "RESHARDER_SERVER_ID": SERVER,
                 "RESHARDER_ADAPTERS": ",".join(self._names),
                 "VLLM_PLUGINS": "resharder,adapter_counts",
                 "PYTHONPATH": str(RAW_MODE),
@@ -239,7 +241,7 @@ class Load:
         pages, seen = dict[int, Page](), Counter[int]()
         while not self._ended.wait(0.05):
             for index, name in enumerate(self._names):
-                if index not in pages and (found := list(SHARED.glob(f"resharder-page-one-*.{name}"))):
+                if index not in pages and (found := list(SHARED.glob(f"resharder-page-{SERVER}-*.{name}"))):
                     pages[index] = Page(found[0])
                 version = pages[index].read().last if index in pages else 0
                 if version > seen[index]:
@@ -262,7 +264,7 @@ class Load:
                     seen[name] += 1
                     name = name if seen[name] == 1 else f"{name} {seen[name]}"
                     yield Sample(name, self.result.published, memory(one.pid) | descriptors(one.pid))
-        pages = list(SHARED.glob("resharder-page-one-*"))
+        pages = list(SHARED.glob(f"resharder-page-{SERVER}-*"))
         measures: dict[str, float] = {"held files": len(pages), "held bytes": sum(page.stat().st_size for page in pages)}
         if len(self._names) == 1:  # vLLM's `vllm:lora_requests_info` has a line for each set of adapters that ever ran together
             measures["metrics bytes"] = len(self.server.request("GET", "/metrics").body)

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tests.support.adapter_server import ADAPTER, AdapterSite
 from tests.support.observing import wait_until
 
 pytestmark = pytest.mark.full
+SERVER = f"faulty-{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ class Client:
     def _run(self) -> None:
         while not self._ended.wait(0.01):
             with contextlib.suppress(OSError, http.client.HTTPException):
-                answer = self.site.ask("one")
+                answer = self.site.ask(SERVER)
                 tokens = answer.json()["choices"][0]["token_ids"] if answer.status == 200 else []
                 self.answers.append((time.monotonic(), answer.status, str(answer.version), tokens))
 
@@ -65,7 +67,7 @@ def test_after_a_worker_was_killed_the_next_life_of_its_server_serves_the_versio
 ) -> None:
     mark, nth = tmp_path / "mark", 1 if point == "release" else 2
     fault = {"RESHARDER_FAILPOINT": f"worker.adapter.{point}@{nth}=kill", "RESHARDER_FAILPOINT_MARK": str(mark)}
-    server = site.serve("one", **fault)
+    server = site.serve(SERVER, **fault)
     wait_until(lambda: site.versions()[0] > 0, "the last version serves", 60)
     before = site.versions()[0]
     with Client(site) as client:
@@ -75,35 +77,35 @@ def test_after_a_worker_was_killed_the_next_life_of_its_server_serves_the_versio
     assert client.answers
     assert client.wrong() == []
     server.kill()
-    site.serve("one")
+    site.serve(SERVER)
     site.wait_versions(number)
-    label, tokens = site.answer("one")
+    label, tokens = site.answer(SERVER)
     assert label == f"1;{ADAPTER}={number}"
     assert site.is_right(label, tokens)
-    assert sorted(each.name for each in site.operator.servers()) == ["servers/one", f"servers/one.{ADAPTER}"]
-    assert len(list(Path("/dev/shm").glob("resharder-page-one-*"))) == 2
-    site.servers["one"].stop()
+    assert sorted(each.name for each in site.operator.servers()) == [f"servers/{SERVER}", f"servers/{SERVER}.{ADAPTER}"]
+    assert len(list(Path("/dev/shm").glob(f"resharder-page-{SERVER}-*"))) == 2
+    site.servers[SERVER].stop()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_version_that_one_of_two_workers_cannot_enter_gives_way_to_the_one_before(site: AdapterSite, rank: int) -> None:
-    site.serve("one")
+    site.serve(SERVER)
     before = site.publish(0)
     site.wait_versions(before)
     fault = site.folder / "fault"
     fault.write_text(f"{rank} {before + 1}")
     with Client(site) as client:
         assert site.publish(1) == before + 1
-        wait_until(lambda: "could not be installed" in site.state("one").reason, "it is given up", 120)
+        wait_until(lambda: "could not be installed" in site.state(SERVER).reason, "it is given up", 120)
         wait_until(lambda: len(client.answers) > 50 and {answer[1] for answer in client.answers[-20:]} == {200}, "it is back", 60)
     assert client.wrong() == []
-    label, tokens = site.answer("one")
+    label, tokens = site.answer(SERVER)
     assert (label, site.is_right(label, tokens)) == (f"1;{ADAPTER}={before}", True)
     refused = [at for at, status, *_ in client.answers if status != 200]
     print(f"refused for {refused[-1] - refused[0] if refused else 0:.2f} s")
     fault.unlink()
     number = site.publish(2)
     site.wait_versions(number)
-    label, tokens = site.answer("one")
+    label, tokens = site.answer(SERVER)
     assert (label, site.is_right(label, tokens)) == (f"1;{ADAPTER}={number}", True)
-    site.servers["one"].stop()
+    site.servers[SERVER].stop()

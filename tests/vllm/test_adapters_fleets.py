@@ -20,7 +20,7 @@ AT_ONCE = UpdateStrategy(kind=UpdateStrategy.Kind.ALL_AT_ONCE)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterSite]:
     folder = tmp_path_factory.mktemp("fleets")
-    with AdapterSite(folder, adapters=f"{ADAPTER},{SECOND}:night", targets=ATTENTION) as running:
+    with AdapterSite(folder, adapters=f"{ADAPTER},{SECOND}:night", targets=ATTENTION, args=["--max-loras", "3"]) as running:
         for name in BOTH:
             running.serve(name)
         yield running
@@ -110,6 +110,8 @@ def test_a_rank_above_the_servers_is_refused_and_the_version_before_stays(site: 
     says = "the adapter has rank 16, and this server takes 8: start vLLM with --max-lora-rank 16"
     wait_until(lambda: all(says in site.state(name).reason for name in BOTH), "both servers refuse it", 60)
     check_answers(site, before, *BOTH)
+    other = site.publish(2, adapter=SECOND)
+    site.wait_versions(other, other, adapter=SECOND, timeout=30)  # it gets the only slot that is free
 
 
 def test_a_module_that_the_server_has_not_wrapped_is_refused_and_a_version_without_it_follows(site: AdapterSite) -> None:

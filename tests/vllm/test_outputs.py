@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from resharder.client.inference.control.labels import Answer, Label, answering
 from resharder.client.inference.version_page import OWN, Page
+from resharder.client.inference.vllm.adapter_ids import request_of
 from resharder.client.inference.vllm.outputs import cut_versions, watch_outputs
+from resharder.client.inference.worker.adapter_agent import adapter_id
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -181,3 +183,14 @@ def test_a_token_of_an_adapter_is_of_the_version_that_its_request_names_or_was_c
     assert named_first == [(1,), (2,), (2,), (0,), (2,), (4,)]
     assert cut_versions(cuts, 3, 25.0, 29.0, exact=True) == (3,)
     assert cut_versions(cuts, 1, 5.0, 31.0, exact=False) == (1, 2, 4)
+
+
+def test_vllms_statistics_know_an_adapter_by_its_name_and_its_caches_by_the_version(tmp_path: Path, own_page: None) -> None:
+    (tmp_path / "scene").mkdir()
+    processor, params = Scene(tmp_path / "scene").processor, SamplingParams(detokenize=False)
+    adapter = request_of("lora", adapter_id(0, 4), 4)
+    request = EngineCoreRequest("r", [1], None, params, None, 0.0, adapter, None, None, external_req_id="r")
+    processor.add_request(request, None, None, 0, RequestOutputCollector(params.output_kind, "r"))
+    assert processor.request_states["r"].lora_name == "lora"
+    assert request.lora_request is not None
+    assert request.lora_request.lora_name == "lora@4"

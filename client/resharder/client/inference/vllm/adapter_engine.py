@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextvars import Context
 from typing import Any
 
 from resharder.client.inference.control.control import OrderExecutor
@@ -29,7 +30,8 @@ from resharder.v1.server_pb2 import Order
 
 logger = logging.getLogger("vllm.resharder.adapter")
 
-_TRY_SECONDS = 0.1  # between attempts to get or to free a slot
+_TRY_SECONDS = 0.1  # between attempts to get a slot, and between the first two to free one
+_LONGEST_PAUSE_SECONDS = 1.0  # between attempts to free a slot: each interrupts the engine
 _SLOT_SECONDS = 60.0  # for requests of an older version to end, before staging fails for want of a slot
 _METHODS = {f"resharder_{method}": method for method in ("describe", "stage", "unstage", "apply")}
 
@@ -52,12 +54,16 @@ class AdapterEngine:
         """Call a method of the adapter's agents."""
         called = _METHODS[method]
         if called == "stage":
-            return await self._stage(*args[:2])
+            answers = await self._stage(*args[:2])
+            self._release_soon()  # if it fails
+            return answers
         if called != "apply":
-            return await self._call(called, *args)
-        answers = await self._call(called, args[0], self._mode)
-        if answers:
+            answers = await self._call(called, *args)
+        else:
+            answers = await self._call(called, args[0], self._mode)
+        if called == "apply" and answers:
             self._renumbered = any(answer.get("renumbered") for answer in answers)
+        if called in ("apply", "unstage"):
             self._release_soon()
         return answers
 
@@ -73,17 +79,19 @@ class AdapterEngine:
 
     def _release_soon(self) -> None:
         if self._releasing is None or self._releasing.done():
-            self._releasing = asyncio.get_running_loop().create_task(self._release())
+            loop, unclaimed = asyncio.get_running_loop(), Context()  # the order's lease may end before the requests do
+            self._releasing = loop.create_task(self._release(), context=unclaimed)
 
     async def _release(self) -> None:
-        """Free the slots of superseded versions, each when its last request has ended."""
-        left = True
+        """Free the slots of versions that are superseded or were staged in vain, each when its last request has ended."""
+        left, pause = True, _TRY_SECONDS
         while left:
-            await asyncio.sleep(_TRY_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             try:
                 left = any(answer.get("left") for answer in await self._call("release"))
-            except Exception as error:  # fenced, or the engine has ended
-                logger.info("adapter %s: superseded versions stay until the next install: %s", self._adapter, error)
+            except Exception as error:  # the engine has ended
+                logger.info("adapter %s: superseded versions stay in their slots: %s", self._adapter, error)
                 return
 
     async def _call(self, method: str, *args: Any) -> Sequence[Any]:

@@ -263,7 +263,7 @@ class AdapterAgent:
             used: Ids of the versions that requests in the engine use.
 
         Returns:
-            The ids of the versions that are left beside the current and the staged one.
+            The ids of the versions that are left, beside the current and the staged one, and of those that are being loaded.
         """
         with self._lock:
             now = time.monotonic()
@@ -274,7 +274,11 @@ class AdapterAgent:
                     failpoint("worker.adapter.release")
                     self._slots.release(id)
                     del self._loaded[id]
-            left = [id for id, loaded in self._loaded.items() if loaded is not self._current and loaded is not staged]
+            left = [
+                id
+                for id, loaded in self._loaded.items()
+                if loaded.loading or (loaded is not self._current and loaded is not staged)
+            ]
             return {"left": left}
 
     # Called on the reporter's thread
