@@ -44,8 +44,12 @@ class Scene:
         publish_adapter(self.daemon, ADAPTER, "policy", *folders, base_version=base_version)
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+STAGES = [pytest.param([], id="one stage"), pytest.param(["--pipeline-parallel-size", "2"], id="two", marks=pytest.mark.full)]
+"""A pipeline has several steps in progress at a time, and its workers have a part of an adapter each."""
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("adapters")
     base, other = make_pair(folder, "qwen3", torch.float32)
     adapters = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed) for seed in (1, 2)]
@@ -59,7 +63,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "VLLM_PLUGINS": "resharder",
             "VLLM_SERVER_DEV_MODE": "1",
         }
-        args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
+        args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK), *request.param]
         with VllmServer(without_weights(base, folder / "bare"), args=args, env=environment) as server:
             yield Scene(daemon, server, base, other, adapters)
 
