@@ -1,6 +1,7 @@
 """A real server whose base and adapter are versions of the daemon: requests name the adapter, answers the versions of both."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,11 +45,12 @@ class Scene:
         publish_adapter(self.daemon, ADAPTER, "policy", *folders, base_version=base_version)
 
 
-STAGES = [pytest.param([], id="one stage"), pytest.param(["--pipeline-parallel-size", "2"], id="two", marks=pytest.mark.full)]
-"""A pipeline has several steps in progress at a time, and its workers have a part of an adapter each."""
+RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
+STEPS = [pytest.param("resharder", id="one step"), pytest.param("resharder,two_steps", id="two", marks=pytest.mark.full)]
+"""Plugins with which the engine has one step in progress at a time, or two."""
 
 
-@pytest.fixture(scope="module", params=STAGES)
+@pytest.fixture(scope="module", params=STEPS)
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("adapters")
     base, other = make_pair(folder, "qwen3", torch.float32)
@@ -60,10 +62,11 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "RESHARDER_MODEL": "policy",
             "RESHARDER_SERVER_ID": "one",
             "RESHARDER_ADAPTERS": ADAPTER,
-            "VLLM_PLUGINS": "resharder",
+            "VLLM_PLUGINS": request.param,
+            "PYTHONPATH": os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")]),
             "VLLM_SERVER_DEV_MODE": "1",
         }
-        args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK), *request.param]
+        args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
         with VllmServer(without_weights(base, folder / "bare"), args=args, env=environment) as server:
             yield Scene(daemon, server, base, other, adapters)
 
