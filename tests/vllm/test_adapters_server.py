@@ -1,6 +1,7 @@
 """A real server whose base and adapter are versions of the daemon: requests name the adapter, answers the versions of both."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,8 +49,12 @@ class Scene:
         publish_adapter(self.daemon, ADAPTER, "policy", *folders, base_version=base_version)
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+STEPS = [pytest.param("resharder", id="one step"), pytest.param("resharder,two_steps", id="two", marks=pytest.mark.full)]
+"""Plugins with which the engine has one step in progress at a time, or two."""
+
+
+@pytest.fixture(scope="module", params=STEPS)
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("adapters")
     base, other = make_pair(folder, "qwen3", torch.float32)
     adapters = [save_adapter(folder / f"adapter{seed}", load_checkpoint(base), seed) for seed in (1, 2)]
@@ -60,9 +65,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "RESHARDER_MODEL": "policy",
             "RESHARDER_SERVER_ID": "one",
             "RESHARDER_ADAPTERS": ADAPTER,
-            "VLLM_PLUGINS": "resharder,other_hand",
+            "VLLM_PLUGINS": f"{request.param},other_hand",
             "OTHER_HAND": str(folder / "hand"),
-            "PYTHONPATH": str(RAW_MODE),
+            "PYTHONPATH": os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")]),
             "VLLM_SERVER_DEV_MODE": "1",
         }
         args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]

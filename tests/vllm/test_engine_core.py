@@ -141,6 +141,21 @@ def test_a_request_that_was_on_its_way_during_a_cut_over_gets_the_new_version_an
     assert core.aborted == []
 
 
+def test_steps_in_progress_deliver_their_tokens_before_the_cut_and_none_begins(core: CoreOfAdapters) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    happened: list[object] = []
+    core.scheduler.pause_state = PauseState.UNPAUSED
+    core.scheduler.set_pause_state = happened.append
+    core.batch_queue = [1, 2]  # type: ignore[assignment]
+    core._process_engine_step = lambda: happened.append(core.batch_queue.pop())  # type: ignore[attr-defined]
+    core.collective_rpc = lambda method, args: happened.append(args[1]) or [{"ok": True, "version": 4, "loaded": []}]  # type: ignore[method-assign,func-returns-value]
+    for mode, expected in (("wait", ["apply"]), ("abort", [PauseState.PAUSED_ALL, 2, 1, PauseState.UNPAUSED, "apply"])):
+        happened.clear()
+        resharder_adapter(core, "lora", "apply", ["install", mode])
+        assert happened == expected
+
+
 def test_requests_stay_on_their_version_until_all_workers_have_applied_the_new_one(core: CoreOfAdapters) -> None:
     core.answers = [{"ok": True, "version": 4, "loaded": [1_000_003, 1_000_004]}, {"ok": False, "loaded": [1_000_003]}]
     resharder_adapter(core, "lora", "apply", ["install", "abort"])

@@ -99,7 +99,7 @@ def _finish_steps(core: Any) -> None:
     state = core.scheduler.pause_state
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no new step
     try:
-        while core.batch_queue:  # none without asynchronous scheduling
+        while core.batch_queue:  # None where steps do not overlap
             core._process_engine_step()
     finally:
         core.scheduler.set_pause_state(state)
@@ -114,16 +114,19 @@ def _cut_over(core: Any, adapter: str, version: int, *, abort: bool) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = core.scheduler
-    requests = [request for request in scheduler.requests.values() if not request.is_finished()]
-    requests = [request for request in requests if _is_of_another(request.lora_request, adapter, version)]
-    for request in [] if abort else reversed(scheduler.running.copy()):  # so that they wait in the order in which they ran
-        if request in requests:
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, time.monotonic())
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    requests = [
+        request
+        for request in scheduler.requests.values()
+        if _is_of_another(request.lora_request, adapter, version) and not request.is_finished()
+    ]
+    ids = {request.request_id for request in requests if not abort}
+    for request in [request for request in reversed(scheduler.running) if request.request_id in ids]:
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())  # the last one first: they wait in the order in which they ran
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     remote = RequestStatus.WAITING_FOR_REMOTE_KVS
-    ended = [request for request in requests if abort or request.num_computed_tokens or request.status == remote]
-    going_on = [request for request in requests if request not in ended]
+    ended = [r for r in requests if abort or r.num_computed_tokens or r.status == remote]
+    going_on = [] if abort else [r for r in requests if not r.num_computed_tokens and r.status != remote]
     for request in going_on:
         _rename(request, version)
     if going_on and not all(answer.get("ok") for answer in core.collective_rpc(ADAPTER, args=(adapter, "renew"))):
