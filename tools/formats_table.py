@@ -26,13 +26,13 @@ def page() -> str:
 
 
 def modules() -> str:
-    """Return a row for families that agree in the modules that are cast, and in those that stay unconverted."""
+    """Return a row for families that agree in the modules that stay unconverted."""
     families: dict[str, list[str]] = {}
     for architecture in ARCHITECTURES:
         family = architecture.model_type
         families.setdefault(_modules_of(tiny_config(family.removesuffix("_text"))), []).append(f"`{family}`")
     rows = [f"| {', '.join(names)} | {text} |" for text, names in families.items()]
-    return "\n".join(["| families | cast | unconverted |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| families | unconverted |", "|---|---|", *rows]) + "\n"
 
 
 def _modules_of(config: Mapping[str, Any]) -> str:
@@ -40,13 +40,8 @@ def _modules_of(config: Mapping[str, Any]) -> str:
     try:
         check_family(config, shapes.items())
     except UnsupportedModel:
-        return "refused: stacked experts | –"
-    cast = {name.split(".")[-2] for name, shape in shapes.items() if scheme.converts(name, shape)}
-    return f"{_listed(cast)} | {_listed({name.rpartition('.')[2] for name in scheme.unconverted(shapes)})}"
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
+        return "refused: stacked experts"
+    return ", ".join(f"`{name}`" for name in sorted({name.rpartition(".")[2] for name in scheme.unconverted(shapes)}))
 
 
 if __name__ == "__main__":
