@@ -65,7 +65,7 @@ def _shown(found: dict[str, Any] | None) -> bool:
 
 
 def table(component: Component) -> str:
-    """Return the table, and what was skipped."""
+    """Return the table, with passed/all tests where some failed or were skipped, and the reasons for the latter."""
     if not results(component):
         return "No run has been recorded yet."
     rows = [[component.name, "Python", "torch", *(TITLES.get(feature, feature) for feature in component.features)]]
@@ -89,12 +89,9 @@ def _reasons(skipped: dict[str, list[str]]) -> list[str]:
 def _cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "–"
-    parts = [
-        f"{found['passed']} passed" if found["passed"] else "",
-        f"**{len(found['failed'])} failed**" if found["failed"] else "",
-        f"{sum(found['skipped'].values())} skipped" if found["skipped"] else "",
-    ]
-    return ", ".join(filter(None, parts))
+    passed, failed, skipped = found["passed"], len(found["failed"]), sum(found["skipped"].values())
+    share = f"{passed}/{passed + failed + skipped}" if failed or skipped else str(passed)
+    return f"{share} **{failed} failed**" if failed else share
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -117,4 +117,4 @@ def test_a_rank_that_waits_in_vain_reads_what_the_daemon_waits_for_and_nothing_e
     registered = registration.Registration(Waiting(message), publisher, identity, layout)  # type: ignore[arg-type]
     with pytest.raises(WaitTimeout) as caught:
         registered.assignment(0.0)
-    assert str(caught.value).startswith(f"models/m/publishers/1 has no assignment after 0 s: {message}")
+    assert str(caught.value).startswith(f"models/m/publishers/1 is not ready to publish after 0 s: {message}")

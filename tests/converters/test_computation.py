@@ -372,12 +372,6 @@ def test_the_data_have_every_tested_release_and_agree_with_the_installed_one() -
     assert set(installed["parallelism"]) == {each.name for each in dataclasses.fields(ModelParallelConfig)}
 
 
-def test_the_page_lists_every_argument_that_is_not_compared() -> None:
-    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    listed = {reason.strip(): tuple(re.findall("`([^`]+)`", names)) for reason, names in rows}
-    assert {reason: listed.get(reason) for reason in NOT_COMPARED} == dict(NOT_COMPARED)
-
-
 def test_the_page_lists_every_option_that_is_refused() -> None:
     rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     listed = {name: reason.strip() for reason, names in rows for name in re.findall("`([^`]+)`", names)}

@@ -2,7 +2,6 @@
 log-probability, which holds for transformers' model."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from tests.support.variants import sampled
 
 Config = dict[str, Any]
 LISTED = {name for names in UNCOMPARED_FIELDS.values() for name in names}
-PAGE = Path(__file__).parents[2] / "docs" / "agreement.md"
 
 
 def fields(config: Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -121,9 +119,3 @@ def test_a_value_on_the_list_changes_no_logit(family: str, tmp_path: Path) -> No
             assert torch.equal(logits, expected), f"{'.'.join(path)}: {value!r} -> {other!r}"
             compared += 1
     assert compared > 15
-
-
-def test_the_page_lists_every_field_that_is_not_compared() -> None:
-    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    listed = {reason.strip(): tuple(re.findall("`([^`]+)`", names)) for reason, names in rows}
-    assert {reason: listed.get(reason) for reason in UNCOMPARED_FIELDS} == dict(UNCOMPARED_FIELDS)

@@ -2,6 +2,7 @@
 
 from resharder.server.fleets.explain import explain, explain_fleet
 from resharder.server.fleets.reconciler.step import step
+from resharder.server.state.fleet import VersionTarget
 from resharder.server.state.server import Goal, Server, Settings, Worker
 from resharder.server.state.server_events import (
     Attached,
@@ -15,7 +16,7 @@ from resharder.server.state.server_events import (
 from resharder.v1 import resources_pb2, server_pb2
 from resharder.v1.resources_pb2 import Move, Power, UpdateStrategy
 
-from tests.support.fleet_states import moving, view
+from tests.support.fleet_states import failed, fleet, moving, server, view
 
 SETTINGS = Settings(attempts=3, first_retry=1)
 
@@ -94,3 +95,12 @@ def test_a_worker_that_read_by_the_slower_way_is_named_with_the_reason() -> None
         0, resources_pb2.Worker.BOOTED, 1, process="p0", fingerprint="one", transport="grpc", transport_reason="refused"
     )
     assert explanation(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC: refused")
+
+
+def test_a_fleet_names_the_servers_that_are_not_at_its_version() -> None:
+    servers = [server("done", 2), *(server(f"broken-{at}", 1, failures=failed(2)) for at in range(5))]
+    settled = fleet(settled=2)
+    assert explain_fleet(settled, view(servers[:1])) == "at its target version"
+    assert explain_fleet(settled, view(servers[:2])) == "at its target version, except servers/broken-0"
+    pinned = fleet(settled=2, target=VersionTarget(resources_pb2.VersionTarget.NUMBER, 2))
+    assert explain_fleet(pinned, view(servers)) == "pinned to version 2, except 5 servers"

@@ -160,7 +160,7 @@ def test_what_failed_says_why(daemon: Daemon, collector: Collector) -> None:
         spans = collector.wait_for(lambda spans: any(s.name == "install" for s in spans), "an install that failed")
     failed = next(span for span in spans if span.name == "install")
     assert (failed.trace, failed.attributes["state"]) == (trace, "FAILED")
-    assert failed.error == "the control side could not stage it: no version 2 for me"
+    assert failed.error == "the control side could not stage it: RESHARDER_STAGING_DIR has no space left for version 2"
 
 
 def test_a_version_that_was_aborted_says_why(daemon: Daemon, collector: Collector) -> None:

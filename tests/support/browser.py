@@ -25,8 +25,11 @@ def needs_browser() -> None:
 
 
 @contextmanager
-def browser(folder: Path, *, any_authority: bool = False) -> "Iterator[Chrome]":
-    """Run Chromium with its own profile in `folder`. `any_authority`: accept certificates of any authority."""
+def browser(folder: Path, *, any_authority: bool = False, hosts: str = "") -> "Iterator[Chrome]":
+    """Run Chromium with its own profile in `folder`.
+
+    `any_authority`: accept certificates of any authority. `hosts`: its rules for the resolver of names.
+    """
     from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
     options = ChromeOptions()
@@ -39,6 +42,7 @@ def browser(folder: Path, *, any_authority: bool = False) -> "Iterator[Chrome]":
         "disable-dev-shm-usage",
         "no-proxy-server",
         f"user-data-dir={folder}",
+        f"host-resolver-rules={hosts}",
     ):
         options.add_argument(f"--{flag}")
     options.accept_insecure_certs = any_authority

@@ -18,7 +18,7 @@ from tests.support.typed_page import save_files, type_page
 
 ROOT = Path(__file__).parents[2]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-STORES = (Path("/dev/shm/quickstart"), Path("/dev/shm/tutorial"))
+STORES = (Path("/dev/shm/quickstart"), Path("/dev/shm/tutorial"), Path("/dev/shm/trl"))
 SERVE = (
     "python -m vllm.entrypoints.openai.api_server --model policy-config --load-format resharder --port 8001 "
     "--dtype float32 --enforce-eager --kv-cache-memory-bytes 64M &"
@@ -33,9 +33,11 @@ def main() -> int:
         f" --index-url {TORCH_INDEX}": f" --index-url {index}" if index else "",
         "vllm serve policy-config --load-format resharder &": SERVE,
         "daemon:7677": "127.0.0.1:7677",
+        "examples/": f"{ROOT}/examples/",
     }
     found = type_session(folder / "start", ("docs/start.md", "README.md"), replaced, os.environ["PATH"], install=True)
     path = f"{folder}/start/env/bin:{os.environ['PATH']}"
+    found += type_session(folder / "start", ("docs/frameworks.md",), replaced, path, install=True)
     for name in ("tutorial", "security"):
         found += type_session(folder / name, (f"docs/{name}.md",), replaced, path, install=False)
     print("\n".join(found) or "every command printed what its page says")
@@ -44,7 +46,7 @@ def main() -> int:
 
 def type_session(folder: Path, pages: tuple[str, ...], replaced: dict[str, str], path: str, *, install: bool) -> list[str]:
     """Type pages into one shell, and return the differences."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     environment = {name: os.environ[name] for name in os.environ if not name.startswith(("RESHARDER", "VLLM", "PYTHON"))}
     found: list[str] = []
     with Session(folder, environment | {"PATH": path}, folder / "log") as session:

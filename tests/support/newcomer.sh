@@ -1,5 +1,5 @@
 #!/bin/sh
-# Type README.md, docs/start.md and docs/tutorial.md in a bare environment, from a wheel of this checkout: newcomer.py says how.
+# Type README.md and pages of docs/ in a bare environment, from a wheel of this checkout: newcomer.py says how.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=$(mktemp -d "${TMPDIR:-/tmp}/newcomer-XXXXXX")

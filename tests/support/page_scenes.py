@@ -138,7 +138,8 @@ def a_failed_install(now: float) -> Scene:
     done = move(resources_pb2.Move.DONE, 3, 4, now, failed={"rollout-1": WHY, "rollout-2": WHY})
     lines = [CAME, MOVED, ("server", "servers/rollout-0", "serving", {"from": "3", "to": "4"}, "it is the fleet's target")]
     lines += [("server", "servers/rollout-2", "failed", {"from": "3", "to": "4"}, WHY)]
-    return Scene(plain(now, group, fleet("policy", 4, move=done)), events(now, *lines))
+    reason = "at its target version, except 2 servers"
+    return Scene(plain(now, group, fleet("policy", 4, reason, move=done)), events(now, *lines))
 
 
 def a_lost_server(now: float) -> Scene:
@@ -199,10 +200,39 @@ def ten_models(now: float) -> Scene:
     return Scene(known, events(now, CAME))
 
 
+def adapters(now: float) -> Scene:
+    """Two adapters in the servers of their base; the second is bound to a version of it that no server has yet."""
+    records = {"policy": versions("policy", 4, now)}
+    for model, base_version in (("policy-code", 4), ("policy-math", 5)):
+        records[model] = [
+            replace(one, base="policy", base_version=base_version, size_bytes=SIZE // 400) for one in versions(model, 3, now)
+        ]
+    hosts = [server(f"rollout-{at}", 4) for at in (0, 1)]
+    groups, views = {"policy": hosts}, [fleet("policy", 4)]
+    held = "version 3 was trained on version 5 of its base, which is at 4"
+    for model in ("policy-code", "policy-math"):
+        code = model == "policy-code"
+        groups[model] = [
+            server(f"rollout-{at}.{model}", 3, fleet=model, model=model, goal=Goal(version=3))
+            if code
+            else server(f"rollout-{at}.{model}", 2, fleet=model, model=model, goal=Goal(version=3), reason=held)
+            for at in (0, 1)
+        ]
+        reason = "at its target version" if code else "at its target version, except 2 servers"
+        views.append(replace(fleet(model, 3, reason, model=model), base="policy"))
+    publishers = [(trainer(model), 8) for model in records]
+    known = replace(
+        plain(now, hosts, views[0]), versions=records, arriving={}, publishers=publishers, fleets=views, servers=groups
+    )
+    return Scene(
+        known, events(now, CAME, ("version", "models/policy-math/versions/3", "ready", {"step": "30", "epoch": "3"}, ""))
+    )
+
+
 SCENES: dict[str, Callable[[float], Scene]] = {
     made.__name__.replace("_", " "): made
     for made in (
-        a_failed_install, a_lost_server, a_stopped_move, a_store_almost_full, a_daemon_away, twenty_servers, ten_models,
+        a_failed_install, a_lost_server, a_stopped_move, a_store_almost_full, a_daemon_away, twenty_servers, ten_models, adapters,
     )
 }  # fmt: skip
 

@@ -88,7 +88,10 @@ class SimulatedServer:
             return
         if order.kind == Order.STAGE and order.version in self.broken:
             self._report_control(
-                install=order.install, done=order.kind, ok=False, error=self.error or f"no version {order.version} for me"
+                install=order.install,
+                done=order.kind,
+                ok=False,
+                error=self.error or f"RESHARDER_STAGING_DIR has no space left for version {order.version}",
             )
             return
         if order.kind == Order.APPLY and order.version in self.torn:

@@ -50,9 +50,8 @@ class Config(BaseSettings):
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, `/metrics` and the probes; empty: none")
     data_listen: DerivedTcpAddress = Field(
         None,
-        description="host:port of the [data port](operator.md#beyond-one-host), by which other hosts read and write versions "
-        "over HTTP; empty: none, for tests of failures, as no other host can read versions then. By default it is on the host of "
-        "`listen`, and if its port is taken, on a free one",
+        description="host:port of the [data port](operator.md#beyond-one-host), by which other hosts read and write versions. By "
+        "default on the host of `listen`; if its port is taken, on a free one. Empty: none, and no other host can read versions",
         json_schema_extra={"default": "port of `listen` + 2"},
     )
     data_address: TcpAddress = Field(
@@ -62,8 +61,7 @@ class Config(BaseSettings):
     )
     store: Path = Field(
         DEFAULT_STORE,
-        description="folder of the versions, in shared memory or on disk. In shared memory it outlives every process, on disk "
-        "the host too",
+        description="folder of the versions. In shared memory it outlives every process, on disk the host too",
         json_schema_extra={"default": "`/dev/shm/resharder-UID`"},
         examples=["/dev/shm/resharder"],
     )
@@ -85,9 +83,8 @@ class Config(BaseSettings):
         1,
         ge=1,
         le=16,
-        description="holders, at READY, of each piece that ranks write on [nodes](nodes.md#replicas). 1: the daemon copies it "
-        "after READY, and a version whose only holder dies before is LOST. 2: READY waits for the daemon's copy. 3 "
-        "to 16: and for copies of further nodes, of all pieces",
+        description="hosts that hold, at READY, each piece that ranks write on [nodes](nodes.md#replicas); 1 to 16. With 1, the "
+        "daemon copies it after READY",
     )
     replica_seconds: float = Field(
         60.0,

@@ -65,7 +65,7 @@ class Registration:
         while True:
             wait = max(0.0, min(_POLL_SECONDS, end - time.monotonic()))
             request = publisher_pb2.GetAssignmentRequest(publisher=self.name, rank=self._identity.rank, wait_seconds=wait)
-            waiting = f"{self.name} has no assignment after {timeout:g} s"
+            waiting = f"{self.name} is not ready to publish after {timeout:g} s"
             try:
                 answer: publisher_pb2.Assignment = self._channel.call(self._stub.GetAssignment, request, timeout=wait + 30)
             except WaitTimeout as error:

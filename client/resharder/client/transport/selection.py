@@ -59,7 +59,8 @@ class TransportSelector:
             return self._from_memory()
         if self._choice == "shared-memory":
             raise UsageError(
-                f"cannot share memory with the daemon at {self._channel.endpoint}: {store.nonce_file} cannot be read here"
+                f"cannot share memory with the daemon at {self._channel.endpoint}: {store.nonce_file} cannot be read here. "
+                "Run as its user, with its store at the same path, or leave out transport"
             )
         if self._choice == "grpc":
             return GrpcChunks(self._channel)

@@ -123,7 +123,10 @@ class Archive:
         """
         archived = self._checkpoints.find(model, number)
         if archived is None:
-            raise ResourceNotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
+            raise ResourceNotFound(
+                "NOT_ARCHIVED",
+                f"{self.url} has no complete models/{model}/versions/{number}: `resharder archived` lists what it has",
+            )
         write = partial(self._checkpoints.fetch, archived)
         record = self.store.lifecycle.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
         self._report(record.name, "restored", f"from {archived.url}")
@@ -248,7 +251,9 @@ class Archive:
             there = self._checkpoints.find(record.model, record.number)
             if there is not None and there.fingerprint != record.fingerprint:
                 raise AlreadyExists(
-                    "VERSION_DIFFERS", f"{there.url} is another {record.name}, with fingerprint {there.fingerprint}"
+                    "VERSION_DIFFERS",
+                    f"{there.url} is another {record.name}, with fingerprint {there.fingerprint}: "
+                    "give this store an archive_url of its own",
                 )
             kept = there if there is not None and not (sure and self._checkpoints.damaged(there)) else self._write(record)
         self._newest[record.model] = max(record.number, self._newest.get(record.model, 0))

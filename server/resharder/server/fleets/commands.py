@@ -121,7 +121,9 @@ class Operations:
                 raise FailedPrecondition("NO_EARLIER", f"no READY version is before {at}; READY: {listed(sorted(view.ready))}")
             _check_ready(to, view)
             if to >= at:
-                raise InvalidArgument("VERSION", f"expected a version before {at}, the fleet's target, got {to}")
+                raise InvalidArgument(
+                    "VERSION", f"expected a version before {at}, the fleet's target, got {to}: `update {to}` goes there"
+                )
             reason = request.reason[:1000] or f"rolled back to version {to}"
             return roll_back(fleet, to, view, reason, request.request_id)
 

@@ -259,7 +259,7 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
             why = "is refused" if fleet.target.version in fleet.refused else "is not READY"
             return f"its target is version {fleet.target.version}, which {why}{refused}"
         case resources_pb2.VersionTarget.NUMBER:
-            return f"pinned to version {fleet.target.version}{refused}"
+            return f"pinned to version {fleet.target.version}{_except(fleet, view)}{refused}"
     if not view.ready:
         return f"model {fleet.model} has no READY version"
     if fleet.settled in view.ahead:
@@ -270,7 +270,20 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
         return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.target.every_seconds:g} s{refused}"
     newest = max(view.skipped & view.ready - fleet.refused.keys(), default=0)
     skipped = f"; version {newest} is skipped: `update {newest}` serves it" if newest > fleet.settled else ""
-    return f"at its target version{skipped}{refused}"
+    return f"at its target version{_except(fleet, view)}{skipped}{refused}"
+
+
+def _except(fleet: Fleet, view: View) -> str:
+    """Return which servers have another version than the fleet, or none because an install failed; empty for none."""
+    version = fleet.settled
+    found = [
+        id
+        for id, server in view.servers.items()
+        if server.confirmed != version and (server.confirmed or version in server.failures)
+    ]
+    if len(found) > 1:
+        return f", except {len(found)} servers"
+    return f", except {_named(found)}" if found else ""
 
 
 def explain_serve_ahead(fleet: Fleet) -> str:

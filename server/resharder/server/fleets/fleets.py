@@ -247,7 +247,9 @@ class Fleets:
         known = self.by_id.get(id)
         if known is not None and (known.model, known.fleet) != (model, fleet):
             raise FailedPrecondition(
-                "SERVER_ELSEWHERE", f"server {id} follows {known.model} in fleet {known.fleet}, not {model} in {fleet}"
+                "SERVER_ELSEWHERE",
+                f"server {id} follows {known.model} in fleet {known.fleet}, not {model} in {fleet}: "
+                "choose another RESHARDER_SERVER_ID",
             )
         found = self.by_name.get(fleet) or self._default_fleet(fleet, model, bool(base_server))
         if found.model != model:
@@ -287,7 +289,7 @@ class Fleets:
                 raise FailedPrecondition(
                     "WORLD_SIZE",
                     f"server {server} has {known.world_size} workers according to its other control sides, "
-                    f"and {first.world_size} according to this one",
+                    f"and {first.world_size} according to this one: give each server its own RESHARDER_SERVER_ID",
                 )
             strategy = self.by_name[known.fleet].strategy.kind
             if first.passes_kv and strategy != resources_pb2.UpdateStrategy.ATOMIC:

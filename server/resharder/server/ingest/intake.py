@@ -1011,7 +1011,8 @@ def _same_slot(record: VersionRecord, rank: int, digests: Sequence[int]) -> Vers
         raise _not_uploading(record)
     if dict(record.slots).get(rank) != hash_digests(digests):
         raise AlreadyExists(
-            "SLOT_DIFFERS", f"{record.name} (step {record.step}) is {record.state} with other bytes of rank {rank}"
+            "SLOT_DIFFERS",
+            f"{record.name} (step {record.step}) is {record.state} with other bytes of rank {rank}: publish them as another step",
         )
     return record
 

@@ -296,7 +296,10 @@ class Upload:
         with self._lock:
             if rank in self._sealed:
                 if not np.array_equal(self._sealed[rank], packed):
-                    raise AlreadyExists("SLOT_DIFFERS", f"{self.record.name}: rank {rank} has sealed other bytes before")
+                    raise AlreadyExists(
+                        "SLOT_DIFFERS",
+                        f"{self.record.name}: rank {rank} has sealed other bytes before: publish these as another step",
+                    )
                 return False
             self._check_open()
             missing = 0 if mapped else int(np.count_nonzero(~self._bitmap(rank)))

@@ -236,7 +236,8 @@ class Node:
                 names = (*names, certificate_id(certificate[DER]))
             if self.agent.readers(model).isdisjoint(names):
                 raise PermissionDenied(
-                    "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon allows no such node"
+                    "NOT_ALLOWED",
+                    f"{', '.join(names)} may not read model {model}: the daemon allows no such node. Give it the role node:FLEET",
                 )
         yield True
 

@@ -57,7 +57,9 @@ class KnownNode:
 
     def replaced(self) -> FailedPrecondition:
         """Return the error for a former process of this id."""
-        return FailedPrecondition("NODE_REPLACED", f"another process has become node {self.report.node!r}: this one has to end")
+        return FailedPrecondition(
+            "NODE_REPLACED", f"another process has become node {self.report.node!r}: this one ends. Give each its own --name"
+        )
 
     def order(self, revision: int, now: float) -> None:
         """Record the revision of orders that are sent to this process."""

@@ -313,7 +313,8 @@ class NodeRegistry:
                 raise node.replaced()
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
-                    "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
+                    "NOT_ALLOWED",
+                    f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}: choose another --name",
                 )
             elif report.instance != node.report.instance:
                 node.former.append(node.report.instance)

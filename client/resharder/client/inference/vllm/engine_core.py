@@ -224,7 +224,8 @@ def guard(client: Any) -> None:
     plain = getattr(client, "_call_utility_async", None)
     if plain is None:
         raise UsageError(
-            f"expected an AsyncLLM with its engine core in another process, got a {type(client).__name__} as its client"
+            f"expected an AsyncLLM with its engine core in another process, got a {type(client).__name__} as its client: "
+            "leave VLLM_ENABLE_V1_MULTIPROCESSING at 1"
         )
     if hasattr(plain, "resharder"):
         return

@@ -57,8 +57,7 @@ class Observed:
         self._install = histogram(
             "install_phase_seconds",
             "Phases of committed installs: stage (while serving), then pause, apply (copies and verification), reset (caches), "
-            "resume; stage and apply are those of the slowest worker. verify is the part of apply that only verifies: over the "
-            "direct path, and of tensors that go through vLLM's loader. The staged path verifies boxes while it copies them",
+            "resume; stage and apply are those of the slowest worker. verify is the part of apply that only verifies",
             "fleet",
             "phase",
         )

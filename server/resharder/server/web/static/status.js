@@ -209,11 +209,11 @@ function drawLine(versions, now) {
     if (one.state === "RETIRED") track.append(place(span("left"), one.ready, one.ended || one.ready));
     track.title = [one.reason, ...one.warnings].filter(Boolean).join("; ");
     const until = one.ended ? [" until ", when(one.ended)] : [];
-    const life = one.ready ? element("small", { class: "soft" }, "published ", when(one.ready), ...until) : "";
+    const base = one.base_version ? `, trained on base ${one.base_version}` : "";
+    const life = one.ready ? element("small", { class: "soft" }, "published ", when(one.ready), ...until, base) : "";
     const notes = (one.skipped ? ", skipped by latest" : "") + (one.warnings.length ? ", with warnings" : "");
     const served = one.serving ? `, served by ${one.serving}${one.state === "UPLOADING" ? " ahead of READY" : ""}` : "";
-    const base = one.base_version ? `, on base ${one.base_version}` : "";
-    return div("line", span("name", `${one.number}`, soft(` · step ${one.step}${base}`)), track,
+    return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
       span("", chip(one.badge), soft(` ${bytes(one.size)}${served}${notes}`), life));
   });
   const ends = div("ends", when(first), span("", "now"));
