@@ -29,7 +29,7 @@ class Adapters:
     def install(self, install: str, version: str) -> None:
         self.stage(install, version)
         self.wait_staged(install)
-        for answer in self.call("apply", install):
+        for answer in self.call("apply", install, "wait"):
             assert answer["ok"], answer["error"]
 
     def wait_staged(self, install: str) -> None:

@@ -78,7 +78,7 @@ def test_versions_answer_as_an_engine_that_loaded_their_folder(case: Case) -> No
     adapters.stage("second", versions[1])
     assert adapters.logprobs(1) == expected[1], "while the next version is being staged"
     adapters.wait_staged("second")
-    adapters.call("apply", "second")
+    adapters.call("apply", "second", "wait")
     assert adapters.logprobs(2) == expected[2]
     assert adapters.logprobs(1) == expected[1], "requests in progress end on it"
     assert adapters.engine.logprobs(PROMPT) == expected[0]
@@ -155,7 +155,7 @@ def test_a_slot_that_does_not_contain_the_version_takes_no_request(case: Case, f
         adapters.engine.rpc(restore)
     assert "tensors of the slot differ from the version" in problem
     adapters.call("unstage", "altered")  # as the daemon orders, in whose eyes one worker has failed
-    assert not any(answer["ok"] for answer in adapters.call("apply", "altered"))
+    assert not any(answer["ok"] for answer in adapters.call("apply", "altered", "wait"))
     assert all(answer["version"] == 1 for answer in adapters.call("describe"))
     assert adapters.logprobs(1) == expected[1]
     adapters.install("again", versions[1])
@@ -203,5 +203,5 @@ def test_a_server_that_falls_asleep_while_a_version_is_written_keeps_it_whole(ca
         adapters.engine.rpc(restore)
     if level == 2:
         assert adapters.engine.install(case.base_version, "base again")["ok"]
-    adapters.call("apply", f"asleep {level}")
+    adapters.call("apply", f"asleep {level}", "wait")
     assert [adapters.logprobs(number) for number in (1, 2)] == case.expected[1:]
