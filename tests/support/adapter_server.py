@@ -93,8 +93,9 @@ class AdapterSite:
         }
         return own | self._environment
 
-    def ask(self, server: str, model: str = ADAPTER, tokens: int = TOKENS) -> Response:
-        return self.servers[server].request("POST", "/v1/completions", completion(PROMPT, tokens, model=model))
+    def ask(self, server: str, model: str = ADAPTER, tokens: int = TOKENS, timeout: float = 300) -> Response:
+        body = completion(PROMPT, tokens, model=model)
+        return self.servers[server].request("POST", "/v1/completions", body, timeout)
 
     def answer(self, server: str, model: str = ADAPTER) -> tuple[str, list[int]]:
         """The label and the tokens of an answer."""

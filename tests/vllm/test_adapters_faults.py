@@ -49,7 +49,7 @@ class Client:
     def _run(self) -> None:
         while not self._ended.wait(0.01):
             with contextlib.suppress(OSError, http.client.HTTPException):
-                answer = self.site.ask(SERVER)
+                answer = self.site.ask(SERVER, timeout=10)  # vLLM waits for connections whose requests its engine had
                 tokens = answer.json()["choices"][0]["token_ids"] if answer.status == 200 else []
                 self.answers.append((time.monotonic(), answer.status, str(answer.version), tokens))
 
