@@ -38,7 +38,7 @@ def test_a_schedule_names_the_setting_on_its_first_line(
     monkeypatch.setattr(sys, "argv", ["chaos", "--schedule", "--seed", "1", "--replicas", "3", "--security"])
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "replicas 3, with security, nodes node, far, third"
+    assert lines[0] == "replicas 3, with security, without adapters, nodes node, far, third"
     assert lines[1:] == list(map(str, draw("1/0", 60.0, EVERYTHING)))
 
 

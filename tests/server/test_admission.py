@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.client import errors
 from resharder.client.rpc.channel import Channel
-from resharder.converters.geometry.layout import Box, TensorSpec, full_box
-from resharder.converters.storage.digest import digest
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest_matrices
 from resharder.converters.storage.files import Array
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.server.infra.filesystem import write_zeros
@@ -229,11 +229,11 @@ def test_a_client_whose_model_has_too_many_calls_open_tries_again_and_says_so_wh
 def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, ended = {"noisy": (64, 64), "calm": (32, 32)}, threading.Event()
 
-    def held_up(array: Array, box: Box, shape: tuple[int, ...]) -> int:
-        assert shape != shapes["noisy"] or ended.wait(60)
-        return digest(array, box, shape)
+    def held_up(memory: Array, matrices: Array) -> Array:
+        assert tuple(matrices[0, 1:3]) != shapes["noisy"] or ended.wait(60)
+        return digest_matrices(memory, matrices)
 
-    monkeypatch.setattr("resharder.server.store.digests.digest", held_up)
+    monkeypatch.setattr("resharder.server.store.digests.digest_matrices", held_up)
     with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
         intake = Intake(store, threads=1)
         at_last.callback(ended.set)

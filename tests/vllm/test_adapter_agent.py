@@ -1,19 +1,17 @@
 """What an adapter's agent remembers of versions that it has entered."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import torch
+from resharder.client.inference.engine import SleepState
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import Page
 from resharder.client.inference.worker.adapter_agent import AdapterAgent, Loaded
 
 
 def test_a_number_that_may_have_been_another_versions_resets_caches_even_when_it_is_long_ago(tmp_path: Path) -> None:
-    page, slots, layouts = Page(tmp_path / "page"), None, dict[Any, Any]()
+    page, cuts = Page(tmp_path / "page"), Page(tmp_path / "cuts")
     settings = PluginSettings("127.0.0.1:1", "one.lora", model="lora")
-    agent = AdapterAgent(0, 0, torch.device("cpu"), slots, settings, page, nullcontext, layouts)  # type: ignore[arg-type]
+    agent = AdapterAgent(0, 0, None, settings, page, cuts, SleepState(), None)  # type: ignore[arg-type]
 
     def renumbered(number: int, fingerprint: str) -> bool:
         return agent._renumbered(Loaded(number, fingerprint, 0))

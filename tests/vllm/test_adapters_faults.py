@@ -83,7 +83,7 @@ def test_after_a_worker_was_killed_the_next_life_of_its_server_serves_the_versio
     assert label == f"1;{ADAPTER}={number}"
     assert site.is_right(label, tokens)
     assert sorted(each.name for each in site.operator.servers()) == [f"servers/{SERVER}", f"servers/{SERVER}.{ADAPTER}"]
-    assert len(list(Path("/dev/shm").glob(f"resharder-page-{SERVER}-*"))) == 2
+    assert len(list(Path("/dev/shm").glob(f"resharder-page-{SERVER}-*"))) == 3
     site.servers[SERVER].stop()
 
 
