@@ -108,7 +108,7 @@ class Slots:
 
 
 class EngineCore:
-    """What the plugin's methods of an engine core need of vLLM's."""
+    """The part of vLLM's engine core that the plugin's methods use."""
 
     resharder_fenced, resharder_adapter = engine_core.resharder_fenced, engine_core.resharder_adapter
 

@@ -73,7 +73,7 @@ class Result:
     lag: list[float] = field(default_factory=list)
     """Seconds from `publish` until new requests get the version."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What the worker holds at the end, after the last release."""
+    """The worker's counts at the end, after the last release."""
 
     def growths(self) -> list[Growth]:
         return judge(self.samples)

@@ -13,7 +13,7 @@ _MODULE.mem_get_info = lambda: (0, 0)  # type: ignore[attr-defined]
 
 
 class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
-    """What the engine asks of a platform."""
+    """The attributes of a platform that the engine reads."""
 
     device_name = "cpu"
     vendor_name = "cpu"

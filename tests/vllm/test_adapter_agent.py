@@ -1,4 +1,4 @@
-"""What an adapter's agent remembers of versions that it has entered."""
+"""The fingerprints that an adapter's agent keeps of versions that it has entered."""
 
 from pathlib import Path
 

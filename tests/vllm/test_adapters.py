@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     adapters: Adapters
     expected: list[list[tuple[int, float]]]
-    """By the base, and by each of the adapter's versions."""
+    """The tokens of the base, and of each version of the adapter."""
     versions: list[str]
     base_version: str
     base: Path
