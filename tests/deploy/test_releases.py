@@ -1,16 +1,23 @@
 """The tables of releases of vLLM and megatron-core, and the pages that name them, agree with the results of the tests."""
 
+import ast
 import json
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from resharder.converters.models.megatron.release import TESTED
 
 from tests.support.release_results import MEGATRON, VLLM, Component, Outcome, is_whole, write
 from tools.releases_table import NAMING, files, named, on_cpus, results, table
 
+ROOT = Path(__file__).parents[2]
+PACKAGES = packages_distributions()
 RELEASE = {"vllm": "0.30.0", "python": "3.11.7", "torch": "2.13.0+cpu"}
 
 
@@ -77,3 +84,69 @@ def test_a_release_is_tested_when_every_feature_is_shown_and_nothing_failed(vllm
     assert on_cpus(vllm) == [(0, 30)]
     assert "| 0.31.0 | 3.11 | 2.13.0 | 1/2 **1 failed** | 1 |" in table(vllm)
     assert "| 0.32.0 | 3.11 | 2.13.0 | 1 | – |" in table(vllm)
+
+
+def test_what_tests_of_the_engine_import_is_in_the_venv_of_a_release() -> None:
+    """A release is collected with vLLM, the package and what the Makefile names, not with the `dev` group."""
+    recipe = (ROOT / "Makefile").read_text().partition(".venv-vllm-%/.ready:")[2].partition("\n\n")[0]
+    words = [word.strip("'") for line in recipe.splitlines() for word in line.partition("pip install -q ")[2].split()]
+    wanted = [word.replace("$*", "0").replace(".[", "resharder[") for word in words if word != "-e"]
+    installed = requirements(wanted)
+    tests = ROOT / "tests"
+    collected = [tests / "conftest.py", tests / "vllm" / "conftest.py", *(tests / "vllm").glob("test_*.py")]
+    missing = {
+        f"{module} (by {path.relative_to(ROOT)})"
+        for path in reached(collected)
+        for module in imports(path)
+        if module in PACKAGES and not installed & {canonicalize_name(each) for each in PACKAGES[module]}
+    }
+    assert not missing
+
+
+def requirements(wanted: list[str]) -> set[str]:
+    """Return the distributions that these requirements bring, as installed here."""
+    left, found = list(map(Requirement, wanted)), set[tuple[str, str]]()
+    while left:
+        requirement = left.pop()
+        for extra in ("", *requirement.extras):
+            key = canonicalize_name(requirement.name), extra
+            if key in found:
+                continue
+            found.add(key)
+            with suppress(PackageNotFoundError):
+                needs = map(Requirement, requires(requirement.name) or ())
+                left += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    return {name for name, _ in found}
+
+
+def reached(paths: list[Path]) -> set[Path]:
+    """Return the modules of `tests` and `tools` that these import when they are imported, themselves included."""
+    left, found = list(paths), set[Path]()
+    while left:
+        path = left.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in imports(path, whole=True):
+            if name.split(".")[0] in ("tests", "tools"):
+                base = ROOT / name.replace(".", "/")
+                left += [each for each in (base.with_suffix(".py"), base / "__init__.py") if each.exists()]
+    return found
+
+
+def imports(path: Path, *, whole: bool = False) -> set[str]:
+    """Return the modules that a module names outside its functions and `if TYPE_CHECKING`, or their top-level packages."""
+    names, left = set[str](), list[ast.AST](ast.parse(path.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            left += node.orelse
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            left += ast.iter_child_nodes(node)
+        elif isinstance(node, ast.ClassDef):
+            left += node.body
+    return names if whole else {name.split(".")[0] for name in names}

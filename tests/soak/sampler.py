@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.chaos.system import System
 from tests.soak.verdict import Sample
+
+if TYPE_CHECKING:
+    from tests.chaos.system import System
 
 SHARED_MEMORY = "/dev/shm/"
 RUN = "files of the run"
@@ -26,7 +29,7 @@ _JOURNALS = ("history", "events")
 _SEGMENT = re.compile(rb"(?m)" + re.escape(SHARED_MEMORY.encode()) + rb"[^\n]*")
 
 
-def sample(system: System, versions: int) -> Iterator[Sample]:
+def sample(system: "System", versions: int) -> Iterator[Sample]:
     """Yield a sample of each process of the run, and one of its files. Processes that end meanwhile are left out."""
     held: set[str] = set()
     for name, pid in processes(system):
@@ -35,7 +38,7 @@ def sample(system: System, versions: int) -> Iterator[Sample]:
     yield Sample(RUN, versions, {"processes": len(list(processes(system))), **files(system, held)})
 
 
-def processes(system: System) -> Iterator[tuple[str, int]]:
+def processes(system: "System") -> Iterator[tuple[str, int]]:
     """Yield the name and the id of each process of the daemon, the trainer job and the servers."""
     started = [("daemon", system.daemon.process)]
     started += [("trainer", system.trainer.job.process)] if system.trainer.job else []
@@ -110,7 +113,7 @@ def mappings(pid: int, held: set[str]) -> dict[str, float]:
     return {"mappings": text.count(b"\n")}
 
 
-def files(system: System, held: set[str]) -> dict[str, float]:
+def files(system: "System", held: set[str]) -> dict[str, float]:
     """Return files and bytes of the store, of staging folders, of other mapped files in shared memory, of journals and logs.
 
     Args:
