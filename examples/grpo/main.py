@@ -25,7 +25,7 @@ from examples.grpo.processes import daemon, free_port, process, program, vllm_se
 BASE, ADAPTER = "policy", "policy-lora"
 SERVER_OPTIONS = ["--load-format", "resharder", "--enable-scale-out", "--max-num-seqs", "64", "--served-model-name", "m"]
 """`--enable-scale-out` adds the route that names the version of each token."""
-LORA_OPTIONS = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
+LORA_OPTIONS = ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "16"]
 START_SECONDS, STEP_SECONDS = 500.0, 300.0
 GAIN = 0.2
 console = Console(highlight=False)

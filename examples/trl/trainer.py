@@ -13,7 +13,7 @@ With `--lora`, PEFT trains an adapter, which the server loads beside the base th
     export RESHARDER_ADAPTERS=policy-lora
     resharder import MODEL_DIR --model policy --step 0
 
-and the server also has `--enable-lora --max-loras 2`. TRL's own way merges the adapter into the model, and sends all of it.
+and the server also has `--enable-lora --max-loras 3`. TRL's own way merges the adapter into the model, and sends all of it.
 
 Prints one JSON line for each version.
 """

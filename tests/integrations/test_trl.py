@@ -83,7 +83,7 @@ def test_a_server_generates_for_trl_from_the_versions_of_pefts_adapter(daemon: D
     import_checkpoint(daemon.endpoint, folder, model="trl", step=0)
     common = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "trl", "RESHARDER_ADAPTERS": "trl-lora"}
     options = ["--load-format", "resharder", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    options += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    options += ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
     environment = common | {"VLLM_PLUGINS": "resharder", "VLLM_SERVER_DEV_MODE": "1"}
     with VllmServer(folder, options, environment, port=port) as server:
         program = [sys.executable, str(EXAMPLE), str(folder), "--server", f"http://127.0.0.1:{port}", "--steps", "3", "--lora"]

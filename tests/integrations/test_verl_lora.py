@@ -48,7 +48,7 @@ def test_servers_load_every_adapter_of_verls_fsdp_engine_beside_its_base(daemon:
         "RESHARDER_ADAPTERS": "verl-lora",
         "VLLM_PLUGINS": "resharder",
     }
-    options = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    options = ["--load-format", "resharder", "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
     ranks = [
         "-m",
         "torch.distributed.run",

@@ -9,7 +9,7 @@ from resharder.client.inference.worker.adapter_agent import adapter_id
 from tests.support.adapters import RANK
 from tests.support.vllm_engine import PROMPT, Engine
 
-LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "dtype": "float32"}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 4, "max_lora_rank": RANK, "dtype": "float32"}
 
 
 class Adapters:

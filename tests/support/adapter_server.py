@@ -112,7 +112,12 @@ class AdapterSite:
         return [found.get(f"servers/{name}.{adapter}", 0) for name in self.servers]
 
     def wait_versions(self, *versions: int, adapter: str = ADAPTER, timeout: float = 60) -> None:
+        """Wait until the servers serve these versions of an adapter, and each its base."""
         wait_until(lambda: self.versions(adapter) == list(versions), f"{adapter} is at {versions}", timeout)
+        wait_until(lambda: all(self._serves(name) for name in self.servers), "the base is served", timeout)
+
+    def _serves(self, server: str) -> bool:
+        return self.operator.server(server).state == Server.State.SERVING
 
     def publish(self, *which: int, adapter: str = ADAPTER) -> int:
         """Publish some of the three adapters as versions, and return the number of the last one."""

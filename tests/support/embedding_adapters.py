@@ -24,7 +24,7 @@ def main() -> None:
 async def follow(folder: Path, model: str) -> None:
     from resharder.client.inference.vllm.attach import attach
 
-    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,

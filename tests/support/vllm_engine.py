@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +77,14 @@ class Engine:
         self, prompt: list[int], tokens: int = 8, adapter: Path | tuple[str, int, int] | None = None
     ) -> list[tuple[int, float]]:
         """(token, logprob) of a greedy continuation, by an adapter if one is given: a folder, or (model, id, version)."""
-        return self._ask("logprobs", prompt, tokens, adapter)
+        (answer,) = self._ask("logprobs", prompt, tokens, [adapter])
+        return answer
+
+    def logprobs_together(
+        self, prompt: list[int], tokens: int, adapters: Sequence[Path | tuple[str, int, int] | None]
+    ) -> list[list[tuple[int, float]]]:
+        """`logprobs` of requests that are computed in the same steps, one for each adapter; None is the base."""
+        return self._ask("logprobs", prompt, tokens, list(adapters))
 
     def add_adapter(self, folder: Path) -> bool:
         """Whether vLLM's own loader took the adapter of a folder into a slot."""
@@ -179,7 +186,7 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     pipe.send((True, None))
     acts: dict[str, Callable[..., Any]] = {
         "rpc": lambda method, args: engine.collective_rpc(method, args=args),
-        "logprobs": lambda prompt, tokens, adapter: _logprobs(engine, prompt, tokens, adapter),
+        "logprobs": lambda prompt, tokens, adapters: _logprobs(engine, prompt, tokens, adapters),
         "add_adapter": lambda folder: engine.llm_engine.add_lora(_request(folder)),
         "weight_versions": lambda prompt, tokens: _weight_versions(engine, prompt, tokens),
         "core": lambda method, args: getattr(engine.llm_engine.engine_core.engine_core, method)(*args),
@@ -211,15 +218,15 @@ def _request(adapter: Path | tuple[str, int, int]) -> Any:
     return LoRARequest(adapter.name, zlib.crc32(str(adapter).encode()), str(adapter))
 
 
-def _logprobs(engine: Any, prompt: list[int], tokens: int, adapter: Any = None) -> list[tuple[int, float]]:
+def _logprobs(engine: Any, prompt: list[int], tokens: int, adapters: Sequence[Any]) -> list[list[tuple[int, float]]]:
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
     settings = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True)
-    request = _request(adapter) if adapter else None
-    (output,) = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False, lora_request=request)
-    answer = output.outputs[0]
-    return [(token, found[token].logprob) for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
+    requests = [_request(adapter) if adapter else None for adapter in adapters]
+    prompts = [{"prompt_token_ids": prompt}] * len(requests)
+    answers = [each.outputs[0] for each in engine.generate(prompts, settings, use_tqdm=False, lora_request=requests)]
+    return [[(token, found[token].logprob) for token, found in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
 
 
 def _weight_versions(engine: Any, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ import vllm
 from packaging.version import Version
 from resharder.client.inference.engine import KV_CACHE, WEIGHTS
 from resharder.client.inference.vllm.worker_rpc import adapter_agents
-from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS
+from resharder.client.inference.worker.adapter_agent import GRACE_SECONDS, adapter_id
 from resharder.client.inference.worker.slot_copy import SlotCopy
 
 from tests.support.adapter_engine import LORA, Adapters
@@ -36,6 +36,11 @@ class Case(NamedTuple):
     base_version: str
     base: Path
     folders: list[Path]
+
+
+def tokens(answer: list[tuple[int, float]]) -> list[int]:
+    """Without logprobs, whose last bits depend on the other requests of a batch."""
+    return [token for token, _ in answer]
 
 
 TP2 = {"tensor_parallel_size": 2}
@@ -205,3 +210,38 @@ def test_a_server_that_falls_asleep_while_a_version_is_written_keeps_it_whole(ca
         assert adapters.engine.install(case.base_version, "base again")["ok"]
     adapters.call("apply", f"asleep {level}", "wait")
     assert [adapters.logprobs(number) for number in (1, 2)] == case.expected[1:]
+
+
+def take(worker: Any, but: int) -> None:
+    """Have no free slot but one. Runs in the worker."""
+    ids = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
+    ids[:] = [id if id is not None or slot == but else -1 - slot for slot, id in enumerate(ids)]
+
+
+def slot_of(worker: Any, number: int) -> int:
+    ids = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
+    return int(ids.index(adapter_id(0, number)))
+
+
+def give_back(worker: Any) -> None:
+    ids = worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
+    ids[:] = [id if id is None or id > 0 else None for id in ids]
+
+
+@pytest.mark.parametrize("slot", range(LORA["max_loras"]))
+def test_requests_without_an_adapter_get_the_base_whatever_slot_the_adapter_beside_them_has(case: Case, slot: int) -> None:
+    adapters, expected = case.adapters, case.expected
+    adapters.install(f"before {slot}", case.versions[0])
+    time.sleep(GRACE_SECONDS)
+    adapters.call("release")
+    adapters.engine.rpc(take, slot)
+    try:
+        if not all(answer["ok"] for answer in adapters.call("stage", f"slot {slot}", case.versions[1])):
+            assert slot in (adapters.engine.rpc(slot_of, 1)[0], LORA["max_loras"] - 1), "CPUs have one less than vLLM"
+            return
+        adapters.install(f"slot {slot}", case.versions[1])
+        requests = [None, *((adapters.model, adapter_id(0, number), number) for number in (1, 2))]
+        found = adapters.engine.logprobs_together(PROMPT, 8, requests)
+    finally:
+        adapters.engine.rpc(give_back)
+    assert [tokens(each) for each in found] == [tokens(each) for each in expected]

@@ -20,7 +20,7 @@ AT_ONCE = UpdateStrategy(kind=UpdateStrategy.Kind.ALL_AT_ONCE)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterSite]:
     folder = tmp_path_factory.mktemp("fleets")
-    with AdapterSite(folder, adapters=f"{ADAPTER},{SECOND}:night", targets=ATTENTION, args=["--max-loras", "3"]) as running:
+    with AdapterSite(folder, adapters=f"{ADAPTER},{SECOND}:night", targets=ATTENTION, args=["--max-loras", "4"]) as running:
         for name in BOTH:
             running.serve(name)
         yield running

@@ -70,7 +70,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "PYTHONPATH": os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")]),
             "VLLM_SERVER_DEV_MODE": "1",
         }
-        args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
+        args = ["--load-format", "resharder", "--enable-lora", "--max-loras", "3", "--max-lora-rank", str(RANK)]
         with VllmServer(without_weights(base, folder / "bare"), args=args, env=environment) as server:
             yield Scene(daemon, server, base, other, adapters, folder / "hand")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import UsageError
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm import refusals, register
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from vllm.config.load import LoadConfig
@@ -149,3 +150,17 @@ def test_a_grpc_server_is_refused_however_it_was_asked_for(monkeypatch: pytest.M
     program.__spec__ = importlib.machinery.ModuleSpec(name, None)
     monkeypatch.setitem(sys.modules, "__main__", program)
     assert "the gRPC server" in refused_start(monkeypatch)
+
+
+@pytest.mark.parametrize(("device_type", "needed"), [("cuda", 3), ("cpu", 4)])
+def test_a_server_needs_a_slot_for_each_adapter_and_one_for_the_next_version(device_type: str, needed: int) -> None:
+    environment = {"RESHARDER_ENDPOINT": "daemon:7677", "RESHARDER_MODEL": "policy", "RESHARDER_SERVER_ID": "one"}
+    settings = PluginSettings.from_environment(environment | {"RESHARDER_ADAPTERS": "first,second"})
+
+    def with_slots(number: int) -> SimpleNamespace:
+        slots = SimpleNamespace(max_loras=number)
+        return SimpleNamespace(lora_config=slots, device_config=SimpleNamespace(device_type=device_type))
+
+    refusals.refuse_adapters(with_slots(needed), settings)
+    with pytest.raises(UsageError, match=rf"2 adapters need {needed} slots.*--max-loras {needed} \(got {needed - 1}\)"):
+        refusals.refuse_adapters(with_slots(needed - 1), settings)

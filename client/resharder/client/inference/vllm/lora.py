@@ -33,7 +33,7 @@ class LoraSlots:
 
     def __init__(self, manager: Any, pipelined: bool, requests: Mapping[str, Any]) -> None:
         self._worker_manager, self._manager, self._pipelined = manager, manager._adapter_manager, pipelined
-        self._requests = requests
+        self._requests, self._device_type = requests, torch.device(manager.device).type
 
     @classmethod
     def of_worker(cls, worker: Any) -> "LoraSlots":
@@ -102,7 +102,8 @@ class LoraSlots:
     def reserve(self, id: int) -> int | None:
         """Give a slot to an adapter, and return the slot's number; None if no slot is free. Called on the engine's thread."""
         manager = self._manager
-        slot = next((slot for slot, taken in enumerate(self.ids) if taken is None), None)
+        slots = range(len(self.ids) - unused_slots(self._device_type))
+        slot = next((slot for slot in slots if self.ids[slot] is None), None)
         if slot is None:
             return None
         self.ids[slot] = id
@@ -112,8 +113,9 @@ class LoraSlots:
 
     def full(self) -> str:
         """Return why no slot is free, and what to do."""
+        usable = len(self.ids) - unused_slots(self._device_type)
         return (
-            f"all {len(self.ids)} slots for adapters are in use, and a new version needs one beside its predecessor's: start "
+            f"all {usable} slots for adapters are in use, and a new version needs one beside its predecessor's: start "
             f"vLLM with --max-loras {len(self.ids) + 1}, or wait until the requests of older versions have ended"
         )
 
@@ -255,6 +257,15 @@ class LoraSlots:
         from vllm.lora.lora_model import _is_remote_expert_key
 
         return {name: tensor for name, tensor in found.items() if not _is_remote_expert_key(name, spec)}
+
+
+def unused_slots(device_type: str) -> int:
+    """Return how many slots take no adapter on a type of device, such as "cuda".
+
+    On CPUs the last slot stays empty: vLLM gives a token without an adapter the index -1, and its CPU kernels, which index by it
+    (`lora/ops/torch_ops`), compute the token with the adapter in that slot (vllm-project/vllm#48421, open at 0.33).
+    """
+    return 1 if device_type == "cpu" else 0
 
 
 def _parsed(name: str, mapper: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.drafters import foreign_drafter
+from resharder.client.inference.vllm.lora import unused_slots
 from resharder.client.settings import ADAPTERS, VLLM_RUNTIME_LORA, VLLM_RUST_FRONTEND
 
 _GRPC_SERVERS = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
@@ -39,10 +40,12 @@ def refuse_adapters(vllm_config: Any, settings: PluginSettings) -> None:
     lora = vllm_config.lora_config
     if lora is None:
         raise UsageError(f"{ADAPTERS.name} names adapters, and this server takes none: start vLLM with --enable-lora")
-    needed = len(settings.adapters) + 1
+    unused = unused_slots(vllm_config.device_config.device_type)
+    needed = len(settings.adapters) + 1 + unused
     if lora.max_loras < needed:
+        more = ", and one that stays empty, as vLLM computes with it for requests without an adapter on CPUs" if unused else ""
         raise UsageError(
-            f"{len(settings.adapters)} adapters need {needed} slots, one for the next version of any: start vLLM with "
+            f"{len(settings.adapters)} adapters need {needed} slots, one for the next version of any{more}: start vLLM with "
             f"--max-loras {needed} (got {lora.max_loras})"
         )
     if VLLM_RUNTIME_LORA.text().strip().lower() in ("1", "true"):
