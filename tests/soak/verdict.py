@@ -26,7 +26,7 @@ BOUNDS: Mapping[str, float] = {
     "store files": 8, "store bytes": 16 * MIB, "staging files": 8, "staging bytes": 16 * MIB,
     "held files": 8, "held bytes": 16 * MIB, "fleets bytes": 0.25 * MIB,
     "history bytes": inf, "events bytes": inf, "log bytes": 8 * MIB, "metrics bytes": 4096,
-    "slots": 1, "active": 1, "registered": 1, "pinned": 1, "loaded": 1, "layouts": 1, "known": inf,
+    "slots": 1, "active": 1, "registered": 1, "pinned": 1, "loaded": 1, "kinds": 1, "known": inf,
 }  # fmt: skip
 """Growth in 1,000 versions that each measure may have: bytes, or a count.
 

@@ -50,8 +50,8 @@ async def follow(folder: Path, model: str) -> None:
             await asyncio.sleep(0.05)
         with handle.answering() as found:
             tokens = await greedy(engine, request["prompt"], request["tokens"], adapter.request())
-        labels = [*map(str, found.versions), *found.adapters]
-        answer(folder, number, {"early": early, "version": adapter.version, "labels": labels, "tokens": tokens})
+        label = str(found.label)
+        answer(folder, number, {"early": early, "version": adapter.version, "label": label, "tokens": tokens})
     handle.close()
     engine.shutdown()
 

@@ -32,5 +32,5 @@ def test_the_handle_of_an_embedded_engine_gives_requests_of_the_version_in_servi
         finally:
             process.kill()
     assert {each["early"] for each in found} == {f"no version of {ADAPTER}"}
-    assert [each["labels"] for each in found] == [["1", f"{ADAPTER}={number}"] for number in (1, 2, 3)]
+    assert [each["label"] for each in found] == [f"1;{ADAPTER}={number}" for number in (1, 2, 3)]
     assert [each["tokens"] for each in found] == site.expected

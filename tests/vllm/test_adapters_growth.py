@@ -21,7 +21,7 @@ def test_a_thousand_versions_of_an_adapter_leave_nothing(tmp_path: Path) -> None
 
 def test_versions_of_several_adapters_at_a_time_are_told_apart(tmp_path: Path) -> None:
     with Load(tmp_path, adapters=8, every=1, spare=2) as load:
-        result = load.run(seconds=40, period=1)
+        result = load.run(seconds=80, period=1)
     assert result.problems == []
     assert result.refused == {}
     assert verdict(result.growths()) == []

@@ -38,5 +38,5 @@ def counts(manager, agents):  # type: ignore[no-untyped-def]
         "pinned": len(manager._registered_adapters.pinned_items) + len(manager._active_adapters.pinned_items),
         "loaded": sum(len(agent._loaded) for agent in agents),
         "known": sum(len(agent._known) for agent in agents),
-        "layouts": len(next(iter(agents))._layouts),
+        "kinds": len(next(iter(agents))._writer._kinds),
     }
