@@ -19,14 +19,16 @@ from tests.support.direct_hosts import HostServer, HostTrainer
 from tests.support.namespaces import Hosts, unavailable
 from tests.support.observing import wait_serving, wait_until
 from tests.support.remote import Remote
+from tests.support.secure import Authority, SecureDaemon
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-SECONDS = 6.0  # the daemon's bound on a transfer
+SECONDS = 10.0  # the daemon's bound on a transfer
 TRAINER, SERVER = 0, 1  # hosts
 STORAGE = "10.255.0.1"  # address of the trainer's host that leads nowhere
 
 
+ROLES = {"dns:trainer.test": ["publisher:policy"], "dns:server.test": ["server:policy"], "dns:probe.test": ["viewer"]}
 OVER = {
     "gloo": {"RESHARDER_NIXL": "off"},
     "nixl": {"UCX_TLS": "tcp"},  # UCX would find out that the hosts are one
@@ -43,15 +45,15 @@ class Site:
     trainer: Remote = field(init=False)
     server: Remote = field(init=False)
     stack: ExitStack = field(default_factory=ExitStack)
+    authority: Authority | None = None
 
     @property
     def served(self) -> Path:
         return self.folder / "served"
 
     def start_trainer(self, job: str) -> None:
-        self.trainer = Remote(
-            HostTrainer, self.daemon.endpoint, environment=OVER[self.way], namespace=self.hosts.namespace(TRAINER)
-        )
+        environment = OVER[self.way] | self.tls("trainer.test")
+        self.trainer = Remote(HostTrainer, self.daemon.endpoint, environment=environment, namespace=self.hosts.namespace(TRAINER))
         self.stack.callback(self.trainer.close)
         self.trainer.call("register", job, "auto", True)
 
@@ -62,10 +64,14 @@ class Site:
             "RESHARDER_SERVER_ID": name,
             "RESHARDER_PAGE": str(self.folder / f"page-{name}"),
             **OVER[self.way],
+            **self.tls("server.test"),
         }
         self.server = Remote(HostServer, str(self.served), environment=environment, namespace=self.hosts.namespace(SERVER))
         self.stack.callback(self.server.close)
         return int(self.server.call("boot"))
+
+    def tls(self, name: str) -> dict[str, str]:
+        return self.authority.environment(name) if self.authority is not None else {}
 
     def publish(self, step: int) -> resources_pb2.Server:
         """Publish, and return the server once it serves the version."""
@@ -87,17 +93,20 @@ class Site:
 
 
 @contextmanager
-def site_over(way: str, folder: Path) -> Iterator[Site]:
-    """A site whose server has booted version 1, of step 1."""
+def site_over(way: str, folder: Path, authority: Authority | None = None, **options: object) -> Iterator[Site]:
+    """A site whose server has booted version 1, of step 1. With an `authority`, the daemon has security."""
     if way == "nixl" and (why := nixl_agent.unavailable()):
         pytest.skip(why)
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2, rate="50mbit"))
         hosts.add_interface(TRAINER, "storage0", STORAGE)
-        made = Daemon(
-            host=hosts.address, insecure=True, shared_memory=False, direct_seconds=SECONDS, log_format="json", lease_seconds=10
-        )
-        site = Site(way, hosts, stack.enter_context(made), folder, stack=stack)
+        options |= {"shared_memory": False, "direct_seconds": SECONDS, "log_format": "json", "lease_seconds": 10}
+        if authority is None:
+            made = Daemon(host=hosts.address, insecure=True, **options)
+        else:
+            authority.issue("daemon", hosts.address)
+            made = SecureDaemon(authority, ROLES, host=hosts.address, **options)
+        site = Site(way, hosts, stack.enter_context(made), folder, stack=stack, authority=authority)
         site.start_trainer("job")
         site.trainer.call("publish", 1)
         assert site.start_server("one") == 1
@@ -144,7 +153,7 @@ def test_over_nixl_a_killed_rank_costs_the_bound_and_the_next_one_is_read_again(
             server = wait_serving(site.daemon, 3, SECONDS + 60)
         assert not server.workers[0].path
         site.start_trainer("another")
-        assert site.path(4) in ("", "nixl")  # the first after a failure may be too early for an attempt
+        assert site.path(4) == "nixl", site.events("direct_failed")
         assert site.wrong() == []
 
 
@@ -163,6 +172,15 @@ def test_over_nixl_a_killed_worker_holds_the_rank_no_longer_than_the_bound(tmp_p
             assert publishing.result() == 3
         assert site.start_server("two") == 3
         assert site.path(4) == "nixl", site.events("direct_failed")
+        assert site.wrong() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("trusted", "path"), [(False, "gloo"), (True, "nixl")])
+def test_with_security_nixl_is_used_only_if_the_operator_trusts_the_network(tmp_path: Path, trusted: bool, path: str) -> None:
+    authority = Authority(tmp_path / "authority")
+    with site_over("nixl", tmp_path, authority, direct_trusted_fabric=trusted) as site:
+        assert site.path(2) == path, site.events("direct_failed")
         assert site.wrong() == []
 
 

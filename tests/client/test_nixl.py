@@ -14,6 +14,7 @@ from resharder.client.direct import nixl_agent
 from resharder.client.direct.base import DirectFailed, Exchange, JoinedGroup, PeerMessage
 from resharder.client.direct.boxes import merge_boxes, merge_ranges
 from resharder.client.direct.nixl_group import NixlGroup
+from resharder.client.direct.peer_memory import meeting
 from resharder.client.direct.peer_memory.meeting import Place, path_between
 from torch.distributed import HashStore
 
@@ -188,6 +189,14 @@ def test_a_peer_that_does_not_come_is_named() -> None:
 
 
 @needs_nixl
+def test_ucx_that_does_not_start_is_said_with_the_variables_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "absent0")
+    with pytest.raises(DirectFailed, match=r"UCX does not start, .* look at UCX_TLS and UCX_NET_DEVICES"):
+        nixl_agent.NixlAgent("alone", CPU)
+
+
+@needs_nixl
 def test_an_idle_agent_leaves_the_processor_alone(groups: list[NixlGroup]) -> None:
     began = time.process_time()
     time.sleep(1.0)
@@ -235,3 +244,16 @@ def test_joined_groups_take_the_messages_of_their_own_peers_and_fail_together() 
         joined.post(sends, [], 0.0)
     joined.abort("over")
     assert one.why == other.why == "over"
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed", "used", "warned"),
+    [("", True, True, False), ("off", True, False, False), ("on", False, False, True), ("", False, False, False)],
+)
+def test_nixl_is_refused_by_either_and_a_user_who_names_it_is_told(
+    setting: str, allowed: bool, used: bool, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RESHARDER_NIXL", setting)
+    monkeypatch.setattr(nixl_agent, "unavailable", lambda: "")
+    assert meeting.may_use_nixl(allowed) is used
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

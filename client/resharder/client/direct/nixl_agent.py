@@ -177,7 +177,10 @@ def _started(name: str) -> tuple[Any, Any]:
     config.useProgThread, config.pthrDelay = True, _POLL_MICROSECONDS
     agent = nixl.nixlAgent(name, config)
     options, _ = agent.getPluginParams(_BACKEND)
-    return agent, agent.createBackend(_BACKEND, options)
+    try:
+        return agent, agent.createBackend(_BACKEND, options)
+    except nixl.nixlBackendError as error:
+        raise RuntimeError("UCX does not start, its own lines before say why: look at UCX_TLS and UCX_NET_DEVICES") from error
 
 
 def _has_ended(state: Any) -> bool:

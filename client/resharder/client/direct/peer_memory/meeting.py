@@ -95,10 +95,9 @@ def meet(
     deadline, found = time.monotonic() + timeout, PeerPairs()
     pairs = {pair for pair in zip(copies.source.tolist(), copies.target.tolist(), strict=True) if pair[0] != pair[1]}
     readers, owners = ({pair[1 - i] for pair in pairs if pair[i] == rank} for i in (0, 1))
-    setting = NIXL.read()
-    nixl = setting != "off" and _has_nixl(nixl, setting == "on")
+    nixl = may_use_nixl(nixl)
     name, token = f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16)
-    own = Place(_host(), _identity(device), wanted(device), name, token, nixl, nixl and setting == "on")
+    own = Place(_host(), _identity(device), wanted(device), name, token, nixl, nixl and NIXL.read() == "on")
     with socket.socket(socket.AF_UNIX) as listening:
         if own.shares and readers:
             listening.bind("\0" + own.socket)
@@ -132,11 +131,16 @@ def meet(
     return found
 
 
-def _has_nixl(allowed: bool, named: bool) -> bool:
-    """Return whether this process may use NIXL; log why it may not, as a warning if its user has `named` it."""
+def may_use_nixl(allowed: bool) -> bool:
+    """Return whether this process has NIXL and may use it, where the daemon has `allowed` it.
+
+    What hinders it is logged, as a warning if RESHARDER_NIXL=on asks for it.
+    """
+    if (setting := NIXL.read()) == "off":
+        return False
     why = nixl_agent.unavailable() if allowed else "the daemon has security, and not direct_trusted_fabric"
     if why:
-        logger.log(logging.WARNING if named else logging.DEBUG, "NIXL is not used: %s", why)
+        logger.log(logging.WARNING if setting else logging.DEBUG, "NIXL is not used: %s", why)
     return not why
 
 
