@@ -172,6 +172,7 @@ def test_a_group_that_another_thread_aborts_says_why_and_one_that_is_closed_is_o
     with pytest.raises(DirectFailed, match="the daemon said so"):
         work.wait(time.monotonic() + BOUND)
     groups[0].close()
+    groups[0].release()  # it has no memory any more
     with pytest.raises(DirectFailed, match="the group is closed"):
         groups[0].prepare([])
 

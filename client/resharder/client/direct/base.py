@@ -76,7 +76,7 @@ class DirectGroup(Protocol):
         """
 
     def release(self) -> None:
-        """Hold no memory of messages until the next `prepare`, between transfers: it may be freed. Raises DirectFailed."""
+        """Hold no memory of messages until the next `prepare`, between transfers: it may be freed."""
 
     def check(self) -> None:
         """Raise DirectFailed if the group was aborted or is known to have lost a member."""
@@ -130,7 +130,7 @@ class JoinedGroup(DirectGroup):
         return {peer for peers in self._groups.values() for peer in peers}
 
     def release(self) -> None:
-        """Have no group hold memory. Raises DirectFailed."""
+        """Have no group hold memory."""
         for group in self._groups:
             group.release()
 

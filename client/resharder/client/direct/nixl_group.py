@@ -226,9 +226,12 @@ class NixlGroup:
         self._agent.send(peer.name, _message(kind, data, **fields))
 
     def release(self) -> None:
-        """Give back all registered memory, which the next `prepare` registers again. Raises DirectFailed."""
-        self.check()
-        self._agent.deregister()
+        """Give back all registered memory, which the next `prepare` registers again; if that fails, with the whole agent."""
+        try:
+            self._agent.deregister()
+        except DirectFailed as error:
+            self.abort(str(error))
+            self.close()
         self._rounds = None
         for peer in self._peers.values():
             peer.prepared = 0
