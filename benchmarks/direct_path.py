@@ -6,7 +6,9 @@ worker's bytes divided by the rate of plain sends of the same group, in the same
 
 `--half`: on two GPUs, only the first sender's part of the first receiver's memory. `--sweep`: more parameters, and plain messages
 of many sizes. `--recorded`: layouts recorded from Megatron and vLLM, which takes minutes and gives those of `direct_layouts`.
-`--faults`: without measurements, kill and suspend members. `--cpu-tiny`: the same with gloo.
+`--faults`: without measurements, kill and suspend members. `--cpu-tiny`: the same with gloo. `--cpu`: with gloo in the shape of
+Qwen3-0.6B. `--links`: peer memory and NIXL too, in the same run; with `--half`, between two GPUs. NIXL's transports are those of
+UCX_TLS, as cuda_ipc,cuda_copy,tcp.
 """
 
 import argparse
@@ -35,11 +37,16 @@ STAGING = 1024 * MIB  # the daemon's `direct_staging_bytes`
 GPU_WAYS = (Way(DIRECT_BYTES, STAGING), Way(DIRECT_BYTES, STAGING // 2), Way(None, STAGING), Way(None, STAGING // 2))
 GPU_SWEEP = tuple(Way(runs, STAGING // k) for runs in (DIRECT_BYTES, 64 * MIB, None) for k in (1, 2, 4))
 GPU_SIZES = tuple(size * MIB for size in (4, 16, 64, 128, 256, 512))
+LINKS = (
+    Way(DIRECT_BYTES, STAGING, "peer-memory"),
+    *(Way(runs, STAGING, "nixl") for runs in (DIRECT_BYTES, 4 * MIB, MIB, MIB // 4)),
+)
 CPU_WAYS = (Way(1 << 17, 2 * MIB), Way(1 << 14, 4 * MIB), Way(None, 4 * MIB))
 GPU_JOBS = (
     Job("Qwen3-8B", shapes.QWEN3_8B, GPU_WAYS, 4 << 30),
     Job("Qwen3-30B-A3B", shapes.QWEN3_30B_A3B, GPU_WAYS, 4 << 30),
 )
+CPU_JOB = Job("Qwen3-0.6B", shapes.QWEN3_0_6B, (Way(DIRECT_BYTES, STAGING // 4),), 256 * MIB)
 CPU_JOBS = (Job("tiny dense", DENSE, CPU_WAYS, MIB), Job("tiny experts", EXPERTS, CPU_WAYS, MIB))
 
 
@@ -137,6 +144,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="bound on the measurements of a shape")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cpu-tiny", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="on CPUs, in the shape of a small model")
+    parser.add_argument("--links", action="store_true", help="measure peer memory and NIXL too")
     parser.add_argument("--half", action="store_true", help="one sender and one receiver of the two, on two GPUs")
     parser.add_argument("--sweep", action="store_true", help="try more ways")
     parser.add_argument("--faults", action="store_true", help="what becomes of a group whose members are killed or sleep")
@@ -144,10 +153,14 @@ def main() -> None:
     parser.add_argument("--only", help="the name of a shape")
     parser.add_argument("--peer", action="store_true", help="measure vLLM's own transfer in the same run, on three of the GPUs")
     arguments = parser.parse_args()
-    every, rows = CPU_JOBS if arguments.cpu_tiny else GPU_JOBS, list[Row]()
+    on_cpu = (CPU_JOB,) if arguments.cpu else CPU_JOBS
+    arguments.cpu_tiny |= arguments.cpu
+    every, rows = on_cpu if arguments.cpu_tiny else GPU_JOBS, list[Row]()
     jobs = [job for job in every if not arguments.faults and arguments.only in (None, job.name)]
     if arguments.sweep and not arguments.cpu_tiny:
         jobs = [job._replace(ways=GPU_SWEEP, sizes=GPU_SIZES) for job in jobs]
+    if arguments.links:
+        jobs = [job._replace(ways=(*job.ways[:1], *(way._replace(staging=job.ways[0].staging) for way in LINKS))) for job in jobs]
     for job in jobs:
         peer = vllm_transfer.measure(job.name) if arguments.peer else None
         rows += report(job, dict(processes(job, measuring, arguments, arguments.seconds)), peer)

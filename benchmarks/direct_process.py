@@ -9,7 +9,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage
+from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup, PeerMessage
+from resharder.client.direct.nixl_group import NixlGroup
+from resharder.client.direct.peer_memory.meeting import meet
+from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.digest import Digester
@@ -19,7 +22,7 @@ from resharder.converters.geometry.layout import Layout, Piece
 from resharder.converters.models.replicas import held_digests
 from resharder.converters.models.tensor_io import view_of
 from resharder.converters.storage.digest import digest_torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.direct_layouts import memory_of
 from tests.support.late_group import DelayedGroup
@@ -33,15 +36,19 @@ Took = list[tuple[float, float, Any]]  # (begin, end, what was said) of each rou
 class Way(NamedTuple):
     """Parameters of a transfer.
 
-    The shortest run that is sent from memory to memory (None: all runs are packed), and the memory for packing and unpacking.
+    The shortest run that is sent from memory to memory (None: all runs are packed), the memory for packing and unpacking, and
+    the kind of link: "nixl", "peer-memory", or empty for NCCL or gloo.
     """
 
     direct_bytes: int | None
     staging: int
+    link: str = ""
 
     def __str__(self) -> str:
+        if self.link == "peer-memory":
+            return self.link
         runs = "all packed" if self.direct_bytes is None else f"runs from {self.direct_bytes / MIB:g} MiB"
-        return f"{runs}, staging {self.staging / MIB:g} MiB"
+        return f"{self.link and f'{self.link}, '}{runs}, staging {self.staging / MIB:g} MiB"
 
 
 class Job(NamedTuple):
@@ -139,13 +146,31 @@ class Process:
 
     def transfer(self, way: Way, group: DirectGroup) -> Transfer:
         shortest = 1 << 62 if way.direct_bytes is None else way.direct_bytes
-        found = schedule(self.place.part, self.rank, quota_of(*self.place.most, way.staging), shortest)
-        transfer = Transfer(found, group, self.device)
+        pairs = PeerPairs()
+        if way.link:
+            group = self.linked(way, pairs)
+        found = schedule(pairs.rest(self.place.part), self.rank, quota_of(*self.place.most, way.staging), shortest)
+        transfer = Transfer(found, group, self.device, None, pairs)
         for what in ("prepared", "prepared again"):
             begin = time.monotonic()
             transfer.prepare(*((self.tensors, {}) if self.place.sends else ({}, self.tensors)))
             self.facts[what] = time.monotonic() - begin
         return transfer
+
+    def linked(self, way: Way, pairs: PeerPairs) -> DirectGroup:
+        """Form a group of this way's own link; over peer memory, fill `pairs`. Raises DirectFailed if a pair does not share."""
+        store, prefix = PrefixStore(f"of {way}", self.store), f"{self.place.port} {way}"
+        peers = {*self.place.part.source.tolist(), *self.place.part.target.tolist()} - {self.rank}
+        if way.link == "nixl":
+            return NixlGroup(store, prefix, self.rank, peers, self.device, TIMEOUT)
+        os.environ |= {"RESHARDER_NIXL": "off", "RESHARDER_PEER_MEMORY": "cpu" if self.place.cpu else ""}
+        sources = self.tensors if self.place.sends else {}
+        found = meet(store, self.rank, self.place.part, self.device, sources, TIMEOUT)
+        pairs.owners.update(found.owners)
+        pairs.readers.update(found.readers)
+        if missing := peers - {*found.owners, *found.readers}:
+            raise DirectFailed(f"rank {self.rank} shares no memory with ranks {sorted(missing)}")
+        return JoinedGroup(self.rank)
 
     def timed(self, name: str, work: Any, rounds: int, warm_up: int = 2) -> Took:
         found = []
@@ -202,6 +227,8 @@ class Process:
         elif not self.place.sends:
             wrong = sum(found != wanted for found, wanted in zip(self.digests(self.proof()), held, strict=True))
         took = self.timed(str(way), lambda: transfer.run(TIMEOUT), rounds)
+        if way.link:
+            transfer.close()
         s = transfer.schedule
         return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
 

@@ -23,7 +23,8 @@ class TrainerJob:
     """Running trainer job, a context manager. Its output is in FOLDER/trainer.log.
 
     `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`. `forked`: the ranks import nothing, and
-    share the order of their sets, as ranks of a job do not. `hidden`: folders that are empty to them then.
+    share the order of their sets, as ranks of a job do not. `hidden`: folders that are empty to them then. `within`: a command
+    that runs the others, as on a host of their own.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class TrainerJob:
         *,
         forked: bool = False,
         hidden: Sequence[Path] = (),
+        within: Sequence[str] = (),
     ) -> None:
         self._log_path = folder / "trainer.log"
         environment = os.environ | _ON_IMPORT
@@ -49,7 +51,11 @@ class TrainerJob:
                 self.process = start("tests.support.torchrun", environment, log, arguments=[str(ranks), *arguments], **options)
             else:
                 self.process = subprocess.Popen(
-                    [*torchrun, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    [*within, *torchrun, *arguments],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
                 )
         self.requests = Requests(folder, lambda: self.process.poll() is None)
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, NoGroup
+from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup
 from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
@@ -105,7 +105,7 @@ class Process:
         pairs = meet(PrefixStore(act, self.store), self.rank, own, CPU, sources, LONG)
         rest = pairs.rest(own)
         peers = {*rest.source.tolist(), *rest.target.tolist()} - {self.rank}
-        group = self.group(act, peers=peers) if peers else NoGroup(self.rank)
+        group = self.group(act, peers=peers) if peers else JoinedGroup(self.rank)
         if peers:
             connect(group, CPU, *(sorted(peers), []) if sends else ([], sorted(peers)), LONG)
         quota = quota_of(copies.most_peers, copies.most_made, STAGING * copies.most_peers)
@@ -131,7 +131,7 @@ class Process:
         own, sends = copies.of(self.rank), self.rank < 2
         tensors = filled(layout, 1 if sends else None)
         pairs = meet(PrefixStore(act, self.store), self.rank, own, CPU, tensors if sends else {}, LONG)
-        group = NoGroup(self.rank)
+        group = JoinedGroup(self.rank)
         transfer = Transfer(schedule(pairs.rest(own), self.rank, ALIGN), group, CPU, None, pairs)
         transfer.prepare(*((tensors, {}) if sends else ({}, tensors)))
         self.store.set(f"{act}/there {self.rank}", "yes")

@@ -59,3 +59,15 @@ def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pyt
     assert not receiver.receive(memory, {}, "i-1", [])
     assert "waits for 4 s after READY" in receiver.problem
     assert (link.closed, len(errors)) == (over, int(over))
+
+
+@pytest.mark.parametrize(
+    ("path", "closed"), [("nixl", True), ("peer-memory+nixl", True), ("nccl", False), ("peer-memory", False)]
+)
+def test_a_link_that_has_registered_memory_is_given_up_before_the_memory_is_unmapped(path: str, closed: bool) -> None:
+    with grpc.insecure_channel("127.0.0.1:1") as unused:
+        receiver = Receiver(SimpleNamespace(grpc=unused), "left", 0, "process", torch.device("cpu"))  # type: ignore[arg-type]
+    link: Any = Link(False)
+    link.path, receiver._link = path, link
+    receiver.let_go()
+    assert (link.closed, receiver._link is None) == (closed, closed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, NoGroup
+from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup
 from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
@@ -46,7 +46,7 @@ def transfer(rank: int, port: int, gpus: Gpus, saver: bool) -> dict[str, Any]:
     pairs = meet(store, rank, copies, device, mine if rank == 0 else {}, LONG)
     rest = pairs.rest(copies)
     peers = {*rest.source.tolist(), *rest.target.tolist()} - {rank}
-    group: DirectGroup = NoGroup(rank)
+    group: DirectGroup = JoinedGroup(rank)
     if peers:
         group = make_group(store, "mixed", rank, 3, device, LONG, peers)
         connect(group, device, *((sorted(peers), []) if rank == 0 else ([], sorted(peers))), LONG)

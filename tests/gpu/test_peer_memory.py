@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.direct.base import DirectFailed, NoGroup
+from resharder.client.direct.base import DirectFailed, JoinedGroup
 from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.schedule import schedule
@@ -50,7 +50,7 @@ class Side:
         sources = self.tensors if rank == 0 else {}
         self.pairs = meet(self.store, rank, copies, self.device, sources, LONG)
         assert not len(self.pairs.rest(copies))
-        self.transfer = Transfer(schedule(self.pairs.rest(copies), rank, ALIGN), NoGroup(rank), self.device, None, self.pairs)
+        self.transfer = Transfer(schedule(self.pairs.rest(copies), rank, ALIGN), JoinedGroup(rank), self.device, None, self.pairs)
 
     def run(self, seconds: float = LONG) -> None:
         self.transfer.prepare(*((self.tensors, {}) if self.rank == 0 else ({}, self.tensors)))

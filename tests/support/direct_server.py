@@ -1,11 +1,12 @@
-"""The direct path with real parts: two Megatron ranks, a daemon and one vLLM server of two workers, over gloo.
+"""The direct path with real parts: two Megatron ranks, a daemon and one vLLM server of two workers, over gloo, or over NIXL on
+emulated hosts.
 
 vLLM's linear layers and experts are plain ones here, so that boxes reach their parameters.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
+from tests.support.namespaces import Hosts
 from tests.support.observing import SERVING, servers, versions, wait_serving, wait_until
 from tests.support.ports import free_port
 from tests.support.tiny_hf import save_tokenizer
@@ -117,10 +119,13 @@ class System:
         return any(line["event"] == "direct_transfer" and line["version"] == version for line in self.transfers())
 
 
-def start_trainer(daemon: Daemon, folder: Path, settings: dict[str, Any], number: int, *, forked: bool = False) -> TrainerJob:
+def start_trainer(
+    daemon: Daemon, folder: Path, settings: dict[str, Any], number: int, *, forked: bool = False, within: Sequence[str] = ()
+) -> TrainerJob:
     own = folder / f"trainer-{number}"
     own.mkdir()
-    return TrainerJob(daemon.endpoint, "policy", own, settings, ranks=2, module="tests.e2e.direct_trainer", forked=forked)
+    module = "tests.e2e.direct_trainer"
+    return TrainerJob(daemon.endpoint, "policy", own, settings, ranks=2, module=module, forked=forked, within=within)
 
 
 @contextmanager
@@ -132,15 +137,20 @@ def running(
     plugins: str = "",
     dtype: str = "float32",
     forked: bool = False,
+    hosts: Hosts | None = None,
 ) -> Iterator[System]:
     """Start the system, which serves version 1.
 
     `config`: content of the served model's config.json. `settings`: those of the trainer. `arguments`: further ones of the
-    server, and `plugins` of its process. `forked`: whether the ranks of the first trainer are.
+    server, and `plugins` of its process. `forked`: whether the ranks of the first trainer are. `hosts`: two, of which the ranks
+    have the first and the daemon the second.
     """
     save_tokenizer(folder, config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config))
-    with Daemon(direct_seconds=SECONDS, log_format="json", web_listen=f"127.0.0.1:{free_port()}") as daemon:
+    options: dict[str, Any] = {"web_listen": f"127.0.0.1:{free_port()}"}
+    if hosts is not None:
+        options = {"insecure": True, "shared_memory": False, "host": hosts.address_of(1), "command": tuple(hosts.command(1))}
+    with Daemon(direct_seconds=SECONDS, log_format="json", **options) as daemon:
         environment = {
             "RESHARDER_ENDPOINT": daemon.endpoint,
             "RESHARDER_SERVER_ID": "direct",  # the same after a restart
@@ -148,10 +158,11 @@ def running(
             "VLLM_PLUGINS": f"resharder,raw_mode,raw_experts{plugins}",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH")))),
             "VLLM_SERVER_DEV_MODE": "1",
-        }
+        } | ({"UCX_TLS": "tcp", "UCX_NET_DEVICES": hosts.bridge, "UCX_TCP_BRIDGE_ENABLE": "y"} if hosts is not None else {})
+        within = ["env", "UCX_TLS=tcp", *hosts.command(0)] if hosts is not None else []
         arguments = ("--load-format", "resharder", "--tensor-parallel-size", "2", *arguments)
         server = VllmServer(folder, arguments, environment, dtype=dtype)
-        built = System(daemon, folder, server, settings, start_trainer(daemon, folder, settings, 0, forked=forked))
+        built = System(daemon, folder, server, settings, start_trainer(daemon, folder, settings, 0, forked=forked, within=within))
         try:
             server.start()
             version = int(built.trainer.ask(do="publish", step=1)["version"])

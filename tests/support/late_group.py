@@ -12,6 +12,7 @@ class DelayedGroup:
 
     def __init__(self, group: DirectGroup, at: int, act: Callable[[], object]) -> None:
         self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close
+        self.path, self.prepare, self.release = group.path, group.prepare, group.release
         self._group, self._at, self._act, self._rounds = group, at, act, 0
 
     def post(self, *parts: Any) -> Any:

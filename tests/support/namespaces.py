@@ -1,7 +1,7 @@
 """Emulated hosts: network namespaces on one bridge, each with a link of a limited rate both ways. Needs root and iproute2.
 
 with Hosts(2, rate="200mbit") as hosts:
-    hosts.address, hosts.second_address     # of this process's own host, on the bridge
+    hosts.address, hosts.second_address     # of this process's own host, on the interface hosts.bridge
     subprocess.run(hosts.command(0, "ls"))  # on the first of the others
 
 Traffic stays on the bridge, which has no way out of this machine. Names and addresses are of this process alone.
@@ -43,7 +43,7 @@ class Hosts:
 
     def __init__(self, count: int, rate: str) -> None:
         self._count, self._rate = count, rate
-        self._bridge = f"rh{os.getpid()}"
+        self.bridge = f"rh{os.getpid()}"
         self._network = f"198.18.{os.getpid() % 256}"  # of the range for benchmarks of networks
         self.address, self.second_address = f"{self._network}.254", f"{self._network}.253"
 
@@ -60,7 +60,7 @@ class Hosts:
         return int(Path(f"/sys/class/net/{self._link(host)}/statistics/rx_bytes").read_text())
 
     def _link(self, host: int) -> str:
-        return f"{self._bridge}v{host}"
+        return f"{self.bridge}v{host}"
 
     def namespace(self, host: int) -> str:
         """Return the path of a host's network namespace, for `enter`."""
@@ -89,10 +89,10 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         self.close()  # what a killed process with this id has left
         try:
-            _run("ip", "link", "add", self._bridge, "type", "bridge")
+            _run("ip", "link", "add", self.bridge, "type", "bridge")
             for address in (self.address, self.second_address):
-                _run("ip", "addr", "add", f"{address}/24", "dev", self._bridge)
-            _run("ip", "link", "set", self._bridge, "up")
+                _run("ip", "addr", "add", f"{address}/24", "dev", self.bridge)
+            _run("ip", "link", "set", self.bridge, "up")
             for number in range(self._count):
                 self._add(number)
         except BaseException:
@@ -105,7 +105,7 @@ class Hosts:
         shaped = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _run("ip", "link", "set", link, "master", self._bridge, "up")
+        _run("ip", "link", "set", link, "master", self.bridge, "up")
         _run("ip", "-n", name, "addr", "add", f"{self.address_of(number)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             _run("ip", "-n", name, "link", "set", device, "up")
@@ -117,7 +117,7 @@ class Hosts:
         for number in range(self._count):
             subprocess.run(["ip", "link", "del", self._link(number)], capture_output=True)  # the kernel is late with it
             subprocess.run(["ip", "netns", "del", _name(number)], capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -180,6 +180,13 @@ PEER_MEMORY = text(
     "for ranks",
     "on GPUs",
 )
+NIXL = _choice(
+    "RESHARDER_NIXL",
+    ("", "on", "off"),
+    "[NIXL](direct-path.md#nixl), where it is installed. `off`: do not use it; `on`: also between processes of one host that "
+    "both have `on`. Also for ranks",
+    "between hosts",
+)
 VERIFY_SECONDS = _duration(
     "RESHARDER_VERIFY_SECONDS", 600.0, "interval between [verifications](vllm.md#other-hands) of memory; 0: on request only"
 )
@@ -192,7 +199,7 @@ _NO_FAULT: tuple[str, tuple[str, ...]] = "", ()
 FAULT = Variable("RESHARDER_FAULT", _NO_FAULT, _fault, "for tests: makes an install fail")
 NODE_TLS_PEER_NAME = text("RESHARDER_NODE_TLS_PEER_NAME")  # also an option of nodes
 
-OF_ALL: tuple[Variable[object], ...] = (ENDPOINT, *TLS, PROXY, JOB, MODEL, PEER_MEMORY, ALLOW)
+OF_ALL: tuple[Variable[object], ...] = (ENDPOINT, *TLS, PROXY, JOB, MODEL, PEER_MEMORY, NIXL, ALLOW)
 """Variables of trainers, the command and vLLM servers."""
 OF_SERVERS: tuple[Variable[object], ...] = (
     ADAPTERS, FLEET, SERVER_ID, ADDRESS, UNREACHABLE, ON_CONFIG_CHANGE, BOOT_WAIT_SECONDS, HOLD_SECONDS, TRANSPORT, STAGING_DIR,

@@ -128,7 +128,7 @@ class DirectTask(_message.Message):
     def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ...) -> None: ...
 
 class DirectLink(_message.Message):
-    __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds")
+    __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds", "nixl")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class DirectLink(_message.Message):
     MOST_MADE_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     size: int
@@ -145,7 +146,8 @@ class DirectLink(_message.Message):
     most_made: int
     staging_bytes: int
     seconds: float
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., copies: _Optional[_Union[DirectCopies, _Mapping]] = ..., most_peers: _Optional[int] = ..., most_made: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    nixl: bool
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., copies: _Optional[_Union[DirectCopies, _Mapping]] = ..., most_peers: _Optional[int] = ..., most_made: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., nixl: bool = ...) -> None: ...
 
 class JoinTransferRequest(_message.Message):
     __slots__ = ("member", "version", "install", "memory", "group")

@@ -130,6 +130,11 @@ class Config(BaseSettings):
     direct_seconds: float = Field(
         10.0, gt=0, description="bound on the set-up of a group, and on one transfer, of the direct path"
     )
+    direct_trusted_fabric: bool = Field(
+        False,
+        description="with `security`: nobody else is in the network between ranks and servers, which may use "
+        "[NIXL](direct-path.md#nixl), whose sockets authenticate nobody",
+    )
     drain_seconds: float = Field(30.0, ge=0, description="time for uploads to finish after SIGTERM")
     pause_mode: Literal["keep", "wait", "abort"] = Field(
         "keep",

@@ -152,6 +152,7 @@ class Daemon:
             offered=offered,
             staging_bytes=config.direct_staging_bytes,
             seconds=config.direct_seconds,
+            nixl=config.direct_trusted_fabric or config.security is None,
         )
         self.direct.transferred.connect(self.shown.observed.transferred)
         self.store.catalogue.version_changed.connect(lambda record: self.direct.version_changed(record.model))

@@ -1,4 +1,4 @@
-"""Interface of process groups for direct transfers: NCCL on GPUs, gloo on CPUs.
+"""Interface of process groups for direct transfers: NIXL between hosts, else NCCL on GPUs and gloo on CPUs.
 
 A group needs no default group of `torch.distributed` and leaves an existing one alone.
 
@@ -7,7 +7,8 @@ sleeps for a minute before it cleans up, and by default ends the process (Proces
 NCCL itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,8 +45,12 @@ class Pending(Protocol):
         """Order later work of `stream` after the messages; without streams, wait for them."""
 
 
+Exchange = tuple[list[PeerMessage], list[PeerMessage]]
+"""What a process sends and receives in one round."""
+
+
 class DirectGroup(Protocol):
-    """Processes that exchange messages; `size` is their number.
+    """Processes that exchange messages; `size` is their number, `path` the kind of link between them.
 
     Ranks are those of all processes that met, of which some may be outside of the group. One thread at a time may use a group;
     any thread may call `abort` and `close`.
@@ -54,11 +59,24 @@ class DirectGroup(Protocol):
     rank: int
     size: int
 
+    @property
+    def path(self) -> str:
+        """Kind of the links: `nixl`, `nccl` or `gloo`, several joined by `+`."""
+
+    def prepare(self, rounds: Sequence[Exchange]) -> None:
+        """Make ready for the rounds that are to be posted one after another, time and again. Fast for the same object.
+
+        Raises DirectFailed.
+        """
+
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> Pending:
         """Begin to send and receive, on the current stream if there are streams.
 
         Both sides of a pair must post their messages in the same order. Raises DirectFailed.
         """
+
+    def release(self) -> None:
+        """Hold no memory of messages until the next `prepare`, between transfers: it may be freed."""
 
     def check(self) -> None:
         """Raise DirectFailed if the group was aborted or is known to have lost a member."""
@@ -70,25 +88,84 @@ class DirectGroup(Protocol):
         """Release all resources. The group writes to no memory afterwards."""
 
 
-class NoGroup:
-    """Group of a process whose peers all share memory with it: no messages go through it. It can be aborted as any other."""
+class JoinedGroup(DirectGroup):
+    """Groups of one process as one: the messages of a peer go through its group.
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.size, self._why = rank, 1, ""
+    Without any group, the process exchanges no messages, because all its peers share memory with it. It can be aborted as any
+    other.
+    """
+
+    def __init__(self, rank: int, groups: Mapping[DirectGroup, Collection[int]] = MappingProxyType({})) -> None:
+        """`groups`: each group, with the peers of this process in it."""
+        self.rank, self.size, self._why = rank, 1 + sum(map(len, groups.values())), ""
+        self._groups = groups
+        self._prepared: Sequence[Exchange] = ()
+
+    @property
+    def path(self) -> str:
+        """Kinds of the links, joined by `+`."""
+        return "+".join(sorted({group.path for group in self._groups}, reverse=True))
+
+    def prepare(self, rounds: Sequence[Exchange]) -> None:
+        """Have each group make ready for its messages. Raises DirectFailed."""
+        if rounds is not self._prepared:
+            self._parts = {
+                group: [(_of(sends, peers), _of(receives, peers)) for sends, receives in rounds]
+                for group, peers in self._groups.items()
+            }
+            self._prepared = rounds
+        for group, part in self._parts.items():
+            group.prepare(part)
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> Pending:
-        """Raise DirectFailed: no other process is in the group."""
-        raise DirectFailed(f"rank {self.rank}: expected no messages, got {len(sends)} to send and {len(receives)} to receive")
+        """Post the messages in their groups. Raises DirectFailed, also for one of a peer that is in no group."""
+        self.check()
+        parts = [(group, _of(sends, peers), _of(receives, peers)) for group, peers in self._groups.items()]
+        if sum(len(part[1]) + len(part[2]) for part in parts) < len(sends) + len(receives):
+            raise DirectFailed(f"rank {self.rank}: got messages of ranks that are in no group of {sorted(self._peers)}")
+        return _JoinedPending([group.post(out, into, deadline) for group, out, into in parts])
+
+    @property
+    def _peers(self) -> set[int]:
+        return {peer for peers in self._groups.values() for peer in peers}
+
+    def release(self) -> None:
+        """Have no group hold memory."""
+        for group in self._groups:
+            group.release()
 
     def check(self) -> None:
-        """Raise DirectFailed if the group was aborted."""
+        """Raise DirectFailed if a group was aborted."""
         if self._why:
             raise DirectFailed(self._why)
+        for group in self._groups:
+            group.check()
 
     def abort(self, why: str) -> None:
-        """Make every wait for this group in this process raise DirectFailed at once."""
+        """Make every wait for any group in this process raise DirectFailed at once."""
         self._why = self._why or why
+        for group in self._groups:
+            group.abort(why)
 
     def close(self) -> None:
-        """Make the group unusable."""
-        self.abort("the group is closed")
+        """Close all groups."""
+        self._why = self._why or "the group is closed"
+        for group in self._groups:
+            group.close()
+
+
+class _JoinedPending:
+    def __init__(self, parts: list[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self, deadline: float) -> None:
+        for part in self._parts:
+            part.wait(deadline)
+
+    def come_before(self, stream: WorkStream, deadline: float) -> None:
+        for part in self._parts:
+            part.come_before(stream, deadline)
+
+
+def _of(messages: Sequence[PeerMessage], peers: Collection[int]) -> list[PeerMessage]:
+    return [message for message in messages if message.peer in peers]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from resharder.client.direct.base import DirectFailed, PeerMessage
+from resharder.client.direct.base import DirectFailed, Exchange, PeerMessage
 from resharder.client.gpu.streams import WorkStream
 from resharder.client.settings import GLOO_INTERFACES
 
@@ -41,6 +41,14 @@ class GlooGroup:
                 f"{size} processes did not meet within {timeout:g} s, this one is at {at}; each has to reach the others, at "
                 f"any port: {error}"
             ) from error
+
+    path = "gloo"
+
+    def prepare(self, rounds: Sequence[Exchange]) -> None:
+        """Do nothing: messages are located when they are posted."""
+
+    def release(self) -> None:
+        """Do nothing: no memory is held between transfers."""
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":
         """Begin to send and receive. Raises DirectFailed."""

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, NoGroup
+from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup
+from resharder.client.direct.nixl_group import NixlGroup
 from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.rendezvous import DaemonStore, address_towards, connect, make_group
@@ -60,26 +61,27 @@ class TransferLink:
         """
         self.id, self.seconds, self._channel = message.group, message.seconds, channel
         store = DaemonStore(channel, message.group)
-        group: DirectGroup | None = None
+        groups: dict[DirectGroup, set[int]] = {}
         pairs = PeerPairs()
         try:
             copies = copies_from_proto(message.copies)
-            pairs = meet(store, message.rank, copies, device, sources or {}, message.seconds)
+            pairs = meet(store, message.rank, copies, device, sources or {}, message.seconds, message.nixl)
             quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
             found = schedule(pairs.rest(copies), message.rank, quota)
-            sends, receives = _peers(found)
-            if sends or receives or not (pairs.owners or pairs.readers):
+            sends, receives = map(set, _peers(found))
+            if over_nixl := (sends | receives) & pairs.nixl:
+                groups[NixlGroup(store, message.group, message.rank, over_nixl, device, message.seconds)] = over_nixl
+            if others := (sends | receives) - over_nixl:
                 who = (message.rank, message.size, device, message.seconds)
                 address, most = address_towards(channel.endpoint), message.most_peers
-                group = make_group(store, message.group, *who, peers={*sends, *receives}, most_peers=most, address=address)
-                connect(group, device, sends, receives, message.seconds)
-            else:
-                group = NoGroup(message.rank)
+                group = make_group(store, message.group, *who, peers=others, most_peers=most, address=address)
+                groups[group] = others
+                connect(group, device, sorted(sends & others), sorted(receives & others), message.seconds)
             own = memory(message.staging_bytes) if memory is not None and found.staging else None
-            self._transfer = Transfer(found, group, device, own, pairs)
+            self._transfer = Transfer(found, JoinedGroup(message.rank, groups), device, own, pairs)
         except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
             pairs.close()
-            if group is not None:
+            for group in groups:
                 group.abort(str(error))
                 group.close()
             raise DirectFailed(f"group {message.group}: {error}") from error
@@ -91,7 +93,7 @@ class TransferLink:
 
     @property
     def path(self) -> str:
-        """Kinds of links to its peers: `peer-memory`, `nccl` or `gloo`, joined by `+`."""
+        """Kinds of links to its peers: `peer-memory`, `nixl`, `nccl` or `gloo`, joined by `+`."""
         return self._transfer.path
 
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
@@ -127,7 +129,7 @@ class TransferLink:
         return False
 
     def release(self) -> None:
-        """Have workers unmap the memory of this process, which may then be freed. `prepare` shares it again."""
+        """Let go of this process's memory, which may then be freed; workers unmap it. `prepare` shares it again."""
         self._transfer.release(_ASK)
 
     def close(self) -> None:

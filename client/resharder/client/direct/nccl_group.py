@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, PeerMessage
+from resharder.client.direct.base import DirectFailed, Exchange, PeerMessage
 from resharder.client.direct.nccl_bindings import NAP, PairCommunicator
 from resharder.client.gpu.streams import WorkStream
 
@@ -53,6 +53,14 @@ class NcclGroup:
             self.close()
             raise
         self.size = 1 + len(self._pairs)
+
+    path = "nccl"
+
+    def prepare(self, rounds: Sequence[Exchange]) -> None:
+        """Do nothing: messages are located when they are posted."""
+
+    def release(self) -> None:
+        """Do nothing: no memory is held between transfers."""
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_RecordedEvent":
         """Begin to send and receive, on one stream per pair.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage, Pending
+from resharder.client.direct.base import DirectFailed, DirectGroup, Exchange, PeerMessage, Pending
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.gpu.ready import fill_ready
 from resharder.client.gpu.schedule import SLOTS, Post, Schedule
@@ -75,17 +75,16 @@ class Transfer:
         self._reads = _used(schedule.packs.source, schedule.local.source, sent, made)
         self._writes = _used(schedule.unpacks.target, schedule.local.target, received)
         self._pointers: list[int] | None = None
-        self._exchanges: list[tuple[list[PeerMessage], list[PeerMessage]]]
+        self._exchanges: list[Exchange]
         self._tables: tuple[Table, Table, Table]
         self._sources: Tensors
         self._targets: Tensors
 
     @property
     def path(self) -> str:
-        """Kinds of links to other processes: `peer-memory`, `nccl` or `gloo`, joined by `+`."""
+        """Kinds of links to other processes: `peer-memory`, `nixl`, `nccl` or `gloo`, joined by `+`."""
         shared, sends = bool(self._pairs.owners or self._pairs.readers), self.schedule.messages > 0
-        network = "nccl" if self._device.type == "cuda" else "gloo"
-        return "+".join(kind for kind, used in (("peer-memory", shared), (network, sends)) if used)
+        return "+".join(kind for kind, used in (("peer-memory", shared), (self.group.path, sends)) if used)
 
     @property
     def received(self) -> int:
@@ -106,10 +105,14 @@ class Transfer:
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
         """Locate the tensors. Must be called before each version; fast if no tensor has moved.
 
-        Raises KeyError and ValueError for tensors that differ from the schedule.
+        Raises KeyError and ValueError for tensors that differ from the schedule, and DirectFailed.
         """
         self._sources, self._targets = sources, targets
         self._pairs.prepare(sources, targets)
+        self._locate(sources, targets)
+        self.group.prepare(self._exchanges)
+
+    def _locate(self, sources: Tensors, targets: Tensors) -> None:
         s = self.schedule
         pointers = [sources[s.source_locals[i]].data_ptr() for i in self._reads]
         pointers += [targets[s.target_locals[i]].data_ptr() for i in self._writes]
@@ -178,7 +181,8 @@ class Transfer:
         return Seconds(time.monotonic() - started, self._pack.seconds, wire, self._unpack.seconds)
 
     def release(self, seconds: float) -> None:
-        """Have others unmap this process's memory, between transfers. The next `prepare` shares it again."""
+        """Let go of this process's memory here and in others, between transfers. The next `prepare` shares it again."""
+        self.group.release()
         self._pairs.release(time.monotonic() + seconds)
 
     def close(self) -> None:

@@ -323,7 +323,9 @@ class Worker:
     memory: str = ""
     """Fingerprint of the declared layout of its memory; empty without the direct path."""
     path: str = ""
-    """Links of the direct path that `install` came over, joined by `+`: `peer-memory`, `nccl`, `gloo`; empty for the store."""
+    """Links of the direct path that `install` came over, joined by `+`: `peer-memory`, `nixl`, `nccl`, `gloo`; empty for the
+    store.
+    """
     transport_reason: str = ""
     """Reason for gRPC in place of HTTP, or for either in place of a node; empty if there is none."""
     warnings: tuple[str, ...] = ()

@@ -60,6 +60,7 @@ class Direct:
     Attributes:
         staging_bytes: Memory beyond the weights that each member may use.
         seconds: Bound on the set-up of a group, and on one transfer.
+        nixl: Whether members may use NIXL.
 
     Args:
         awaiting: Servers that an offer is for.
@@ -76,9 +77,10 @@ class Direct:
         offered: OfferedVersions | None = None,
         staging_bytes: int = 1 << 30,
         seconds: float = 10.0,
+        nixl: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.staging_bytes, self.seconds = staging_bytes, seconds
+        self.staging_bytes, self.seconds, self.nixl = staging_bytes, seconds, nixl
         self._awaiting, self._processes, self._clock = awaiting, processes, clock
         self._offered_versions = offered or OfferedVersions()
         self._plans = Plans()

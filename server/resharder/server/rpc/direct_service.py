@@ -119,6 +119,7 @@ class DirectService:
             most_made=link.most_made,
             staging_bytes=self._direct.staging_bytes,
             seconds=self._direct.seconds,
+            nixl=self._direct.nixl,
         )
 
 

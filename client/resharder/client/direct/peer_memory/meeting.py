@@ -1,8 +1,9 @@
-"""The pairs of a group that share memory, agreed by both sides before anything is sent.
+"""The kind of each pair of a group, agreed by both sides before anything is sent.
 
 A pair shares memory if both processes run on one host and see each other's sockets, both want to, and the worker has mapped what
-the rank has shared. Every other pair goes over NCCL. Containers of one host share memory only if they share a network namespace
-and CUDA lets one open the other's handles.
+the rank has shared. A pair on different hosts uses NIXL if both have it; with RESHARDER_NIXL=on for both, one on the same host
+does too, in place of shared memory. Every other pair goes over NCCL, or gloo on CPUs. Containers of one host share memory only if
+they share a network namespace and CUDA lets one open the other's handles.
 """
 
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from resharder.client.direct import nixl_agent
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.peer_memory.export import NotShareable
 from resharder.client.direct.peer_memory.messages import Line
@@ -25,7 +27,7 @@ from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.peer_memory.reader import PeerReader
 from resharder.client.gpu.table import Tensors
-from resharder.client.settings import PEER_MEMORY
+from resharder.client.settings import NIXL, PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Place(NamedTuple):
         shares: Whether it takes part.
         socket: Name of the socket on which it awaits readers.
         token: What readers have to send first.
+        nixl: Whether it has NIXL and may use it.
+        named: Whether it uses NIXL on its own host too.
     """
 
     host: str
@@ -49,6 +53,16 @@ class Place(NamedTuple):
     shares: bool
     socket: str
     token: str
+    nixl: bool = False
+    named: bool = False
+
+
+def path_between(one: Place, other: Place) -> str:
+    """Return the kind of a pair: `peer-memory`, `nixl`, or empty for NCCL or gloo. The same for both sides."""
+    same = one.host == other.host
+    if one.nixl and other.nixl and (not same or (one.named and other.named)):
+        return "nixl"
+    return "peer-memory" if same and one.shares and other.shares else ""
 
 
 def wanted(device: torch.device, environment: Mapping[str, str] | None = None) -> bool:
@@ -60,8 +74,10 @@ def wanted(device: torch.device, environment: Mapping[str, str] | None = None) -
     return setting != "off" and (device.type == "cuda" or setting == "cpu")
 
 
-def meet(store: Any, rank: int, copies: Copies, device: torch.device, sources: Tensors, timeout: float) -> PeerPairs:
-    """Agree with all peers of this process on the pairs that share memory.
+def meet(
+    store: Any, rank: int, copies: Copies, device: torch.device, sources: Tensors, timeout: float, nixl: bool = False
+) -> PeerPairs:
+    """Agree with all peers of this process on the kind of each pair, and share memory with those that do.
 
     Args:
         store: torch Store of the group.
@@ -70,6 +86,7 @@ def meet(store: Any, rank: int, copies: Copies, device: torch.device, sources: T
         device: Device of its tensors.
         sources: The tensors that it sends from.
         timeout: Bound in seconds.
+        nixl: Whether NIXL may be used.
 
     Raises:
         DirectFailed: A peer is missing, or was lost on the way; or a pair on one GPU, which NCCL does not join, cannot share.
@@ -78,14 +95,19 @@ def meet(store: Any, rank: int, copies: Copies, device: torch.device, sources: T
     deadline, found = time.monotonic() + timeout, PeerPairs()
     pairs = {pair for pair in zip(copies.source.tolist(), copies.target.tolist(), strict=True) if pair[0] != pair[1]}
     readers, owners = ({pair[1 - i] for pair in pairs if pair[i] == rank} for i in (0, 1))
-    own = Place(_host(), _identity(device), wanted(device), f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16))
+    nixl = may_use_nixl(nixl)
+    name, token = f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16)
+    own = Place(_host(), _identity(device), wanted(device), name, token, nixl, nixl and NIXL.read() == "on")
     with socket.socket(socket.AF_UNIX) as listening:
         if own.shares and readers:
             listening.bind("\0" + own.socket)
             listening.listen(len(readers))
         store.set(f"place/{rank}", json.dumps(own))
-        places = {other: _place(store, other, deadline) for other in sorted(readers | owners)} if own.shares else {}
-        sharing = {other for other, place in places.items() if place.shares and own.host == place.host}
+        asks = own.shares or own.nixl
+        places = {other: _place(store, other, deadline) for other in sorted(readers | owners)} if asks else {}
+        paths = {other: path_between(own, place) for other, place in places.items()}
+        found.nixl.update(other for other, path in paths.items() if path == "nixl")
+        sharing = {other for other, path in paths.items() if path == "peer-memory"}
         try:
             for source in sorted(owners & sharing):
                 line = _call(rank, source, places[source], deadline)
@@ -107,6 +129,19 @@ def meet(store: Any, rank: int, copies: Copies, device: torch.device, sources: T
             found.close()
             raise
     return found
+
+
+def may_use_nixl(allowed: bool) -> bool:
+    """Return whether this process has NIXL and may use it, where the daemon has `allowed` it.
+
+    What hinders it is logged, as a warning if RESHARDER_NIXL=on asks for it.
+    """
+    if (setting := NIXL.read()) == "off":
+        return False
+    why = nixl_agent.unavailable() if allowed else "the daemon has security, and not direct_trusted_fabric"
+    if why:
+        logger.log(logging.WARNING if setting else logging.DEBUG, "NIXL is not used: %s", why)
+    return not why
 
 
 def _lend(owner: PeerOwner, sources: Tensors, deadline: float) -> str:

@@ -1,4 +1,4 @@
-"""All pairs of a process that share memory, in one transfer."""
+"""The pairs of a process, of which those that share memory take part in a transfer here."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,12 +13,14 @@ from resharder.converters.geometry.copy_table import Copies
 
 @dataclass(frozen=True)
 class PeerPairs:
-    """Pairs of a process that share memory, by the other side's rank."""
+    """Pairs of a process that share memory, by the other side's rank, and the ranks of those that use NIXL."""
 
     owners: dict[int, PeerOwner] = field(default_factory=dict)
     """Sides of this process's own memory."""
     readers: dict[int, PeerReader] = field(default_factory=dict)
     """Sides of other processes' memory."""
+    nixl: set[int] = field(default_factory=set)
+    """The other side's rank of each pair that uses NIXL instead."""
 
     @property
     def size(self) -> int:

@@ -337,7 +337,10 @@ class Agent:
 
         For level 2, report that the worker has no version, and back up the memory that no install restores.
         """
-        if level != 2 or WEIGHTS in self.sleep_state.tags:
+        if WEIGHTS in self.sleep_state.tags:
+            return
+        if level != 2:
+            self._receiver.let_go()
             return
         self.version, self.fingerprint, self._applied, self.installed = 0, "", "", None
         self.dropped = True

@@ -118,7 +118,7 @@ class Receiver:
 
     @property
     def path(self) -> str:
-        """Links of the last transfer: `peer-memory`, `nccl` or `gloo`, joined by `+`; empty without one."""
+        """Links of the last transfer: `peer-memory`, `nixl`, `nccl` or `gloo`, joined by `+`; empty without one."""
         return self._link.path if self._link is not None else ""
 
     def join(self, memory: OpenMemory, models: Models, version: str, install: str) -> bool:
@@ -274,6 +274,11 @@ class Receiver:
             finish(self._channel, self._member, group, error)
         except ResharderError as refusal:
             logger.info("the daemon has already ended group %s: %s", group, refusal)
+
+    def let_go(self) -> None:
+        """Close a link that has registered the model's memory, which is about to be unmapped."""
+        if "nixl" in self.path:
+            self.close()
 
     def close(self) -> None:
         """Close the link and release its memory."""

@@ -1,0 +1,35 @@
+"""Boxes of memory that are read as they are: from one process's memory to another's, and the ranges that hold them."""
+
+import numpy as np
+from resharder.converters.geometry.piece_arrays import Ints
+
+
+def merge_boxes(boxes: Ints) -> Ints:
+    """Return the fewest boxes that read the same bytes, sorted by source.
+
+    Neighbours on both sides become one: an engine's time depends on the number of boxes more than on their bytes.
+
+    Args:
+        boxes: (n, 3): address in the source, address in the target, and size in bytes. They do not overlap.
+    """
+    if not len(boxes):
+        return boxes
+    boxes = boxes[np.argsort(boxes[:, 0], kind="stable")]
+    ends = boxes[:-1, :2] + boxes[:-1, 2:]
+    starts = np.flatnonzero(np.append(True, (ends != boxes[1:, :2]).any(axis=1)))
+    return np.column_stack([boxes[starts, :2], np.add.reduceat(boxes[:, 2], starts)])
+
+
+def merge_ranges(ranges: Ints) -> Ints:
+    """Return the fewest ranges with the same bytes, sorted. Overlapping and adjacent ones become one.
+
+    Args:
+        ranges: (n, 2): address and size in bytes. Empty ranges are left out.
+    """
+    ranges = ranges[ranges[:, 1] > 0]
+    if not len(ranges):
+        return ranges
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(ranges.sum(axis=1))
+    starts = np.flatnonzero(np.append(True, ranges[1:, 0] > reach[:-1]))
+    return np.column_stack([ranges[starts, 0], np.append(reach[starts[1:] - 1], reach[-1]) - ranges[starts, 0]])
