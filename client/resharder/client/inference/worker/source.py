@@ -29,7 +29,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.settings import HTTP
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
-from resharder.client.versions.manifest import Needs, VersionManifest, expected_digests
+from resharder.client.versions.manifest import BoxDigests, NeededDigests, Needs, VersionManifest
 from resharder.client.versions.read_plan import needed_pieces
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
@@ -186,7 +186,7 @@ class VersionSource:
         manifest: VersionManifest,
         files: SourceFiles,
         transport: str,
-        expected: dict[tuple[str, Box], int],
+        expected: BoxDigests,
         whole: bool = True,
     ) -> None:
         self.manifest, self.transport, self.expected, self.whole = manifest, transport, expected, whole
@@ -265,6 +265,7 @@ class Sources:
         self._channel, self.shared = channel, not settings.transport and shares_memory(access)
         self._next = NextFiles(channel, serves)
         self._mirror = Mirror(settings.staging_dir)
+        self._needed: NeededDigests | None = None
         self._lock, self._node_reason = threading.Lock(), ""
         self.transport = SHARED if self.shared else HTTP
         """`SHARED` if the store's files can be mapped; else `NODE` or `http`, as the last version, or the one to try."""
@@ -283,7 +284,7 @@ class Sources:
         Raises:
             ResharderError: The boxes cannot be fetched, or their digests differ.
         """
-        expected = expected_digests(self._channel, manifest, needs)
+        expected = self.expected(manifest, needs)
         fetched = {name: boxes for name, boxes in needs.items() if name not in without}
         with self._lock:
             self._node_reason = ""
@@ -299,12 +300,19 @@ class Sources:
             files = SourceFiles(DESCRIPTORS, mirror)
             return VersionSource(manifest, files, self.transport, expected, whole=not without)
 
+    def expected(self, manifest: VersionManifest, needs: Needs) -> BoxDigests:
+        """Return the digests of a version's needed boxes as the store has them. Raises ResharderError."""
+        needed = self._needed
+        if needed is None or not needed.are_of(manifest.specs, needs):
+            self._needed = needed = NeededDigests(manifest.specs, needs)
+        return needed.of(self._channel, manifest)
+
     def prepare_next(self, manifest: VersionManifest, boxes: Callable[[], Boxes], device: torch.device) -> None:
         """Register the pages of these boxes in the files of the version after `manifest`'s, in the background."""
         if self.shared:
             self._next.prepare(manifest, boxes, device)
 
-    def _from_node(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
+    def _from_node(self, manifest: VersionManifest, needs: Needs, expected: BoxDigests) -> VersionSource | None:
         """Map the version of the node on this host; None if there is no node, or it does not have the boxes."""
         if self._node is None:
             return None
@@ -321,7 +329,7 @@ class Sources:
             logger.warning("%s does not come from a node on this host: %s", manifest.name, self._node_reason)
         return None
 
-    def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
+    def _fetch(self, manifest: VersionManifest, needs: Needs, expected: BoxDigests, files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
         command = [
             sys.executable,

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory,
 from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
-from resharder.client.versions.manifest import VersionManifest, expected_digests, get_manifest
+from resharder.client.versions.manifest import BoxDigests, VersionManifest, get_manifest
 from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
@@ -134,13 +134,13 @@ class Staging:
         with self.lock:
             self.drop()
 
-    def prepare_fallback(self, manifest: VersionManifest) -> Mapping[tuple[str, Box], int]:
+    def prepare_fallback(self, manifest: VersionManifest) -> BoxDigests:
         """Open a version that was installed ahead and is READY now, as the fallback of the next install ahead of READY.
 
         Only from mapped files: a mirror has one version at a time. An install that needs this version waits for it, and no other.
 
         Returns:
-            The store's digest of each needed box, by HF tensor and box.
+            The store's digests of the needed boxes.
 
         Raises:
             ResharderError: The version's digests cannot be fetched.
@@ -149,7 +149,7 @@ class Staging:
         needs, source = self._parts.needs(), None
         if not self.sources.shared:
             self._keep(None)
-            return expected_digests(self._channel, manifest, needs)
+            return self.sources.expected(manifest, needs)
         opening = _Opening(manifest.name)
         with self.lock:
             self._opening = opening
@@ -164,7 +164,7 @@ class Staging:
                     self._fallback, self._opening = source, None
                 opening.source = source if opening.awaited else None
                 opening.done.set()
-        expected = source.expected if source is not None else expected_digests(self._channel, manifest, needs)
+        expected = source.expected if source is not None else self.sources.expected(manifest, needs)
         if wanted:
             _close(former)
         elif not opening.awaited:
