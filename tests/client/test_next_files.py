@@ -4,11 +4,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from resharder.client.gpu.pinned_pages import Stop
 from resharder.client.inference.worker.source import NextFiles, SourceFiles
 from resharder.client.rpc.channel import Channel
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.versions.manifest import VersionManifest, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, full_box
 from resharder.converters.storage.digest import Array
@@ -174,6 +176,37 @@ def test_no_version_waits_for_a_registration_in_progress_and_its_own_goes_on_wit
         assert (pages.calls, pages.steps) == (1, len(BOXES)), "each step once, by whichever thread"
     files.close()
     following.close()
+    assert pages.held == 0
+
+
+def test_an_apply_copies_from_files_whose_registration_stands_still_because_of_it(trainer: Trainer, channel: Channel) -> None:
+    """A call into the driver waits for the end of the apply, which therefore must not wait for the call."""
+    pages = Pages(slow=2)
+    following: NextFiles = NextFiles(channel, lambda: False, pages, ask_seconds=0.02, check_seconds=0.02)  # type: ignore[arg-type]
+    following.prepare(get_manifest(channel, trainer.publish()[0]), lambda: BOXES, CPU)
+    assert pages.stands.wait(60)
+    name, weights = trainer.publish()
+    files = take(following, get_manifest(channel, name))
+    with DRIVER_LOCK.priority():
+        array = files.arrays["weight"]
+        copy = files.copyable(array)
+        assert not np.shares_memory(copy, array), "CUDA refuses an array of which only a part is registered"
+        assert copy.tobytes() == weights["weight"].tobytes()
+    del array
+    pages.go.set()
+    files.close()
+    following.close()
+    assert pages.held == 0
+
+
+def test_pages_that_are_being_released_are_registered_anew_afterwards(trainer: Trainer, channel: Channel, pages: Pages) -> None:
+    manifest = get_manifest(channel, trainer.publish()[0])
+    files = SourceFiles(Path(manifest.folder), manifest.files)
+    for count in (1, 2, 3):
+        assert files.register(BOXES, CPU, lambda: False, pages)  # type: ignore[arg-type]
+        assert (pages.calls, pages.held) == (count, 1)
+        files.unregister()
+    files.close()
     assert pages.held == 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from resharder.client.direct.base import DirectFailed
-from resharder.client.errors import NotFound
+from resharder.client.errors import DaemonUnreachable, NotFound
 from resharder.client.inference.engine import InstallError
 from resharder.client.inference.worker import staging as module
 from resharder.client.inference.worker.staging import StagedInstall, Staging
@@ -41,6 +41,7 @@ class Sources:
 
     def __init__(self, shared: bool) -> None:
         self.shared, self.staged, self.gone = shared, list[Source](), set[int]()
+        self.unreachable = False
         self.opening, self.go = threading.Event(), threading.Event()
         self.go.set()
 
@@ -48,6 +49,8 @@ class Sources:
         if threading.current_thread() is not threading.main_thread():
             self.opening.set()
             assert self.go.wait(60)
+        if self.unreachable:
+            raise DaemonUnreachable("it is away")
         if manifest.number in self.gone:
             raise FileNotFoundError(manifest.name)
         self.staged.append(Source(manifest.number))
@@ -208,6 +211,18 @@ def test_an_install_waits_for_the_version_that_it_falls_back_on_and_for_no_other
     preparing.join()
     assert worker.sources.held == ([2] if same else [3])
     assert asked == (["v/1"] if same else ["v/1", "v/3"])
+
+
+def test_a_fallback_whose_digests_cannot_be_fetched_leaves_the_former_one(asked: Asked) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.sources.unreachable = True
+    with pytest.raises(DaemonUnreachable):
+        worker.staging.prepare_fallback(manifest(2))
+    worker.sources.unreachable = False
+    assert worker.sources.held == [1]
+    worker.install(3, fallback=1)
+    assert asked == ["v/1"]
 
 
 def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: Asked) -> None:

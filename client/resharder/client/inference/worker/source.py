@@ -61,7 +61,10 @@ class StagingFailed(ResharderError):
 
 
 class SourceFiles:
-    """Files of one version and their tensors in `arrays`. Thread-safe: each of its steps waits for a short one of another thread.
+    """Files of one version and their tensors in `arrays`.
+
+    One thread may go on with a registration that another one has begun. `register`, `unregister` and `close` wait for its step,
+    one call into the driver.
 
     Args:
         folder: Folder of the files.
@@ -128,9 +131,13 @@ class SourceFiles:
         return self._closing.is_set() or stop()
 
     def copyable(self, array: Array) -> Array:
-        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
-        with self._lock:
-            return array.copy() if self._registered is not None and self._registered.splits(array) else array
+        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered.
+
+        Waits for no other thread: an apply may call this, and the other one's calls into the driver wait for the apply.
+        """
+        registered = self._registered
+        in_part = self._lock.locked() or (registered is not None and registered.splits(array))
+        return array.copy() if in_part else array
 
     def are_of(self, folder: Path, files: tuple[FileLayout, ...]) -> bool:
         """Return whether the files in a folder are these, with the same layout. Raises OSError if one is missing."""
@@ -142,9 +149,18 @@ class SourceFiles:
         return not os.fstat(self._first).st_nlink
 
     def unregister(self) -> None:
-        """Release what is registered, at half of the time while the server serves."""
-        with self._lock:
-            self._unregister()
+        """Begin to release what is registered, on a thread, which leaves half of the time to a server that serves."""
+        held = self._lock.acquire(blocking=False)  # here, so that no later step comes before
+
+        def run() -> None:
+            if not held:
+                self._lock.acquire()
+            try:
+                self._unregister()
+            finally:
+                self._lock.release()
+
+        threading.Thread(target=run, name="resharder-unregister").start()
 
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
@@ -223,7 +239,7 @@ class VersionSource:
         return self.registered
 
     def unregister(self) -> None:
-        """Release the registered pages, which stay mapped."""
+        """Begin to release the registered pages, which stay mapped."""
         self.registered = False
         self._files.unregister()
 

@@ -128,7 +128,7 @@ class Staging:
                 self.sources.prepare_next(source.manifest, self._boxed, self._host.device)
             if staged.early is not None or (keep and self.sources.shared):  # a mirror has one version at a time
                 if source.registered:  # the prepared copies end with the install, and so does the need of them
-                    _let_go(source.unregister)
+                    source.unregister()
                 self._keep(source)
                 staged.source, staged.prepared = None, {}
         with self.lock:
@@ -157,19 +157,25 @@ class Staging:
             source = self.sources.open(manifest, needs)
         except (OSError, ValueError) as error:  # as when the version is retired meanwhile
             logger.info("%s is not prepared as the version to fall back on: %s", manifest.name, error)
-        finally:
-            with self.lock:
-                wanted, former = self._opening is opening, self._fallback
-                if wanted:
-                    self._fallback, self._opening = source, None
-                opening.source = source if opening.awaited else None
-                opening.done.set()
-        expected = source.expected if source is not None else self.sources.expected(manifest, needs)
-        if wanted:
-            _close(former)
-        elif not opening.awaited:
-            _close(source)
-        return expected
+        except BaseException:
+            self._end(opening, None, replace=False)
+            raise
+        expected = source.expected if source is not None else None
+        _close(self._end(opening, source, replace=True))
+        return expected if expected is not None else self.sources.expected(manifest, needs)
+
+    def _end(self, opening: "_Opening", source: VersionSource | None, *, replace: bool) -> VersionSource | None:
+        """End an opening; with `replace`, its source is the fallback if it is still wanted. Return what is to be closed."""
+        with self.lock:
+            opening.source = source if opening.awaited else None
+            opening.done.set()
+            if self._opening is not opening:
+                return None if opening.awaited else source
+            self._opening = None
+            if not replace:
+                return None
+            former, self._fallback = self._fallback, source
+            return former
 
     def _keep(self, source: VersionSource | None) -> None:
         """Replace the fallback, and close the former one."""
