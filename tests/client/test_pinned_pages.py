@@ -4,9 +4,58 @@ import numpy as np
 import pytest
 import torch
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.gpu.pinned_pages import Registered
+from resharder.client.gpu import pinned_pages
+from resharder.client.gpu.pinned_pages import Registered, never
 
 MEMORY = np.zeros(100, np.uint8)
+
+
+class Runtime:
+    """CUDA's runtime, which registers anything but the spans that it refuses."""
+
+    def __init__(self, refused: frozenset[int] = frozenset()) -> None:
+        self.refused, self.registered = refused, dict[int, int]()
+
+    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
+        if begin in self.refused:
+            return 1
+        assert begin not in self.registered
+        self.registered[begin] = size
+        return 0
+
+    def cudaHostUnregister(self, begin: int) -> int:
+        del self.registered[begin]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr(pinned_pages, "_call_driver", lambda call, spans, device, busy: [call(span) for span in spans])
+    monkeypatch.setattr(pinned_pages, "forget_pages", lambda span: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+SPANS = [(10, 20), (20, 30), (30, 40), (50, 60)]
+
+
+def test_a_registration_that_is_stopped_goes_on_where_it_was(runtime: Runtime) -> None:
+    registered = Registered(list(SPANS), torch.device("cpu"), busy=lambda: False)
+    assert registered.go_on(lambda: len(runtime.registered) == 3)
+    assert (runtime.registered, registered.whole) == ({10: 10, 20: 10, 30: 10}, False)
+    assert registered.go_on(never)
+    assert (len(runtime.registered), registered.whole) == (4, True)
+    registered.close()
+    assert not runtime.registered
+
+
+def test_a_refusal_releases_what_was_registered_before_it(runtime: Runtime) -> None:
+    registered = Registered(list(SPANS), torch.device("cpu"), busy=lambda: False)
+    assert registered.go_on(lambda: len(runtime.registered) == 1)
+    runtime.refused = frozenset({50})
+    assert not registered.go_on(never)
+    assert not runtime.registered
 
 
 @pytest.mark.parametrize(
@@ -23,7 +72,10 @@ MEMORY = np.zeros(100, np.uint8)
         (55, 65, True),  # two registrations that touch
     ],
 )
+@pytest.mark.usefixtures("runtime")
 def test_an_array_is_split_unless_one_registration_has_all_of_it_or_none_has_any(begin: int, end: int, split: bool) -> None:
     first = byte_bounds(MEMORY)[0]
     spans = [(first + 20, first + 40), (first + 50, first + 60), (first + 60, first + 80)]
-    assert Registered(spans, torch.device("cpu"), busy=lambda: False).splits(MEMORY[begin:end]) == split
+    registered = Registered(spans, torch.device("cpu"), busy=lambda: False)
+    assert registered.go_on(never)
+    assert registered.splits(MEMORY[begin:end]) == split

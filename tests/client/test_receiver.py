@@ -4,12 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.errors import Refused
 from resharder.client.inference.worker import receiver as module
-from resharder.client.inference.worker.receiver import Receiver, _check_unchanged
+from resharder.client.inference.worker.receiver import EarlyVersion, Receiver, _check_unchanged
+from resharder.client.versions.manifest import NeededDigests, VersionManifest
+from resharder.converters.geometry.layout import Piece, TensorSpec, full_box
 
 
 def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> None:
@@ -21,6 +24,25 @@ def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> N
         _check_unchanged(prepared, prepared | {"c": torch.zeros(4)})
     with pytest.raises(DirectFailed, match=r"1 tensors are not those from before the pause, e\.g\. b"):
         _check_unchanged(prepared, {"a": prepared["a"]})
+
+
+def test_boxes_that_differ_from_the_stores_are_counted_and_one_is_named() -> None:
+    specs = {name: TensorSpec(name, "BF16", (4, 2)) for name in "abc"}
+    needs = {name: (full_box((4, 2)),) for name in specs}
+    manifest = VersionManifest("v/1", 1, "", "", specs, {"a": 1, "b": (1 << 64) - 1, "c": 3}, ())
+    unused: Any = None
+    stored = NeededDigests(specs, needs).of(unused, manifest)
+    assert stored == {("a", needs["a"][0]): 1, ("b", needs["b"][0]): (1 << 64) - 1, ("c", needs["c"][0]): 3}
+    for order in ("abc", "cab"):
+        pieces = tuple(Piece(name, needs[name][0], "fused", 0, (2, 1)) for name in order)
+        found = np.array([manifest.digests[name] for name in order], np.uint64)
+        assert module._difference(EarlyVersion("v/1", "", pieces, found, b""), stored) == ""
+        found[order.index("b")] -= np.uint64(1)
+        found[order.index("c")] ^= np.uint64(1 << 63)
+        said = module._difference(EarlyVersion("v/1", "", pieces, found, b""), stored)
+        assert said == f"2 boxes, e.g. of {'b' if order == 'abc' else 'c'}, differ from the store's digests"
+    with pytest.raises(ValueError, match="expected 3 digests, got 2 and 3"):
+        module._difference(EarlyVersion("v/1", "", pieces, found[:2], b""), stored)
 
 
 class Link:

@@ -307,6 +307,18 @@ def test_the_manifest_says_where_every_tensor_is_and_what_its_digest_is(site: Si
     assert site.stub.GetModel(server_pb2.GetModelRequest()).files[0].content == b"{}"
 
 
+def test_manifests_of_several_versions_have_the_digests_of_their_own(site: Site) -> None:
+    published = {number: tensors for number, tensors in (site.publish() for _ in range(2))}
+    for number in (*published, *published):
+        manifest = site.stub.GetManifest(server_pb2.GetManifestRequest(version=f"models/policy/versions/{number}"))
+        assert manifest.version.number == number
+        assert len(manifest.tensors) == len(SPECS)
+        assert [*{file.path for file in manifest.files}] == [*{tensor.file for tensor in manifest.tensors}]
+        for tensor in manifest.tensors:
+            want, shape = published[number][tensor.spec.name], tuple(tensor.spec.shape)
+            assert tensor.digest == digest(want, full_box(shape), shape)
+
+
 BOXES: tuple[tuple[int, Box], ...] = (
     (0, (Range(3, 200), Range(0, 512, 2))),
     (1, (Range(0, 17),)),

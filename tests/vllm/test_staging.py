@@ -1,15 +1,19 @@
 """The READY version that a worker keeps for an install ahead of READY: staged beforehand, and used for nothing else."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from resharder.client.direct.base import DirectFailed
-from resharder.client.errors import NotFound
+from resharder.client.errors import DaemonUnreachable, NotFound
 from resharder.client.inference.engine import InstallError
 from resharder.client.inference.worker import staging as module
 from resharder.client.inference.worker.staging import StagedInstall, Staging
+
+from tests.support.observing import wait_until
 
 NEEDS: dict[str, Any] = {"w": ()}
 
@@ -17,12 +21,15 @@ NEEDS: dict[str, Any] = {"w": ()}
 class Source:
     """A staged version."""
 
-    registered = False
-
     def __init__(self, number: int) -> None:
         self.manifest = manifest(number)
         self.expected: dict[Any, int] = {("w", ()): number}
-        self.closed = False
+        self.closed = self.registered = False
+
+    def populate(self, needs: Any) -> None: ...
+
+    def unregister(self) -> None:
+        self.registered = False
 
     def close(self) -> None:
         assert not self.closed
@@ -34,12 +41,23 @@ class Sources:
 
     def __init__(self, shared: bool) -> None:
         self.shared, self.staged, self.gone = shared, list[Source](), set[int]()
+        self.unreachable = False
+        self.opening, self.go = threading.Event(), threading.Event()
+        self.go.set()
 
     def open(self, manifest: Any, needs: Any, without: frozenset[str] = frozenset()) -> Source:
+        if threading.current_thread() is not threading.main_thread():
+            self.opening.set()
+            assert self.go.wait(60)
+        if self.unreachable:
+            raise DaemonUnreachable("it is away")
         if manifest.number in self.gone:
             raise FileNotFoundError(manifest.name)
         self.staged.append(Source(manifest.number))
         return self.staged[-1]
+
+    def expected(self, manifest: Any, needs: Any) -> dict[Any, int]:
+        return {("w", ()): manifest.number}
 
     @property
     def held(self) -> list[int]:
@@ -79,6 +97,7 @@ class Asked(list[str]):
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     names = Asked()
     names.uploading = set()
+    monkeypatch.setattr(module, "_let_go", lambda work: work())
 
     def get(channel: Any, version: str) -> Any:
         if version in names.uploading:
@@ -87,7 +106,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         return manifest(int(version.rpartition("/")[2]))
 
     monkeypatch.setattr(module, "get_manifest", get)
-    monkeypatch.setattr(module, "expected_digests", lambda channel, manifest, needs: {("w", ()): manifest.number})
     return names
 
 
@@ -119,8 +137,8 @@ class Worker:
         staged.source = self.staging.stage({}, staged, memory if fallback else None, None)
         return staged
 
-    def install(self, version: int, fallback: int = 0) -> None:
-        self.staging.finish(self.stage(version, fallback))
+    def install(self, version: int, fallback: int = 0, *, keep: bool = False) -> None:
+        self.staging.finish(self.stage(version, fallback), keep)
 
 
 def test_each_version_served_ahead_is_the_fallback_of_the_next_without_being_staged_again(asked: list[str]) -> None:
@@ -155,6 +173,56 @@ def test_a_prepared_version_is_closed_when_another_is_installed(asked: list[str]
     worker.stage(7)
     assert worker.sources.held == [7]
     assert asked == ["v/1", "v/7"]
+
+
+def test_a_version_from_the_store_is_the_fallback_of_the_next_one_ahead_without_being_staged_again(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(1, keep=True)
+    assert worker.sources.held == [1]
+    staged = worker.stage(2, fallback=1)
+    assert staged.source is worker.sources.staged[0]
+    assert asked == ["v/1"]
+
+
+def test_a_version_from_the_store_is_closed_after_a_failed_install(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(1)
+    assert worker.sources.held == []
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_an_install_waits_for_the_version_that_it_falls_back_on_and_for_no_other(asked: list[str], same: bool) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.sources.go.clear()
+    preparing = threading.Thread(target=worker.staging.prepare_fallback, args=[manifest(2)])
+    preparing.start()
+    assert worker.sources.opening.wait(60)
+    if same:
+        with ThreadPoolExecutor() as pool:
+            staged = pool.submit(worker.stage, 3, 2)
+            wait_until(lambda: worker.staging._opening is None)  # the install has found it
+            worker.sources.go.set()
+            assert staged.result(60).source is worker.sources.staged[-1]
+    else:
+        worker.stage(4, fallback=3)  # while version 2 is being opened
+        assert not worker.sources.go.is_set()
+        worker.sources.go.set()
+    preparing.join()
+    assert worker.sources.held == ([2] if same else [3])
+    assert asked == (["v/1"] if same else ["v/1", "v/3"])
+
+
+def test_a_fallback_whose_digests_cannot_be_fetched_leaves_the_former_one(asked: Asked) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.sources.unreachable = True
+    with pytest.raises(DaemonUnreachable):
+        worker.staging.prepare_fallback(manifest(2))
+    worker.sources.unreachable = False
+    assert worker.sources.held == [1]
+    worker.install(3, fallback=1)
+    assert asked == ["v/1"]
 
 
 def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: Asked) -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from numpy.lib.array_utils import byte_bounds
@@ -30,17 +30,58 @@ _GAP = 16 << 20  # gaps of at most so many bytes are registered as well: each ca
 Result = TypeVar("Result")
 Busy = Callable[[], bool]
 """Whether other threads of this process launch kernels that clients wait for."""
+Stop = Callable[[], bool]
+"""Whether a preparation is no longer wanted, or another thread goes on with it."""
+
+
+def never() -> bool:
+    """Return False: go on to the end."""
+    return False
 
 
 class Registered:
-    """Registered pages. `close` releases them and must precede unmapping."""
+    """Pages that are registered with CUDA, one span after another. Not thread-safe.
+
+    Args:
+        spans: First and end address of each part, as of `spans_of`.
+        device: GPU.
+        busy: Whether to leave half of the time to other threads of this process, whose kernels wait while the driver works. Asked
+            before each call into the driver.
+    """
 
     def __init__(self, spans: list[Span], device: torch.device, busy: Busy) -> None:
-        self._spans, self._device, self._busy = spans, device, busy
+        self._left, self._device, self._busy = spans, device, busy
+        self._spans: list[Span] = []  # registered, in the order of their addresses
+
+    def go_on(self, stop: Stop) -> bool:
+        """Register the spans that are left, until `stop` returns true. It is asked before each of them.
+
+        Returns:
+            Whether CUDA has refused none. If it has, the log has the reason, and all pages are released.
+        """
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+        def one(span: Span) -> int | None:
+            return None if stop() else int(runtime.cudaHostRegister(span[0], span[1] - span[0], _FLAGS))
+
+        left, self._left = self._left, []
+        errors = list(zip(left, _call_driver(one, left, self._device, self._busy), strict=True))
+        self._left = [span for span, error in errors if error is None]
+        self._spans = sorted([*self._spans, *(span for span, error in errors if error == 0)])
+        if failed := [error for _, error in errors if error]:
+            logger.info("CUDA refused to register %d of %d spans of host memory: error %d", len(failed), len(left), failed[0])
+            self.close()
+            return False
+        return True
+
+    @property
+    def whole(self) -> bool:
+        """Whether all pages are registered."""
+        return not self._left
 
     def close(self) -> None:
         """Release the pages, and unmap them from this process's page tables part by part: at once, they would delay others."""
-        spans, self._spans = self._spans, []
+        spans, self._spans, self._left = self._spans, [], []
         _call_driver(_let_go, spans, self._device, self._busy)
 
     def splits(self, array: Array) -> bool:
@@ -56,14 +97,14 @@ class Registered:
         return at < len(self._spans) and self._spans[at][0] < high
 
 
-def register(arrays: Iterable[Array], device: torch.device, busy: Busy = lambda: False) -> Registered | None:
+def register(arrays: Iterable[Array], device: torch.device, busy: Busy = lambda: False, stop: Stop = never) -> Registered | None:
     """Register the pages of arrays, which must be mapped already, for kernels that read.
 
     Args:
         arrays: Arrays whose pages are registered.
         device: GPU.
-        busy: Whether to leave half of the time, here and in `close`, to other threads of this process, whose kernels wait
-            while the driver works. Asked before each call into the driver.
+        busy: See `Registered`.
+        stop: See `Registered.go_on`, which registers the rest later.
 
     Returns:
         The pages, or None if CUDA refuses. The log has the reason.
@@ -71,14 +112,8 @@ def register(arrays: Iterable[Array], device: torch.device, busy: Busy = lambda:
     if not _same_address(device):
         logger.info("%s cannot access host pages at their own addresses", device)
         return None
-    runtime, spans = torch.cuda.cudart(), spans_of(arrays, _GAP)  # type: ignore[no-untyped-call]
-    errors = _call_driver(lambda span: int(runtime.cudaHostRegister(span[0], span[1] - span[0], _FLAGS)), spans, device, busy)
-    done = Registered([span for span, error in zip(spans, errors, strict=True) if not error], device, busy)
-    if failed := [error for error in errors if error]:
-        logger.info("CUDA refused to register %d of %d spans of host memory: error %d", len(failed), len(spans), failed[0])
-        done.close()
-        return None
-    return done
+    made = Registered(spans_of(arrays, _GAP), device, busy)
+    return made if made.go_on(stop) else None
 
 
 def box_of(array: Array, box: Box) -> Array:

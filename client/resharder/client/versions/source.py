@@ -44,7 +44,7 @@ class WeightSource(Protocol):
         """Yield the boxes, whole or in parts; a part may be repeated. An array is valid until the next one."""
         ...
 
-    def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
+    def digests(self, wanted: Sequence[Wanted]) -> Mapping[Wanted, int]:
         """Return the digests of the boxes as the source has them."""
         ...
 
@@ -96,7 +96,7 @@ class _FolderSource:
             array = self._files.arrays[name]
             yield Arrived(position, box, array[box_index(box)] if box else array)
 
-    def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
+    def digests(self, wanted: Sequence[Wanted]) -> Mapping[Wanted, int]:
         return {wanted[i]: digest(array, box, self.specs[wanted[i][0]].shape) for i, box, array in self.parts(wanted)}
 
 
@@ -111,7 +111,7 @@ class _Version:
     def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
         return read_boxes(self._channel, self._manifest, wanted)
 
-    def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
+    def digests(self, wanted: Sequence[Wanted]) -> Mapping[Wanted, int]:
         needs: dict[str, list[Box]] = {}
         for name, box in wanted:
             needs.setdefault(name, []).append(box)

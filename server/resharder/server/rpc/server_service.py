@@ -29,6 +29,7 @@ from resharder.server.state.server_events import Order
 from resharder.server.state.version import parse_name
 from resharder.server.store.box_reads import CheckedBoxes, check_boxes, packed_chunks
 from resharder.server.store.digests import digest_boxes
+from resharder.server.store.manifest import Manifest
 from resharder.server.store.reader import VersionReader
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
@@ -36,6 +37,7 @@ from resharder.v1 import resources_pb2, server_pb2
 _ORDERS_SECONDS = 60.0  # longest pause; a new order ends it
 _CACHED_DIGESTS = 1 << 21  # 8 bytes each
 _CACHED_REQUESTS = 256
+_CACHED_MANIFESTS = 4  # some MB each for models of many thousand tensors
 
 
 class ServerService:
@@ -52,7 +54,7 @@ class ServerService:
     ) -> None:
         self._data_address = data_address
         self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
-        self._digester = _BoxDigester(store.reader, digest_threads)
+        self._digester, self._manifests = _BoxDigester(store.reader, digest_threads), _Manifests()
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
         """Register a server's process; with `boot`, wait for a version to load."""
@@ -99,7 +101,7 @@ class ServerService:
         verified = self._store.reader.verified.get(model, number) if request.replica else None
         manifest = verified.manifest if verified is not None else self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
-        return manifest_to_proto(version, manifest, self._data_address, self._store.reader.config(model, number))
+        return self._manifests.message(version, manifest, self._data_address, self._store.reader.config(model, number))
 
     def GetNextFiles(self, request: server_pb2.GetNextFilesRequest, call: Call) -> server_pb2.NextFiles:
         """Return the folder of the files for the version after a READY one."""
@@ -203,6 +205,42 @@ class Attendance:
             boots_another=order.boots_another,
             base_version=order.base_version,
         )
+
+
+class _Manifests:
+    """Messages of manifests. Thread-safe.
+
+    Those of the last layouts are used again, with other digests: the versions of a model have one layout.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[tuple[str, bytes, int], ...], server_pb2.Manifest] = OrderedDict()
+
+    def message(
+        self, version: resources_pb2.Version, manifest: Manifest, data_address: str, config: bytes
+    ) -> server_pb2.Manifest:
+        """Return the message of a manifest, as `manifest_to_proto`."""
+        layout = tuple((file.path, file.header, file.size) for file in manifest.files)  # a header describes all of its tensors
+        with self._lock:
+            known = self._known.get(layout)
+            if known is not None:
+                self._known.move_to_end(layout)
+        if known is None:
+            known = manifest_to_proto(resources_pb2.Version(), manifest)
+            with self._lock:
+                self._known[layout] = known
+                while len(self._known) > _CACHED_MANIFESTS:
+                    self._known.popitem(last=False)
+        found = server_pb2.Manifest(version=version, data_address=data_address, config=config)
+        found.MergeFrom(known)
+        for tensor, digest in zip(found.tensors, _digests_in_order(manifest), strict=True):
+            tensor.digest = digest
+        return found
+
+
+def _digests_in_order(manifest: Manifest) -> Iterator[int]:
+    return (manifest.digests[placed.spec.name] for file in manifest.files for placed in file.tensors)
 
 
 class _BoxDigester:

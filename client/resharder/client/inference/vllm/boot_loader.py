@@ -95,6 +95,7 @@ class _Booting:
         recording = self.part.known
         with timed(self.timings, "stage"):
             self.source = self.sources.open(self.manifest, recording.needs)
+            self.source.populate(recording.needs)
         self.stage_seconds = self.timings[-1].seconds
         names = [name for name in self.manifest.specs if name in recording.needs]
         failpoint("worker.boot.load")

@@ -378,8 +378,10 @@ class AdapterAgent:
         """Open the files of a version."""
         with self._reading:
             assert self._sources is not None
-            source = self._sources.open(manifest, {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()})
+            needs = {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
+            source = self._sources.open(manifest, needs)
             try:
+                source.populate(needs)
                 yield source
             finally:
                 source.close()

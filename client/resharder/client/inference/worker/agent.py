@@ -254,8 +254,10 @@ class Agent:
         try:
             with timed(staged.timings, "apply"), DRIVER_LOCK.priority():  # an earlier version's pages may still be unregistered
                 self._install(models, staged, source)
-        finally:
+        except BaseException:
             self.staging.finish(staged)
+            raise
+        self.staging.finish(staged, keep=self._memory is not None and not self.parts.loaded)
         self.version, self.fingerprint, self._applied = number, fingerprint, install_id
         self.dropped = False
         self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, installed=True)

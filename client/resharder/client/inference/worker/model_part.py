@@ -69,7 +69,7 @@ class ModelPart:
             tensors = {piece.tensor: self.known.layout.tensors[piece.tensor] for piece in self.route.boxed}
             self._copy = self.route, HostToDevice(Layout(tensors, self.route.boxed), device)
         placed = self._copy[1].place(source.arrays, live_now(model, frozenset(p.local for p in self.route.boxed)))
-        return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
+        return Prepared(placed, source.expected.of(self.route.boxed).tolist())
 
     def record(self, recording: Recording, manifest: VersionManifest, own: frozenset[str] = frozenset()) -> None:
         """Set the recording, without shared modules.
@@ -179,6 +179,7 @@ class ModelParts:
         self.needed_bytes = 0
         """Bytes of a version that the parts read."""
         self._config_warnings: list[str] = []
+        self._needs: tuple[list[Recording], Needs] = [], {}
 
     def part(self, name: str) -> ModelPart:
         """Return the part, and create it on the first call."""
@@ -219,8 +220,12 @@ class ModelParts:
         )
 
     def needs(self) -> Needs:
-        """Return the boxes of each HF tensor that the worker reads."""
-        return needs(self.by_name.values())
+        """Return the boxes of each HF tensor that the worker reads: the same object until another recording is made."""
+        known, found = self._needs
+        recordings = [part.known for part in self.by_name.values()]
+        if len(known) != len(recordings) or any(a is not b for a, b in zip(known, recordings, strict=True)):
+            self._needs = _, found = recordings, needs(self.by_name.values())
+        return found
 
     @property
     def loaded(self) -> frozenset[str]:

@@ -7,11 +7,12 @@ the version is READY, those digests are compared with the store's, without a rea
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import grpc
+import numpy as np
 import torch
 import xxhash
 from resharder.client.direct.base import DirectFailed
@@ -24,9 +25,9 @@ from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.manifest import VersionManifest, get_manifest
+from resharder.client.versions.manifest import BoxDigests, Digests, VersionManifest, get_manifest
 from resharder.converters.failpoints import failpoint
-from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.wire.direct import layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
@@ -51,7 +52,7 @@ class OpenMemory:
     """Locals of each part, without the prefix."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EarlyVersion:
     """A version that is received before it is READY."""
 
@@ -60,7 +61,7 @@ class EarlyVersion:
     fingerprint: str
     """Provisional fingerprint, reported until the version is READY."""
     pieces: tuple[Piece, ...]
-    digests: tuple[int, ...]
+    digests: Digests
     """Digest of each piece, as the ranks sent it."""
     config: bytes
     """Content of its config.json; empty from an older daemon."""
@@ -110,7 +111,7 @@ class Receiver:
         self._link: TransferLink | None = None
         self._targets: dict[str, torch.Tensor] = {}
         self._digester: CachedDigester | None = None  # on a GPU only
-        self._expected: tuple[int, ...] = ()
+        self._expected: Digests = np.zeros(0, np.uint64)
         self._expected_source = ""
         self.problem = ""
         """Why the last `join` or `receive` returned false."""
@@ -174,9 +175,9 @@ class Receiver:
         declare(self._channel, self._member, memory.fingerprint, memory.proto)
         return join()
 
-    def expect(self, memory: OpenMemory, expected: Mapping[tuple[str, Box], int]) -> None:
-        """Set the digests with which `receive` compares: the store's, by HF tensor and box."""
-        self._expected = tuple(expected[piece.tensor, piece.box] for piece in memory.layout.pieces)
+    def expect(self, memory: OpenMemory, expected: BoxDigests) -> None:
+        """Set the digests with which `receive` compares: the store's."""
+        self._expected = expected.of(memory.layout.pieces)
         self._expected_source = "the store's"
 
     def expect_early(self, memory: OpenMemory, version: str) -> EarlyVersion:
@@ -191,7 +192,7 @@ class Receiver:
         answer = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
         if len(answer.digests) != len(memory.layout.pieces):
             raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(answer.digests)}")
-        self._expected, self._expected_source = tuple(answer.digests), "the ranks'"
+        self._expected, self._expected_source = np.array(answer.digests, np.uint64), "the ranks'"
         return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected, answer.config, answer.tensors)
 
     def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
@@ -261,9 +262,8 @@ class Receiver:
 
     def _check(self, memory: OpenMemory, digests: Sequence[int]) -> None:
         """Raise `DirectFailed` if a digest is not the expected one."""
-        if tuple(digests) != self._expected:
-            pieces = zip(memory.layout.pieces, digests, self._expected, strict=True)
-            wrong = [piece.tensor for piece, found, expected in pieces if found != expected]
+        wrong = _wrong(memory.layout.pieces, np.array(digests, np.uint64), self._expected)
+        if wrong:
             raise DirectFailed(f"{_differ(wrong)} from {self._expected_source} digests", torn=True)
 
     def _failed(self, group: str, error: str) -> None:
@@ -304,7 +304,7 @@ def _check_unchanged(prepared: Tensors, found: Tensors) -> None:
 def compare_with_store(
     channel: Channel,
     early: EarlyVersion,
-    stored: Callable[[VersionManifest], Mapping[tuple[str, Box], int]],
+    stored: Callable[[VersionManifest], BoxDigests],
     is_current: Callable[[], bool],
 ) -> tuple[VersionManifest, str] | None:
     """Wait until an early version is READY and compare its digests with the store's.
@@ -330,10 +330,16 @@ def compare_with_store(
     return None
 
 
-def _difference(early: EarlyVersion, stored: Mapping[tuple[str, Box], int]) -> str:
-    pairs = zip(early.pieces, early.digests, strict=True)
-    wrong = [piece.tensor for piece, digest in pairs if stored[piece.tensor, piece.box] != digest]
+def _difference(early: EarlyVersion, stored: BoxDigests) -> str:
+    wrong = _wrong(early.pieces, early.digests, stored.of(early.pieces))
     return f"{_differ(wrong)} from the store's digests" if wrong else ""
+
+
+def _wrong(pieces: Sequence[Piece], found: Digests, expected: Digests) -> list[str]:
+    """Return the tensor of each piece whose digests differ. Raises ValueError unless there is one for each piece."""
+    if not len(pieces) == len(found) == len(expected):
+        raise ValueError(f"expected {len(pieces)} digests, got {len(found)} and {len(expected)}")
+    return [pieces[i].tensor for i in np.flatnonzero(found != expected).tolist()]
 
 
 def _differ(tensors: Sequence[str]) -> str:

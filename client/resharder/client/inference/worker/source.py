@@ -22,13 +22,14 @@ from typing import NamedTuple
 import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
+from resharder.client.gpu.pinned_pages import Busy, Registered, Stop, box_of, never, register
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.settings import HTTP
 from resharder.client.transport.shared_memory import read_nonces, shares_memory
-from resharder.client.versions.manifest import Needs, VersionManifest, expected_digests
+from resharder.client.versions.manifest import BoxDigests, NeededDigests, Needs, VersionManifest
 from resharder.client.versions.read_plan import needed_pieces
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
@@ -46,6 +47,8 @@ _ASK_SECONDS = 5.0  # between questions to the daemon for a node's files, apart 
 _LOOK_SECONDS = 0.05  # between looks at the node's folder
 _PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself
 
+_AT_ONCE = 64 << 20  # bytes mapped by a call, for which an install waits at most
+
 Boxes = Sequence[tuple[str, Box]]
 Register = Callable[..., Registered | None]
 logger = logging.getLogger("vllm.resharder.worker")
@@ -60,6 +63,9 @@ class StagingFailed(ResharderError):
 class SourceFiles:
     """Files of one version and their tensors in `arrays`.
 
+    One thread may go on with a registration that another one has begun. `register`, `unregister` and `close` wait for its step,
+    one call into the driver.
+
     Args:
         folder: Folder of the files.
         files: The files; their paths are relative to `folder`.
@@ -72,6 +78,7 @@ class SourceFiles:
     def __init__(self, folder: Path, files: tuple[FileLayout, ...]) -> None:
         self._files, self._mapped = files, MappedFiles(folder, files)
         self.arrays = self._mapped.arrays
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._registered: Registered | None = None
         self._boxes: Boxes = ()  # whose pages are registered
         try:
@@ -81,30 +88,56 @@ class SourceFiles:
             self._unmap()
             raise
 
-    def register(self, boxes: Boxes, device: torch.device, busy: Busy, register: Register = register) -> bool:
-        """Map the pages of boxes, and register them with CUDA for kernels on `device`, unless they are.
+    def register(self, boxes: Boxes, device: torch.device, busy: Busy, register: Register = register, stop: Stop = never) -> bool:
+        """Map the pages of boxes, and register them with CUDA for kernels on `device`; go on where an earlier call has stopped.
 
         Args:
             boxes: HF tensors and boxes.
             device: The GPU.
             busy: Whether the server serves, here and while the pages are released. Half of the time is left to its kernels then.
             register: Function that registers the arrays.
+            stop: Asked before each step; once it returns true, this returns, and another thread may go on.
 
         Returns:
-            Whether CUDA registered the pages.
+            Whether all pages are registered.
         """
-        if self._registered is not None and boxes == self._boxes:
-            return True
-        self._unregister()
-        arrays = [box_of(self.arrays[name], box) for name, box in boxes]
-        for array in arrays:
-            map_pages(byte_bounds(array))
-        self._registered, self._boxes = register(arrays, device, busy), boxes
-        return self._registered is not None
+        with self._lock:
+            if self._stopped(stop):
+                return False
+            if self._registered is None or boxes != self._boxes:
+                self._unregister()
+                arrays = [box_of(self.arrays[name], box) for name, box in boxes]
+                if not self._map([byte_bounds(array) for array in arrays], stop):
+                    return False
+                self._registered, self._boxes = register(arrays, device, busy, stop), boxes
+            elif not self._registered.whole and not self._registered.go_on(stop):
+                self._registered = None
+            return self._registered is not None and self._registered.whole
+
+    def populate(self, spans: Iterable[Span]) -> None:
+        """Map the pages of spans now, without Python's lock, so that copies cause no page faults. Must end before `close`."""
+        self._map(spans, never)
+
+    def _map(self, spans: Iterable[Span], stop: Stop) -> bool:
+        for first, end in spans:
+            for at in range(first, end, _AT_ONCE):
+                if self._stopped(stop):
+                    return False
+                with DRIVER_LOCK.background():
+                    map_pages((at, min(at + _AT_ONCE, end)))
+        return not self._stopped(stop)
+
+    def _stopped(self, stop: Stop) -> bool:
+        return self._closing.is_set() or stop()
 
     def copyable(self, array: Array) -> Array:
-        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
-        return array.copy() if self._registered is not None and self._registered.splits(array) else array
+        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered.
+
+        Waits for no other thread: an apply may call this, and the other one's calls into the driver wait for the apply.
+        """
+        registered = self._registered
+        in_part = self._lock.locked() or (registered is not None and registered.splits(array))
+        return array.copy() if in_part else array
 
     def are_of(self, folder: Path, files: tuple[FileLayout, ...]) -> bool:
         """Return whether the files in a folder are these, with the same layout. Raises OSError if one is missing."""
@@ -115,11 +148,27 @@ class SourceFiles:
         """Whether the files have been removed from all folders."""
         return not os.fstat(self._first).st_nlink
 
+    def unregister(self) -> None:
+        """Begin to release what is registered, on a thread, which leaves half of the time to a server that serves."""
+        held = self._lock.acquire(blocking=False)  # here, so that no later step comes before
+
+        def run() -> None:
+            if not held:
+                self._lock.acquire()
+            try:
+                self._unregister()
+            finally:
+                self._lock.release()
+
+        threading.Thread(target=run, name="resharder-unregister").start()
+
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
-        self._unregister()
-        os.close(self._first)
-        self._unmap()
+        self._closing.set()
+        with self._lock:
+            self._unregister()
+            os.close(self._first)
+            self._unmap()
 
     def _unregister(self) -> None:
         if self._registered is not None:
@@ -153,7 +202,7 @@ class VersionSource:
         manifest: VersionManifest,
         files: SourceFiles,
         transport: str,
-        expected: dict[tuple[str, Box], int],
+        expected: BoxDigests,
         whole: bool = True,
     ) -> None:
         self.manifest, self.transport, self.expected, self.whole = manifest, transport, expected, whole
@@ -182,13 +231,17 @@ class VersionSource:
             first, _ = byte_bounds(self.arrays[name])
             for rows in (rows for box in boxes for rows in box_rows(box, self.specs[name])):
                 spans += [(first + start, first + end) for start, end in rows.spans(PIECE_BYTES)]
-        for span in _joined(spans):
-            map_pages(span)
+        self._files.populate(_joined(spans))
 
     def register(self, boxes: Boxes, device: torch.device, serves: Busy) -> bool:
         """Register the pages of these boxes, so that kernels on `device` can read them: see `SourceFiles.register`."""
         self.registered = self._files.register(boxes, device, serves)
         return self.registered
+
+    def unregister(self) -> None:
+        """Begin to release the registered pages, which stay mapped."""
+        self.registered = False
+        self._files.unregister()
 
     def copyable(self, array: Array) -> Array:
         """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
@@ -228,6 +281,7 @@ class Sources:
         self._channel, self.shared = channel, not settings.transport and shares_memory(access)
         self._next = NextFiles(channel, serves)
         self._mirror = Mirror(settings.staging_dir)
+        self._needed: NeededDigests | None = None
         self._lock, self._node_reason = threading.Lock(), ""
         self.transport = SHARED if self.shared else HTTP
         """`SHARED` if the store's files can be mapped; else `NODE` or `http`, as the last version, or the one to try."""
@@ -246,32 +300,35 @@ class Sources:
         Raises:
             ResharderError: The boxes cannot be fetched, or their digests differ.
         """
+        expected = self.expected(manifest, needs)
+        fetched = {name: boxes for name, boxes in needs.items() if name not in without}
         with self._lock:
             self._node_reason = ""
-            expected = expected_digests(self._channel, manifest, needs)
-            fetched = {name: boxes for name, boxes in needs.items() if name not in without}
             failpoint("worker.stage.map")
             if self.shared and manifest.folder:
                 self.transport, self.transport_reason = SHARED, ""
                 files = self._next.take(Path(manifest.folder), manifest.files)
-                source = VersionSource(manifest, files, SHARED, expected)
-            elif not without and (found := self._from_node(manifest, needs, expected)) is not None:
-                source = found  # with ranks' help, what remains is little of each piece, and the node would fetch them all
-            else:
-                mirror = self._mirror.prepare(manifest.files)
-                self._fetch(manifest, fetched, expected, [file.path for file in mirror])
-                files = SourceFiles(DESCRIPTORS, mirror)
-                source = VersionSource(manifest, files, self.transport, expected, whole=not without)
-            source.populate(fetched)
-            return source
+                return VersionSource(manifest, files, SHARED, expected)
+            if not without and (found := self._from_node(manifest, needs, expected)) is not None:
+                return found  # with ranks' help, what remains is little of each piece, and the node would fetch them all
+            mirror = self._mirror.prepare(manifest.files)
+            self._fetch(manifest, fetched, expected, [file.path for file in mirror])
+            files = SourceFiles(DESCRIPTORS, mirror)
+            return VersionSource(manifest, files, self.transport, expected, whole=not without)
 
-    def prepare_next(self, manifest: VersionManifest, boxes: Boxes, device: torch.device) -> None:
+    def expected(self, manifest: VersionManifest, needs: Needs) -> BoxDigests:
+        """Return the digests of a version's needed boxes as the store has them. Raises ResharderError."""
+        needed = self._needed
+        if needed is None or not needed.are_of(manifest.specs, needs):
+            self._needed = needed = NeededDigests(manifest.specs, needs)
+        return needed.of(self._channel, manifest)
+
+    def prepare_next(self, manifest: VersionManifest, boxes: Callable[[], Boxes], device: torch.device) -> None:
         """Register the pages of these boxes in the files of the version after `manifest`'s, in the background."""
         if self.shared:
-            with self._lock:
-                self._next.prepare(manifest, boxes, device)
+            self._next.prepare(manifest, boxes, device)
 
-    def _from_node(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
+    def _from_node(self, manifest: VersionManifest, needs: Needs, expected: BoxDigests) -> VersionSource | None:
         """Map the version of the node on this host; None if there is no node, or it does not have the boxes."""
         if self._node is None:
             return None
@@ -288,7 +345,7 @@ class Sources:
             logger.warning("%s does not come from a node on this host: %s", manifest.name, self._node_reason)
         return None
 
-    def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
+    def _fetch(self, manifest: VersionManifest, needs: Needs, expected: BoxDigests, files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
         command = [
             sys.executable,
@@ -329,11 +386,11 @@ class Sources:
 
 
 class NextFiles:
-    """Files of the next version, prepared before that version exists, at most one set of them. Not thread-safe.
+    """Files of the next version, prepared before that version exists, at most one set of them.
 
     Registering 16 GB with CUDA takes one to two seconds beside a server that serves. The daemon lays the files of a version out
     ahead of need, so a worker registers them while nothing is to be installed. Staging then finds by their inodes that these are
-    the version's files, and has nothing to register.
+    the version's files, and registers what is left. Nothing waits for a preparation: it stops where it is.
 
     Args:
         channel: Channel to the daemon.
@@ -354,87 +411,128 @@ class NextFiles:
     ) -> None:
         self._channel, self._busy, self._register = channel, busy, register
         self._ask_seconds, self._check_seconds = ask_seconds, check_seconds
+        self._lock = threading.Lock()
         self._preparation: _Preparation | None = None
 
-    def prepare(self, manifest: VersionManifest, boxes: Boxes, device: torch.device) -> None:
-        """Begin to prepare the files for the version after `manifest`'s, in place of any others. Return at once."""
-        former = self._preparation
+    def prepare(self, manifest: VersionManifest, boxes: Callable[[], Boxes], device: torch.device) -> None:
+        """Begin to prepare the files for the version after `manifest`'s, in place of any others. Return at once.
+
+        Args:
+            manifest: The manifest of a READY version.
+            boxes: Returns the HF tensors and boxes to register; called on the preparation's thread.
+            device: The GPU.
+        """
 
         def ask() -> Path:
             stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
             request = server_pb2.GetNextFilesRequest(version=manifest.name)
             return Path(self._channel.call(stub.GetNextFiles, request, timeout=10, patience=0).folder)
 
-        def files(folder: Path) -> SourceFiles:
-            found = SourceFiles(folder, manifest.files)
-            found.register(boxes, device, self._busy, self._register)
-            return found
+        def register(files: SourceFiles, stop: Stop) -> None:
+            files.register(boxes(), device, self._busy, self._register, stop)
 
-        self._preparation = preparation = _Preparation(ask, files, self._ask_seconds, self._check_seconds)
-        threading.Thread(target=preparation.run, args=[former], name="resharder-next-files", daemon=True).start()
+        def layout(folder: Path) -> SourceFiles:
+            return SourceFiles(folder, manifest.files)
+
+        with self._lock:
+            former = self._preparation
+            self._preparation = _Preparation(ask, layout, register, self._ask_seconds, self._check_seconds, former)
 
     def take(self, folder: Path, files: tuple[FileLayout, ...]) -> SourceFiles:
         """Return the files of a version, which the caller closes: the prepared ones if the daemon took these for the version.
 
-        Waits for a registration in progress.
+        Others stay prepared.
 
         Raises:
             OSError: A file is missing.
             ValueError: A file has another size.
         """
-        found = self._end()
-        if found is not None:
-            with contextlib.suppress(OSError):
-                if found.are_of(folder, files):
-                    return found
-            found.close()
-        return SourceFiles(folder, files)
+        with self._lock:
+            found = self._preparation.take(folder, files) if self._preparation is not None else None
+        return found or SourceFiles(folder, files)
 
     def close(self) -> None:
         """Let go of the files."""
-        found = self._end()
-        if found is not None:
-            found.close()
-
-    def _end(self) -> SourceFiles | None:
-        preparation, self._preparation = self._preparation, None
-        return preparation.end() if preparation is not None else None
+        with self._lock:
+            preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.end()
 
 
 class _Preparation:
-    """One attempt to prepare files. `run` runs on a thread of its own; `end` may be called once, on another one."""
+    """One attempt to prepare files, on a thread of its own, which closes them unless they are taken.
+
+    Args:
+        ask: Returns the folder of the files, `Path()` if there is none yet. Raises ResharderError.
+        files: Maps the files of a folder. Raises OSError and ValueError.
+        register: Registers the files' pages until it is told to stop.
+        ask_seconds: Interval of `ask`.
+        check_seconds: Interval of checks whether the files have been removed.
+        former: A preparation that this one ends and replaces.
+    """
 
     def __init__(
-        self, ask: Callable[[], Path], files: Callable[[Path], SourceFiles], ask_seconds: float, check_seconds: float
+        self,
+        ask: Callable[[], Path],
+        files: Callable[[Path], SourceFiles],
+        register: Callable[[SourceFiles, Stop], None],
+        ask_seconds: float,
+        check_seconds: float,
+        former: "_Preparation | None",
     ) -> None:
-        self._ask, self._make, self._ask_seconds, self._check_seconds = ask, files, ask_seconds, check_seconds
-        self._ended, self._done = threading.Event(), threading.Event()
+        self._ask, self._make, self._register = ask, files, register
+        self._ask_seconds, self._check_seconds = ask_seconds, check_seconds
+        self._lock, self._ended = threading.Lock(), threading.Event()  # the lock guards `_files`
         self._files: SourceFiles | None = None
+        self._thread = threading.Thread(target=self._run, args=[former], name="resharder-next-files", daemon=True)
+        self._thread.start()
 
-    def run(self, former: "_Preparation | None") -> None:
-        """Prepare the files, in place of those of a former preparation, and close them if the daemon removes them."""
+    def take(self, folder: Path, files: tuple[FileLayout, ...]) -> SourceFiles | None:
+        """End the preparation and return its files, which the caller closes, if they are those of `folder`; else None."""
+        with self._lock:
+            try:
+                if self._files is None or not self._files.are_of(folder, files):
+                    return None
+            except OSError:
+                return None
+            found, self._files = self._files, None
+            self._ended.set()
+            return found
+
+    def end(self) -> None:
+        """End the preparation, and return once its files are closed, unless they were taken."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self, former: "_Preparation | None") -> None:
         try:
-            if former is not None and (left := former.end()) is not None:
-                left.close()
-            while self._files is None and not self._ended.wait(self._ask_seconds):
+            if former is not None:
+                former.end()
+            while not self._ended.wait(self._ask_seconds):
                 with contextlib.suppress(FileNotFoundError):  # they were taken for a version in the meantime
                     folder = self._ask()
-                    self._files = self._make(folder) if folder.name else None
-            while self._files is not None and not self._ended.wait(self._check_seconds):
-                if self._files.removed:
-                    files, self._files = self._files, None
-                    files.close()
+                    if folder.name:
+                        self._prepare(self._make(folder))
+                        break
+            while not self._ended.wait(self._check_seconds) and not self._removed:
+                pass
         except (ResharderError, OSError, ValueError, RuntimeError) as error:  # also of a daemon without this call
             logger.info("cannot prepare the files of the next version: %s", error)
         finally:
-            self._done.set()
+            with self._lock:
+                left, self._files = self._files, None
+            if left is not None:
+                left.close()
 
-    def end(self) -> SourceFiles | None:
-        """End the preparation, and return the files, which the caller closes."""
-        self._ended.set()
-        self._done.wait()
-        files, self._files = self._files, None
-        return files
+    def _prepare(self, files: SourceFiles) -> None:
+        with self._lock:
+            self._files = files
+        self._register(files, self._ended.is_set)
+
+    @property
+    def _removed(self) -> bool:
+        with self._lock:
+            return self._files is None or self._files.removed
 
 
 class NodeFiles(NamedTuple):

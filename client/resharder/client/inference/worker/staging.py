@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from resharder.client.inference.worker.receiver import EarlyVersion, OpenMemory,
 from resharder.client.inference.worker.source import Sources, VersionSource
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
-from resharder.client.versions.manifest import VersionManifest, expected_digests, get_manifest
+from resharder.client.versions.manifest import BoxDigests, VersionManifest, get_manifest
 from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
@@ -77,7 +77,7 @@ class Staging:
         """The install that is staged or being staged."""
         self._previous: StagedInstall | None = None
         self._fallback: VersionSource | None = None  # a READY version, for an install ahead of READY or its failure
-        self._preparing = threading.Lock()  # the next fallback is being staged
+        self._opening: _Opening | None = None  # the next fallback
 
     def connect(self, access: resources_pb2.StoreAccess) -> Sources:
         """Choose the transport to the store; later calls return the same sources."""
@@ -107,8 +107,7 @@ class Staging:
     def drop(self) -> None:
         """Discard what is staged. Callers must hold `lock`."""
         if self.current is not None and self.current.source is not None:
-            # On a thread, because unmapping millions of pages takes long and requests may be waiting.
-            threading.Thread(target=self.current.source.close, name="resharder-unmap").start()
+            _let_go(self.current.source.close)
             self.current.prepared = {}
         self.current, self._previous = None, self.current
 
@@ -116,43 +115,74 @@ class Staging:
         """Return the last dropped install if it is `install_id`."""
         return self._previous if self._previous is not None and self._previous.install == install_id else None
 
-    def finish(self, staged: StagedInstall) -> None:
-        """Drop an install that was applied or failed; keep its fallback while its version is not READY."""
-        if staged.early is not None and staged.source is not None:
-            self._keep(staged.source)
-            staged.source = None
-        elif staged.source is not None and staged.source.registered and self.sources is not None:
-            self.sources.prepare_next(staged.source.manifest, self._boxed(), self._host.device)
+    def finish(self, staged: StagedInstall, keep: bool = False) -> None:
+        """Drop an install that was applied or failed. Keep its fallback while its version is not READY.
+
+        Args:
+            staged: The install.
+            keep: Whether to keep its version, which was applied, as the fallback of an install ahead of READY.
+        """
+        source = staged.source
+        if source is not None and self.sources is not None:
+            if staged.early is None and source.registered:
+                self.sources.prepare_next(source.manifest, self._boxed, self._host.device)
+            if staged.early is not None or (keep and self.sources.shared):  # a mirror has one version at a time
+                if source.registered:  # the prepared copies end with the install, and so does the need of them
+                    source.unregister()
+                self._keep(source)
+                staged.source, staged.prepared = None, {}
         with self.lock:
             self.drop()
 
-    def prepare_fallback(self, manifest: VersionManifest) -> Mapping[tuple[str, Box], int]:
-        """Stage a version that was installed ahead and is READY now, as the fallback of the next install ahead of READY.
+    def prepare_fallback(self, manifest: VersionManifest) -> BoxDigests:
+        """Open a version that was installed ahead and is READY now, as the fallback of the next install ahead of READY.
 
-        Only from mapped files: a mirror has one version at a time.
+        Only from mapped files: a mirror has one version at a time. An install that needs this version waits for it, and no other.
 
         Returns:
-            The store's digest of each needed box, by HF tensor and box.
+            The store's digests of the needed boxes.
 
         Raises:
             ResharderError: The version's digests cannot be fetched.
         """
         assert self.sources is not None
-        source = None
-        with self._preparing:
-            try:
-                source = self.sources.open(manifest, self._parts.needs()) if self.sources.shared else None
-            except (OSError, ValueError) as error:  # as when the version is retired meanwhile
-                logger.info("%s is not prepared as the version to fall back on: %s", manifest.name, error)
-            self._keep(source)
-        return source.expected if source else expected_digests(self._channel, manifest, self._parts.needs())
+        needs, source = self._parts.needs(), None
+        if not self.sources.shared:
+            self._keep(None)
+            return self.sources.expected(manifest, needs)
+        opening = _Opening(manifest.name)
+        with self.lock:
+            self._opening = opening
+        try:
+            source = self.sources.open(manifest, needs)
+        except (OSError, ValueError) as error:  # as when the version is retired meanwhile
+            logger.info("%s is not prepared as the version to fall back on: %s", manifest.name, error)
+        except BaseException:
+            self._end(opening, None, replace=False)
+            raise
+        expected = source.expected if source is not None else None
+        _close(self._end(opening, source, replace=True))
+        return expected if expected is not None else self.sources.expected(manifest, needs)
+
+    def _end(self, opening: "_Opening", source: VersionSource | None, *, replace: bool) -> VersionSource | None:
+        """End an opening; with `replace`, its source is the fallback if it is still wanted. Return what is to be closed."""
+        with self.lock:
+            opening.source = source if opening.awaited else None
+            opening.done.set()
+            if self._opening is not opening:
+                return None if opening.awaited else source
+            self._opening = None
+            if not replace:
+                return None
+            former, self._fallback = self._fallback, source
+            return former
 
     def _keep(self, source: VersionSource | None) -> None:
         """Replace the fallback, and close the former one."""
         with self.lock:
             former, self._fallback = self._fallback, source
-        if former is not None and former is not source:
-            former.close()
+        if former is not source:
+            _close(former)
 
     def stage(
         self, models: Models, staged: StagedInstall, memory: OpenMemory | None, manifest: VersionManifest | None
@@ -183,8 +213,12 @@ class Staging:
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
         self._parts.check(manifest)
         needed = self._parts.needs()
-        if staged.fallback or memory is None or not self._receiver.join(memory, models, staged.version, staged.install):
+        if staged.fallback:
             return self.sources.open(manifest, needed)
+        if memory is None or not self._receiver.join(memory, models, staged.version, staged.install):
+            source = self.sources.open(manifest, needed)
+            source.populate(needed)  # not on the direct path, where pages are needed after a failure only
+            return source
         staged.direct = memory
         source = self.sources.open(manifest, needed, frozenset(memory.layout.tensors) - self._parts.loaded)
         self._receiver.expect(memory, source.expected)
@@ -213,7 +247,7 @@ class Staging:
                 self._keep(fallback)
                 raise error from None
             logger.info("%s is READY, and installed from the store: %s", staged.version, error)
-        fallback.close()
+        _close(fallback)
         staged.fallback = ""
         return self._fetch(models, staged, None, manifest)
 
@@ -228,13 +262,19 @@ class Staging:
         return early
 
     def _fallback_of(self, version: str) -> VersionSource | None:
-        """Return the fallback if it is `version`; close any other."""
-        with self._preparing, self.lock:
+        """Return the fallback if it is `version`, also one that is being opened; give up any other."""
+        with self.lock:
             found, self._fallback = self._fallback, None
-        if found is not None and found.manifest.name != version:
-            found.close()
-            return None
-        return found
+            opening, self._opening = self._opening, None
+            if opening is not None and opening.version == version:
+                opening.awaited = True
+        if found is not None and found.manifest.name == version:
+            return found
+        _close(found)
+        if opening is not None and opening.awaited:
+            opening.done.wait()
+            return opening.source
+        return None
 
     def _boxed(self) -> list[tuple[str, Box]]:
         """Return the HF tensors and boxes that are copied straight into memory."""
@@ -256,3 +296,26 @@ class Staging:
                     stream.synchronize()
         except RuntimeError as error:  # no GPU memory left for the tables
             logger.warning("cannot register host pages, so CUDA copies through its own buffers: %s", error)
+
+
+class _Opening:
+    """A version that a thread opens as the next fallback. The lock of `Staging` guards it.
+
+    Args:
+        version: Full name of the version.
+    """
+
+    def __init__(self, version: str) -> None:
+        self.version, self.awaited = version, False  # awaited: by an install, which takes `source`
+        self.done = threading.Event()
+        self.source: VersionSource | None = None
+
+
+def _let_go(work: Callable[[], None]) -> None:
+    """Run work on a thread that nothing waits for. Changes of page tables take long, and requests may be waiting."""
+    threading.Thread(target=work, name="resharder-pages").start()
+
+
+def _close(source: VersionSource | None) -> None:
+    if source is not None:
+        _let_go(source.close)
