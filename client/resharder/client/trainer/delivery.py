@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     """Function from positions in the rank's layout to items."""
 
 
+DEFAULT_WAIT = 2.0
+"""Seconds for which a version is held for servers of this host, if `connect` was given no `direct_wait`."""
+_LONGEST_HOLD = 30.0  # seconds until a rank ends such an offer itself; the daemon has shorter bounds
 _RESTARTS = 3
 _REPORT_SECONDS = 5.0  # of a report of files
 logger = logging.getLogger(__name__)
@@ -61,10 +64,10 @@ Then = Callable[[Handle], None]
 
 
 def sender_of(
-    channel: Channel, rank: int, layout: "Layout", tensors: "Mapping[str, torch.Tensor]", direct_wait: float
+    channel: Channel, rank: int, layout: "Layout", tensors: "Mapping[str, torch.Tensor]", direct_wait: float | None
 ) -> "Sender | None":
     """Return the sender of a rank's memory on the direct path; None if `direct_wait` is 0."""
-    if direct_wait <= 0:
+    if direct_wait is not None and direct_wait <= 0:
         return None
     from resharder.client.direct.sender import Sender
 
@@ -80,7 +83,8 @@ class Delivery:
         transports: Transports to the daemon's store.
         sender: Offers versions on the direct path; None without one.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions.
-        direct_wait: Seconds that an offer may outlast READY.
+        direct_wait: Seconds that an offer may outlast READY. None offers versions to servers of this host that take them before
+            READY, for `DEFAULT_WAIT` at most.
         check: Checks the model's tensors before each version; None without a model.
         prepare: Makes the tensors of a version before they are offered and read; None if they are ready.
     """
@@ -93,7 +97,7 @@ class Delivery:
         sender: "Sender | None",
         *,
         staging_timeout: float,
-        direct_wait: float,
+        direct_wait: float | None,
         check: Check | None = None,
         prepare: Prepare | None = None,
     ) -> None:
@@ -103,14 +107,21 @@ class Delivery:
         self._check, self._prepare = check, prepare
 
     @property
-    def offers(self) -> bool:
-        """Whether versions are offered on the direct path."""
-        return self._sender is not None
+    def offers_to_all(self) -> bool:
+        """Whether versions are offered on the direct path to all servers, because `direct_wait` is given."""
+        return self._sender is not None and self._direct_wait is not None
 
     def declare(self) -> None:
         """Declare the memory of a new registration for the direct path, if there is one."""
-        if self._sender is not None:
+        if self._sender is None:
+            return
+        try:
             self._sender.declare(self._session.registration.name)
+        except ResharderError as error:
+            if self._direct_wait is not None:
+                raise
+            logger.warning("servers take the staged path, for the direct path is not available: %s", error)
+            self.close()
 
     def release(self) -> None:
         """Have workers unmap memory that they read on the direct path."""
@@ -233,11 +244,18 @@ class Delivery:
         if not direct or self._sender is None or version.state == State.ABORTED:
             yield
             return
-        name = self._session.registration.name
-        offering = self._sender.offer(name, version.name, self._direct_wait, servers_sleep=servers_sleep)
+        name, wait, default = self._session.registration.name, self._direct_wait, self._direct_wait is None
+        offering = self._sender.offer(
+            name,
+            version.name,
+            DEFAULT_WAIT if wait is None else wait,
+            servers_sleep=servers_sleep,
+            ahead_only=default,
+            own_host=default,
+        )
         try:
             yield
-            offering.wait(self._staging_timeout + self._direct_wait)
+            offering.wait(_LONGEST_HOLD if wait is None else self._staging_timeout + wait)
         except BaseException:
             offering.give_up()
             raise

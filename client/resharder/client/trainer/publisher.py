@@ -77,7 +77,7 @@ class Publisher:
         max_ahead: int | None,
         staging_timeout: float,
         register_timeout: float,
-        direct_wait: float = 0.0,
+        direct_wait: float | None = None,
         scheme: "Scheme | None" = None,
         base: str = "",
     ) -> None:
@@ -244,7 +244,7 @@ class Publisher:
         Args:
             step: Label of the version; a step is a version within the job.
             sync: Gather parameters that `overlap_param_gather` left stale, a collective.
-            direct: False makes servers take this version from the daemon despite `direct_wait`; the same on all ranks.
+            direct: False makes servers take this version from the daemon, whatever `direct_wait` is; the same on all ranks.
             base_version: Version of the base that an adapter was trained on, the same on all ranks. Servers load the adapter
                 beside this version. None does not say it.
 
@@ -354,7 +354,7 @@ class Publisher:
         def wanted(wake: Wake | None) -> Handle | None:
             nonlocal lent
             with self._alone():
-                if direct and not (publish and self._delivery.offers):
+                if direct and not (publish and self._delivery.offers_to_all):
                     raise UsageError("direct=True needs an attached model, publish=True and connect(direct_wait=…)")
                 if offload and model is None:
                     raise UsageError("there is no attached model to offload: call attach, or offload your own tensors")

@@ -7,14 +7,12 @@ and CUDA lets one open the other's handles.
 
 import json
 import logging
-import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.peer_memory.reader import PeerReader
 from resharder.client.gpu.table import Tensors
+from resharder.client.runtime.host import host_identity
 from resharder.client.settings import PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
 
@@ -78,7 +77,7 @@ def meet(store: Any, rank: int, copies: Copies, device: torch.device, sources: T
     deadline, found = time.monotonic() + timeout, PeerPairs()
     pairs = {pair for pair in zip(copies.source.tolist(), copies.target.tolist(), strict=True) if pair[0] != pair[1]}
     readers, owners = ({pair[1 - i] for pair in pairs if pair[i] == rank} for i in (0, 1))
-    own = Place(_host(), _identity(device), wanted(device), f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16))
+    own = Place(host_identity(), _identity(device), wanted(device), f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16))
     with socket.socket(socket.AF_UNIX) as listening:
         if own.shares and readers:
             listening.bind("\0" + own.socket)
@@ -117,13 +116,6 @@ def _lend(owner: PeerOwner, sources: Tensors, deadline: float) -> str:
         owner.refuse(str(error))
         return str(error)
     return owner.accepted(deadline)
-
-
-def _host() -> str:
-    """Return the identity of the kernel and of the network namespace."""
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    return secrets.token_hex(16)  # not Linux: the same as none
 
 
 def _identity(device: torch.device) -> str:
