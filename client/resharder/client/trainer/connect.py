@@ -45,6 +45,7 @@ def connect(
     staging_timeout: float | None = 600.0,
     register_timeout: float | None = 600.0,
     direct_wait: float | None = None,
+    release: str = "delivery",
     tls: Tls | None = None,
     skipped: bool = False,
     quantization_config: Mapping[str, Any] | None = None,
@@ -74,6 +75,11 @@ def connect(
             memory, if all ranks are on one host; `publish` returns when they have done so, at most 2 s later than without. Above
             0, servers on any host and of any fleet do, and `publish` returns when all expected ones have done so, at most this
             many seconds after READY. Later servers use the store, and with 0 all do.
+        release: When `publish` returns, besides `direct_wait`: with `delivery`, when the store or the network has the bytes;
+            with `transfer`, when this process has a copy of them, from which it uploads while the trainer goes on. It has the size
+            of the boxes that the rank sends, and is kept: in the memory of another GPU that the process sees, else of the host
+            (pinned for a GPU's tensors). Without room for it, `publish` returns as with `delivery`, which is logged once. For
+            attached models.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
         skipped: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
             them. The first version of a model is never skipped.
@@ -115,6 +121,7 @@ def connect(
             direct_wait=0.0 if base else direct_wait,
             scheme=_scheme_of(format_),
             base=base or "",
+            release=release,
         )
     assert publisher is not None
     if config is not None:
