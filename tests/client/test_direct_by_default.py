@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import UpdateStrategy
+from resharder.client.operator.answers import ServeAhead, UpdateStrategy
 from resharder.client.trainer.delivery import DEFAULT_WAIT
 from resharder.v1 import resources_pb2
 
@@ -69,25 +69,61 @@ class Site:
         return sum('"direct_transfer"' in line for line in self.daemon.log.read_text().splitlines())
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Daemon(log_format="json", direct_seconds=20) as daemon, ExitStack() as stack:
-        yield Site(daemon, tmp_path, stack)
+        yield Site(daemon, tmp_path_factory.mktemp("site"), stack)
 
 
-@pytest.fixture
-def served(site: Site) -> tuple[Remote, Remote]:
-    """A job, and a server that has taken a version from its memory."""
-    job = site.job()
-    assert site.publish(job)[1] < AT_ONCE  # there is no fleet yet
+@pytest.fixture(scope="module")
+def booted(site: Site) -> tuple[Remote, Remote]:
+    """A job that turns the direct path off, and a server that has booted from its version."""
+    job = site.job("off", direct_wait=0)
+    site.publish(job)
     server = site.server()
     assert server.call("boot", timeout=600) == 1
     wait_serving(site.daemon, 1)
-    for _ in range(3):  # the first link may take longer than a trainer waits on a busy host
-        version, _ = site.publish(job)
+    return job, server
+
+
+@pytest.fixture(scope="module")
+def served(site: Site, booted: tuple[Remote, Remote]) -> tuple[Remote, Remote]:
+    """A later job, and the server, which has taken a version from its memory."""
+    job = site.job()
+    warm(site, job)
+    return job, booted[1]
+
+
+def warm(site: Site, job: Remote) -> None:
+    """Have the server take a version from the job's memory; the first link may take longer than a trainer waits."""
+    for _ in range(4):
+        version = site.publish(job)[0]
         if site.worker(version).path == "gloo":
-            return job, server
+            return
     raise AssertionError(site.daemon.log.read_text()[-3000:])
+
+
+@pytest.fixture
+def fleet(site: Site, served: tuple[Remote, Remote]) -> Iterator[Operator]:
+    """The operator of the fleet, which has its defaults again after the test."""
+    with Operator(site.daemon.endpoint) as operator:
+        yield operator
+        all_at_once = UpdateStrategy(UpdateStrategy.Kind.ALL_AT_ONCE)
+        operator.set_fleet("policy", strategy=all_at_once, max_skew=0, serve_ahead=ServeAhead.AUTO)
+        operator.update("policy")
+    warm(site, served[0])
+
+
+def test_with_a_wait_of_0_servers_use_the_store(site: Site, booted: tuple[Remote, Remote]) -> None:
+    version, held = site.publish(booted[0])
+    assert site.worker(version).path == ""
+    assert (site.transfers(), held < AT_ONCE) == (0, True)
+
+
+def test_a_trainer_is_not_held_without_a_fleet(site: Site, booted: tuple[Remote, Remote]) -> None:
+    job = Remote(Job, site.daemon.endpoint, "alone", CONFIG, environment=ENVIRONMENT, direct_wait=None, model="another")
+    with job:
+        assert job.call("timed", 1, timeout=600)[1] < AT_ONCE
 
 
 def test_servers_of_its_host_take_versions_from_its_memory_ahead_of_ready(site: Site, served: tuple[Remote, Remote]) -> None:
@@ -96,13 +132,6 @@ def test_servers_of_its_host_take_versions_from_its_memory_ahead_of_ready(site: 
     assert site.worker(version).path == "gloo"
     assert server.call("memory") == job.call("fingerprint", site.steps)
     assert held < DEFAULT_WAIT + 1
-
-
-def test_with_a_wait_of_0_all_servers_use_the_store(site: Site, served: tuple[Remote, Remote]) -> None:
-    job, transfers = site.job("next", direct_wait=0), site.transfers()
-    version, held = site.publish(job)
-    assert site.worker(version).path == ""
-    assert (site.transfers(), held < AT_ONCE) == (transfers, True)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -130,11 +159,10 @@ FLEETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", FLEETS)
 def test_a_trainer_is_not_held_for_a_fleet_that_takes_ready_versions_alone(
-    site: Site, served: tuple[Remote, Remote], kind: str
+    site: Site, served: tuple[Remote, Remote], fleet: Operator, kind: str
 ) -> None:
     job, _ = served
-    with Operator(site.daemon.endpoint) as operator:
-        operator.set_fleet("policy", **FLEETS[kind])
+    fleet.set_fleet("policy", **FLEETS[kind])
     transfers = site.transfers()
     version, held = site.publish(job)
     assert held < AT_ONCE
@@ -142,17 +170,11 @@ def test_a_trainer_is_not_held_for_a_fleet_that_takes_ready_versions_alone(
     assert site.transfers() == transfers
 
 
-def test_a_trainer_is_not_held_for_a_fleet_that_stays_where_it_is(site: Site, served: tuple[Remote, Remote]) -> None:
+def test_a_trainer_is_not_held_for_a_fleet_that_stays_where_it_is(
+    site: Site, served: tuple[Remote, Remote], fleet: Operator
+) -> None:
     job, _ = served
-    with Operator(site.daemon.endpoint) as operator:
-        operator.pin("policy")
-    assert site.publish(job)[1] < AT_ONCE
-
-
-def test_a_trainer_is_not_held_for_a_server_that_was_killed(site: Site, served: tuple[Remote, Remote]) -> None:
-    job, server = served
-    server.send_signal(signal.SIGKILL)
-    wait_until(lambda: not server.alive, "it is gone", 60)
+    fleet.pin("policy")
     assert site.publish(job)[1] < AT_ONCE
 
 
@@ -168,3 +190,10 @@ def test_a_trainer_is_held_briefly_and_once_for_a_server_that_hangs(site: Site, 
     version, _ = site.publish(job)
     wait_serving(site.daemon, version)
     assert server.call("memory") == job.call("fingerprint", site.steps)
+
+
+def test_a_trainer_is_not_held_for_a_server_that_was_killed(site: Site, served: tuple[Remote, Remote]) -> None:
+    job, server = served
+    server.send_signal(signal.SIGKILL)
+    wait_until(lambda: not server.alive, "it is gone", 60)
+    assert site.publish(job)[1] < AT_ONCE

@@ -75,8 +75,8 @@ def connect(
             memory, if all ranks are on one host; `publish` returns when they have done so, at most 2 s later than without. Above
             0, servers on any host and of any fleet do, and `publish` returns when all expected ones have done so, at most this
             many seconds after READY. Later servers use the store, and with 0 all do.
-        release: When `publish` returns, besides `direct_wait`: with `delivery`, when the store or the network has the bytes;
-            with `transfer`, when this process has a copy of them, from which it uploads while the trainer goes on. It has the size
+        release: When `publish` returns, besides `direct_wait`. `delivery`: when the store or the network has the bytes.
+            `transfer`: when this process has a copy of them, from which it uploads while the trainer goes on. It has the size
             of the boxes that the rank sends, and is kept: in the memory of another GPU that the process sees, else of the host
             (pinned for a GPU's tensors). Without room for it, `publish` returns as with `delivery`, which is logged once. For
             attached models.
