@@ -94,7 +94,8 @@ class KeptTrainer:
             self.place, self.moves = places[(places.index(self.place) + 1) % len(places)], False
         own = self.folder / f"trainer-{self.starts}"
         own.mkdir()
-        connect = {"job": f"job-{self.jobs}", "direct_wait": 4.0, "connect_timeout": 30.0, "staging_timeout": 60.0}
+        connect: dict[str, Any] = {"job": f"job-{self.jobs}", "connect_timeout": 30.0, "staging_timeout": 60.0}
+        connect |= {"direct_wait": 4.0} if self.starts % 3 == 0 else {}  # by default else
         connect |= {"register_timeout": 60.0, "transport": "grpc" if self.place == "grpc" else "auto"}
         connect |= {"tls": self._tls} if self._tls else {}
         settings, job = {"config": CONFIG, "tp": RANKS, "connect": connect}, {"forked": True, "hidden": self._hidden[self.place]}

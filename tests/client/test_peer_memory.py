@@ -19,6 +19,7 @@ from resharder.client.direct.peer_memory.mapping import Mappings
 from resharder.client.direct.peer_memory.messages import Line
 from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
+from resharder.client.runtime.host import host_identity
 from resharder.converters.geometry.copy_table import Copies, copies_of
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.geometry.plan import plan
@@ -172,7 +173,7 @@ def test_cpus_do_not_share_unless_they_are_asked_to(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("_shares_on_cpu")
 def test_processes_of_different_hosts_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(("one", "other"))
-    monkeypatch.setattr(meeting, "_host", lambda: next(names))
+    monkeypatch.setattr(meeting, "host_identity", lambda: next(names))
     assert not any(side.owners or side.readers for side in met(HashStore()))
 
 
@@ -210,7 +211,7 @@ def test_a_process_without_the_token_is_not_answered() -> None:
     store = HashStore()
     with ThreadPoolExecutor(1) as threads:
         rank = threads.submit(meeting.meet, store, 0, copies(), CPU, {"w": torch.arange(4.0)}, BOUND)
-        store.set("place/1", json.dumps(meeting.Place(meeting._host(), "cpu", True, "", "")))
+        store.set("place/1", json.dumps(meeting.Place(host_identity(), "cpu", True, "", "")))
         place = meeting.Place(*json.loads(store.get("place/0")))
 
         def reader(token: str) -> Line:
@@ -234,6 +235,6 @@ def test_a_process_without_the_token_is_not_answered() -> None:
 @pytest.mark.usefixtures("_shares_on_cpu")
 def test_a_reader_that_never_connects_is_named() -> None:
     store = HashStore()
-    store.set("place/1", json.dumps(meeting.Place(meeting._host(), "cpu", True, "", "")))
+    store.set("place/1", json.dumps(meeting.Place(host_identity(), "cpu", True, "", "")))
     with pytest.raises(DirectFailed, match=r"ranks \[1\] did not connect"):
         meeting.meet(store, 0, copies(), CPU, {"w": torch.arange(4.0)}, 0.1)

@@ -295,12 +295,12 @@ def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) 
     first = Rank(site, 0, 1, 100.0)
     assert not site.offered.offered("policy")
     Rank(site, 1, 1, 100.0)
-    assert (site.offered.offered("policy"), changes) == ((1,), [1])
+    assert (site.offered.offered("policy"), changes) == ({1: ""}, [1])
     site.direct.leave(first.offer, 0)
-    assert site.offered.offered("policy") == (1,)  # what servers hold by then they are to be believed
+    assert site.offered.offered("policy") == {1: ""}  # what servers hold by then they are to be believed
     for number in range(2, 7):
         site.offer(number)
-    assert site.offered.offered("policy") == (3, 4, 5, 6)
+    assert [*site.offered.offered("policy")] == [3, 4, 5, 6]
 
 
 VALUES = np.arange(32, dtype=np.uint16).reshape(8, 4)

@@ -1,6 +1,7 @@
 """Jobs and a server of the direct path, without vLLM's engine: a module as the model, and the plugin's comparison of configs."""
 
 import json
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,21 @@ class Job:
 
     preloaded = ("tests.failpoints.light_server",)  # which this module needs
 
-    def __init__(self, endpoint: str, job: str, config: dict[str, Any], left_out: Collection[str] = (), added: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        job: str,
+        config: dict[str, Any],
+        left_out: Collection[str] = (),
+        added: str = "",
+        **options: Any,
+    ) -> None:
         self._left_out, self._added = left_out, added
         self._model = torch.nn.Module()
         self.exchange(0)
-        self._publisher: Publisher = connect(endpoint, model="policy", job=job, rank=0, world_size=1, direct_wait=60)
+        self._publisher: Publisher = connect(
+            endpoint, **{"model": "policy", "job": job, "rank": 0, "world_size": 1, "direct_wait": 60, **options}
+        )
         self._publisher.attach(self._model, config)
 
     def publish(self, step: int, exchange: bool) -> int:
@@ -38,6 +49,22 @@ class Job:
         handle = self._publisher.publish(step)
         handle.wait_ready(120)
         return handle.version
+
+    def timed(self, step: int) -> tuple[int, float]:
+        """Return the number of a version, and the seconds for which its `publish` lasted once the version was created.
+
+        Before that, on any path, the daemon may wait 5 s for files of a retired version that a hanging server has mapped.
+        """
+        for name, tensor in self._weights(step).items():
+            self._model.get_parameter(name).data.copy_(tensor)
+        session, created = self._publisher._session, list[float]()
+        begun = session.begun
+        session.begun = lambda *version: (created.append(time.monotonic()), begun(*version))[1]  # type: ignore[method-assign,func-returns-value]
+        try:
+            number = self._publisher.publish(step).version
+        finally:
+            session.begun = begun  # type: ignore[method-assign]
+        return number, time.monotonic() - created[-1]
 
     def exchange(self, step: int) -> None:
         for name, tensor in self._weights(step).items():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec
 from resharder.converters.geometry.piece_arrays import Pieces, pack
@@ -28,9 +29,11 @@ def share_of_rows(rank: int, of: int = 2, rows: int = 8) -> Pieces[int]:
 
 @dataclass
 class Site:
-    """`wanting`: servers that are to install whatever is READY."""
+    """`wanting`: servers that are to install whatever is READY. `taking`: those that would take it before."""
 
     wanting: set[str] = field(default_factory=set)
+    taking: set[str] = field(default_factory=set)
+    hosts: dict[str, str] = field(default_factory=dict)  # of servers, "here" by default
     known: dict[str, dict[int, str]] = field(default_factory=dict)
     now: float = 0.0
     ranks: int = 2  # two hold one replica
@@ -39,7 +42,15 @@ class Site:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def __post_init__(self) -> None:
-        self.direct = Direct(self.awaiting, self.processes, offered=self.offered, seconds=10.0, clock=lambda: self.now)
+        self.direct = Direct(
+            self.awaiting,
+            self.processes,
+            taking=lambda model, number, host: frozenset(self.taking),
+            hosts=lambda server: frozenset({self.hosts.get(server, "here")}),
+            offered=self.offered,
+            seconds=10.0,
+            clock=lambda: self.now,
+        )
         self.direct.transferred.connect(self.transferred)
 
     def transferred(self, seconds: float, cause: Cause | None) -> None:
@@ -68,8 +79,8 @@ class Site:
             for rank in range(2):
                 self.direct.declare(self.worker(server, rank), "memory", share_of_rows(rank))
 
-    def offer(self, number: int = 1, wait: float = 100.0, servers_sleep: bool = False) -> list["Rank"]:
-        return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]
+    def offer(self, number: int = 1, wait: float = 100.0, **options: Any) -> list["Rank"]:
+        return [Rank(self, rank, number, wait, **options) for rank in range(self.ranks)]
 
     def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
         return self.pool.submit(completed, act, *arguments)
@@ -85,14 +96,14 @@ class Site:
 
 
 class Rank:
-    def __init__(self, site: Site, rank: int, number: int, wait: float, servers_sleep: bool = False) -> None:
-        self.site, self.rank, self.member = site, rank, site.rank(rank)
-        self.offer = site.direct.offer(self.member, "memory", "policy", number, site.ranks, wait, servers_sleep=servers_sleep)
+    def __init__(self, site: Site, rank: int, number: int, wait: float, **options: Any) -> None:
+        self.site, self.rank, self.member, self.sealed = site, rank, site.rank(rank), False
+        self.offer = site.direct.offer(self.member, "memory", "policy", number, site.ranks, wait, **options)
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
         self.offer.look_at = 0.0  # the site's clock stands still
-        for item in self.site.direct.tasks(self.offer, self.rank, lambda: state):
+        for item in self.site.direct.tasks(self.offer, self.rank, lambda: state, lambda: self.sealed):
             if not isinstance(item, Pause):
                 return item
             item.signal.wait(item.seen, item.seconds)
@@ -102,7 +113,7 @@ class Rank:
     def look(self, state: str = "READY") -> None:
         """Have the coordinator look whether the offer is over; no task is due."""
         self.offer.look_at = 0.0
-        assert isinstance(next(self.site.direct.tasks(self.offer, self.rank, lambda: state)), Pause)
+        assert isinstance(next(self.site.direct.tasks(self.offer, self.rank, lambda: state, lambda: self.sealed)), Pause)
 
 
 def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install: str = "i-1") -> str:

@@ -15,7 +15,7 @@ from resharder.server.state.server_events import Reported
 from resharder.v1 import operator_pb2, resources_pb2
 from resharder.v1.resources_pb2 import Power
 
-from tests.support.simulated_fleet_servers import FLEET, NAMES, SETTINGS, SimulatedServers
+from tests.support.simulated_fleet_servers import FLEET, HERE, NAMES, SETTINGS, SimulatedServers
 from tests.support.simulated_store import MODEL
 
 
@@ -72,9 +72,9 @@ class FleetSimulation(SimulatedServers):
         self.fleets.tick()
 
     @precondition(lambda self: len(self.versions.staging) < 2)
-    @rule()
-    def begin_version(self) -> None:
-        self.versions.begin()
+    @rule(host=st.sampled_from(["", HERE, "another"]))
+    def begin_version(self, host: str = HERE) -> None:
+        self.versions.begin(host)
         self.fleets.tick()
 
     @precondition(lambda self: self.versions.staging)

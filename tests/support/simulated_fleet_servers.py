@@ -21,6 +21,7 @@ from tests.support.waits import completed
 SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)
 NAMES = ("a", "b", "c")
 FLEET = "fleet"
+HERE = "here"  # the host of all
 
 
 @dataclass
@@ -154,7 +155,7 @@ class SimulatedServers(RuleBasedStateMachine):
 
     def report(self, plant: ServerModel, state: resources_pb2.Worker.State, version: int, install: str, error: str) -> None:
         fingerprint = plant.held_as if plant.holds else ""
-        worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True)
+        worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True, host=HERE)
         worker = replace(worker, joined=self.joins and bool(install))
         self.fleets.report_worker(plant.id, worker)
 

@@ -26,13 +26,13 @@ class SimulatedVersions:
         self.last = 0
         self.staging: set[int] = set()
         self.aborted: set[int] = set()
-        self.offers: set[int] = set()
+        self.offers: dict[int, str] = {}  # hosts to whose servers they are offered; empty for all
         self.changed: set[int] = set()
 
-    def begin(self) -> int:
+    def begin(self, host: str = "") -> int:
         self.last += 1
         self.staging.add(self.last)
-        self.offers.add(self.last)
+        self.offers[self.last] = host
         return self.last
 
     def abort(self, number: int) -> None:
@@ -53,8 +53,8 @@ class SimulatedVersions:
                 del self.ready[old]
         return number
 
-    def offered(self, model: str) -> frozenset[int]:
-        return frozenset(self.offers)
+    def offered(self, model: str) -> dict[int, str]:
+        return dict(self.offers)
 
     def at_once(self, model: str) -> int:
         return 1

@@ -90,18 +90,22 @@ class DeclareMemoryResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class OfferVersionRequest(_message.Message):
-    __slots__ = ("member", "version", "memory", "wait_seconds", "servers_sleep")
+    __slots__ = ("member", "version", "memory", "wait_seconds", "servers_sleep", "ahead_only", "host")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_SLEEP_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     member: Member
     version: str
     memory: str
     wait_seconds: float
     servers_sleep: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., servers_sleep: bool = ...) -> None: ...
+    ahead_only: bool
+    host: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., servers_sleep: bool = ..., ahead_only: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class DirectTask(_message.Message):
     __slots__ = ("kind", "group", "link", "sent")

@@ -149,6 +149,8 @@ class Daemon:
         self.direct = Direct(
             self.fleets.awaiting,
             self.fleets.processes,
+            taking=self.fleets.taking_ahead,
+            hosts=self.fleets.hosts_of,
             offered=offered,
             staging_bytes=config.direct_staging_bytes,
             seconds=config.direct_seconds,

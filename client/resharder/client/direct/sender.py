@@ -18,6 +18,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.gpu.streams import on_stream
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
+from resharder.client.runtime.host import host_identity
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.converters.errors import LayoutError
 from resharder.converters.failpoints import failpoint
@@ -27,7 +28,7 @@ from resharder.converters.wire.direct import layout_from_proto, layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger(__name__)
-_UNKNOWN = "MEMORY_UNKNOWN"
+_UNKNOWN, _NOT_OFFERED = "MEMORY_UNKNOWN", "NOT_OFFERED"
 _GIVEN_UP = 5.0  # seconds until the daemon notices that a version is ABORTED
 
 
@@ -82,7 +83,16 @@ class Sender:
         failpoint("sender.declare")
         declare(self._channel, self._member(publisher), self._memory, self._layout)
 
-    def offer(self, publisher: str, version: str, wait_seconds: float, *, servers_sleep: bool = False) -> Offering:
+    def offer(
+        self,
+        publisher: str,
+        version: str,
+        wait_seconds: float,
+        *,
+        servers_sleep: bool = False,
+        ahead_only: bool = False,
+        own_host: bool = False,
+    ) -> Offering:
         """Offer a version on a new thread. The tensors are read until the offer ends. There may be one offer at a time.
 
         Args:
@@ -90,6 +100,9 @@ class Sender:
             version: Name of the version.
             wait_seconds: Seconds for which the tensors stay unchanged after the version is READY, while servers are expected.
             servers_sleep: Do not end the offer before a server is expected.
+            ahead_only: End the offer as soon as no server is left that takes the version before it is READY, and at most
+                `wait_seconds` after the first rank has delivered.
+            own_host: Offer it to servers on this host alone.
         """
         request = direct_pb2.OfferVersionRequest(
             member=self._member(publisher),
@@ -97,6 +110,8 @@ class Sender:
             memory=self._memory,
             wait_seconds=wait_seconds,
             servers_sleep=servers_sleep,
+            ahead_only=ahead_only,
+            host=host_identity() if own_host else "",
         )
         return Offering(self, request)
 
@@ -124,7 +139,10 @@ class Sender:
                     self.declare(request.member.owner)
                     self._serve(request, calls)
         except ResharderError as error:
-            logger.warning("servers take the staged path for %s: %s", request.version, error)
+            expected = request.ahead_only and error.reason == _NOT_OFFERED  # it ended at once, for no server would take it
+            logger.log(
+                logging.INFO if expected else logging.WARNING, "servers take the staged path for %s: %s", request.version, error
+            )
 
     def _serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
         failpoint("sender.offer")

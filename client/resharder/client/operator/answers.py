@@ -330,6 +330,8 @@ class Worker:
     """Reason for gRPC in place of HTTP, or for either in place of a node; empty if there is none."""
     warnings: tuple[str, ...] = ()
     """Refusals that RESHARDER_ALLOW of its environment has turned into warnings."""
+    host: str = ""
+    """Identity of its kernel and network namespace: processes with the same one reach each other's sockets."""
 
 
 @dataclass(frozen=True)

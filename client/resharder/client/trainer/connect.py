@@ -44,7 +44,8 @@ def connect(
     connect_timeout: float | None = 60.0,
     staging_timeout: float | None = 600.0,
     register_timeout: float | None = 600.0,
-    direct_wait: float = 0.0,
+    direct_wait: float | None = None,
+    release: str = "delivery",
     tls: Tls | None = None,
     skipped: bool = False,
     quantization_config: Mapping[str, Any] | None = None,
@@ -70,9 +71,15 @@ def connect(
         connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None is no bound.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions, or for servers; None is no bound.
         register_timeout: Seconds to wait for the other ranks to register; None is no bound.
-        direct_wait: Above 0, servers take versions from this trainer's memory, GPU to GPU. `publish` then returns when all
-            expected servers have done so; the weights must not change until then, at most this many seconds after READY. Later
-            servers use the store.
+        direct_wait: By default, servers on the trainer's host that serve versions ahead of READY take them from this trainer's
+            memory, if all ranks are on one host; `publish` returns when they have done so, at most 2 s later than without. Above
+            0, servers on any host and of any fleet do, and `publish` returns when all expected ones have done so, at most this
+            many seconds after READY. Later servers use the store, and with 0 all do.
+        release: When `publish` returns, besides `direct_wait`. `delivery`: when the store or the network has the bytes.
+            `transfer`: when this process has a copy of them, from which it uploads while the trainer goes on. It has the size
+            of the boxes that the rank sends, and is kept: in the memory of another GPU that the process sees, else of the host
+            (pinned for a GPU's tensors). Without room for it, `publish` returns as with `delivery`, which is logged once. For
+            attached models.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
         skipped: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
             them. The first version of a model is never skipped.
@@ -111,9 +118,10 @@ def connect(
             max_ahead=max_ahead,
             staging_timeout=bound(staging_timeout),
             register_timeout=bound(register_timeout),
-            direct_wait=direct_wait,
+            direct_wait=0.0 if base else direct_wait,
             scheme=_scheme_of(format_),
             base=base or "",
+            release=release,
         )
     assert publisher is not None
     if config is not None:

@@ -26,7 +26,7 @@ from resharder.client.errors import (
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
-from resharder.client.transport.base import AssignedSlot, Delivered
+from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
 from resharder.converters.failpoints import failpoint
@@ -36,6 +36,7 @@ from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 if TYPE_CHECKING:
     import torch
     from resharder.client.direct.sender import Sender
+    from resharder.client.trainer.transfer_copy import BackgroundUpload, TransferCopy
     from resharder.client.transport.base import Item
     from resharder.converters.geometry.layout import Layout
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     """Function from positions in the rank's layout to items."""
 
 
+DEFAULT_WAIT = 2.0
+"""Seconds for which a version is held for servers of this host, if `connect` was given no `direct_wait`."""
+_LONGEST_HOLD = 30.0  # seconds until a rank ends such an offer itself; the daemon has shorter bounds
 _RESTARTS = 3
 _REPORT_SECONDS = 5.0  # of a report of files
 logger = logging.getLogger(__name__)
@@ -61,14 +65,21 @@ Then = Callable[[Handle], None]
 
 
 def sender_of(
-    channel: Channel, rank: int, layout: "Layout", tensors: "Mapping[str, torch.Tensor]", direct_wait: float
+    channel: Channel, rank: int, layout: "Layout", tensors: "Mapping[str, torch.Tensor]", direct_wait: float | None
 ) -> "Sender | None":
     """Return the sender of a rank's memory on the direct path; None if `direct_wait` is 0."""
-    if direct_wait <= 0:
+    if direct_wait is not None and direct_wait <= 0:
         return None
     from resharder.client.direct.sender import Sender
 
     return Sender(channel, rank, layout, tensors)
+
+
+def transfer_copy() -> "TransferCopy":
+    """Return a copy without a buffer yet. Imports torch."""
+    from resharder.client.trainer.transfer_copy import TransferCopy
+
+    return TransferCopy()
 
 
 class Delivery:
@@ -80,9 +91,11 @@ class Delivery:
         transports: Transports to the daemon's store.
         sender: Offers versions on the direct path; None without one.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions.
-        direct_wait: Seconds that an offer may outlast READY.
+        direct_wait: Seconds that an offer may outlast READY. None offers versions to servers of this host that take them before
+            READY, for `DEFAULT_WAIT` at most.
         check: Checks the model's tensors before each version; None without a model.
         prepare: Makes the tensors of a version before they are offered and read; None if they are ready.
+        copy: Copy from which versions are uploaded while the trainer goes on; None to upload from the tensors themselves.
     """
 
     def __init__(
@@ -93,32 +106,59 @@ class Delivery:
         sender: "Sender | None",
         *,
         staging_timeout: float,
-        direct_wait: float,
+        direct_wait: float | None,
         check: Check | None = None,
         prepare: Prepare | None = None,
+        copy: "TransferCopy | None" = None,
     ) -> None:
         self._channel, self._session, self._transports, self._sender = channel, session, transports, sender
+        self._copy = copy
+        self._upload: BackgroundUpload | None = None
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
         self._check, self._prepare = check, prepare
 
     @property
-    def offers(self) -> bool:
-        """Whether versions are offered on the direct path."""
-        return self._sender is not None
+    def offers_to_all(self) -> bool:
+        """Whether versions are offered on the direct path to all servers, because `direct_wait` is given."""
+        return self._sender is not None and self._direct_wait is not None
 
     def declare(self) -> None:
         """Declare the memory of a new registration for the direct path, if there is one."""
-        if self._sender is not None:
+        if self._sender is None:
+            return
+        try:
             self._sender.declare(self._session.registration.name)
+        except ResharderError as error:
+            if self._direct_wait is not None:
+                raise
+            logger.warning("servers take the staged path, for the direct path is not available: %s", error)
+            self._close_sender()
 
     def release(self) -> None:
         """Have workers unmap memory that they read on the direct path."""
         if self._sender is not None:
             self._sender.release()
 
+    def finish_upload(self) -> None:
+        """Wait for the upload of the version before, which goes on after its `publish`. Raises its error, once."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.finish()
+
+    def expect_abort(self) -> None:
+        """Expect the upload in progress to fail, because its version is aborted on purpose."""
+        if self._upload is not None:
+            self._upload.ignore()
+
     def close(self) -> None:
-        """Close the sender of the direct path, if there is one."""
+        """Wait for the upload in progress, `staging_timeout` at most, and close the sender of the direct path."""
+        if self._upload is not None:
+            self._upload.wait(self._staging_timeout)
+        self._upload = None
+        self._close_sender()
+
+    def _close_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._sender = None
@@ -156,9 +196,14 @@ class Delivery:
             try:
                 self._prepared(version, slot.rank, timings)
                 with self._offered(version, direct, servers_sleep=wake is not None):
-                    handle = self._send(slot, positions, version, read, timings)
+                    copied = self._copied(slot, positions, version, read, timings)
+                    if copied is None:
+                        handle = Handle(self._channel, version)
+                        self._send(slot, version, partial(read, positions), timings, handle)
+                    else:
+                        handle = self._send_later(slot, version, copied, timings)
                     if then is not None:
-                        with self._aborting(version, slot.rank):
+                        with self._aborting(version, slot.rank), self._expecting_abort():
                             then(handle)
                     if wake is not None:
                         wake(handle)
@@ -205,6 +250,15 @@ class Delivery:
                 self._session.abort(version.name, f"rank {rank}: {type(error).__name__}: {error}"[:500])
             raise
 
+    @contextmanager
+    def _expecting_abort(self) -> Iterator[None]:
+        """Expect the upload in progress to fail if the block raises, since its version is aborted then."""
+        try:
+            yield
+        except BaseException:
+            self.expect_abort()
+            raise
+
     def _create_version(self, step: int, direct: bool, base_version: int) -> resources_pb2.Version:
         request = publisher_pb2.CreateVersionRequest(
             publisher=self._session.registration.name,
@@ -233,28 +287,79 @@ class Delivery:
         if not direct or self._sender is None or version.state == State.ABORTED:
             yield
             return
-        name = self._session.registration.name
-        offering = self._sender.offer(name, version.name, self._direct_wait, servers_sleep=servers_sleep)
+        name, wait, default = self._session.registration.name, self._direct_wait, self._direct_wait is None
+        early = self._copy is not None and not servers_sleep
+        offering = self._sender.offer(
+            name,
+            version.name,
+            DEFAULT_WAIT if wait is None else wait,
+            servers_sleep=servers_sleep,
+            ahead_only=default or early,
+            own_host=default,
+        )
         try:
             yield
-            offering.wait(self._staging_timeout + self._direct_wait)
+            offering.wait(_LONGEST_HOLD if wait is None else self._staging_timeout + wait)
         except BaseException:
             offering.give_up()
             raise
 
-    def _send(
-        self, slot: AssignedSlot, positions: Sequence[int], version: resources_pb2.Version, read: "Read", timings: tracing.Timings
+    def _copied(
+        self,
+        slot: AssignedSlot,
+        positions: Sequence[int],
+        version: resources_pb2.Version,
+        read: "Read",
+        timings: tracing.Timings,
+    ) -> "LiveItems | None":
+        """Return copies of the items, to be uploaded later; None if they are to be uploaded now."""
+        if self._copy is None or not slot.boxes or version.state == State.ABORTED or delivered(version, slot.rank):
+            return None
+        items = read(positions)
+        if not isinstance(items, LiveItems):
+            return None
+        with self._aborting(version, slot.rank), tracing.timed(timings, "copy"):
+            return self._copy.take(items)
+
+    def _send_later(
+        self, slot: AssignedSlot, version: resources_pb2.Version, copied: "LiveItems", timings: tracing.Timings
     ) -> Handle:
+        """Begin to upload a copy on another thread, and return the version's handle."""
+        assert self._copy is not None
+        handle, reading = Handle(self._channel, version), self._copy.reading()
+
+        def upload() -> None:
+            try:
+                with reading:
+                    self._send(slot, version, lambda: copied, timings, handle)
+            except ResharderError as error:
+                handle.failed = error
+                raise
+
+        from resharder.client.trainer.transfer_copy import BackgroundUpload
+
+        self._upload = BackgroundUpload(f"{version.name} (step {version.step})", upload)
+        return handle
+
+    def _send(
+        self,
+        slot: AssignedSlot,
+        version: resources_pb2.Version,
+        read: "Callable[[], Iterable[Item]]",
+        timings: tracing.Timings,
+        handle: Handle,
+    ) -> None:
+        """Deliver and seal a slot; the handle then has the way that it took."""
         if version.state == State.ABORTED:
             raise VersionAborted(f"{version.name} (step {version.step}) was aborted: {version.reason}")
         tracing.link(version.trace)
         if not slot.boxes:
-            return Handle(self._channel, version)
+            return
         with self._aborting(version, slot.rank):
             reach = self._session.registration.store, self._session.registration.data_address
             transport = None if delivered(version, slot.rank) else self._transports.select_for(version, slot, *reach)
             with tracing.timed(timings, "deliver"):
-                items = read(positions)
+                items = read()
                 if transport is None:
                     done = Delivered(digests_of(slot, items), "")
                 else:
@@ -271,7 +376,7 @@ class Delivery:
             failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
             failpoint("deliver.sealed")
-        return Handle(self._channel, version, done.way, done.reason)
+        handle.transport, handle.transport_reason = done.way, done.reason
 
 
 class FileReleases:

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from resharder.client.errors import NotFound, VersionAborted, WaitTimeout
+from resharder.client.errors import NotFound, ResharderError, VersionAborted, WaitTimeout
 from resharder.client.rpc.channel import Channel, bound
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
@@ -36,8 +36,10 @@ class Handle:
         version: Number of the version.
         step: The trainer's label.
         trace: W3C traceparent of the version's trace; empty without traces.
-        transport: The way that this rank's bytes took: `shared-memory`, `node`, `http` or `grpc`; empty if it had none to send.
+        transport: The way that this rank's bytes took: `shared-memory`, `node`, `http` or `grpc`; empty if it had none to send,
+            and with `release="transfer"` until they are sent.
         transport_reason: Why a faster way could not be used; empty if it was, or was not to be used.
+        failed: Error of an upload that failed after its `publish` had returned, with `release="transfer"`; else None.
         also: Handles of the versions that are READY together with this one, by model.
     """
 
@@ -49,6 +51,7 @@ class Handle:
         self.step: int = version.step
         self.trace: str = version.trace
         self.transport, self.transport_reason = transport, transport_reason
+        self.failed: ResharderError | None = None
         self.also: dict[str, Handle] = {}
 
     def wait_ready(self, timeout: float | None = 600.0) -> None:
@@ -129,6 +132,8 @@ class Handle:
             version = self.get(serving=serving, wait_seconds=max(0.0, min(20.0, end - time.monotonic())))
             if version.state == State.ABORTED:
                 raise VersionAborted(f"{self.name} (step {self.step}) was aborted: {version.reason}")
+            if version.state == State.UPLOADING and self.failed is not None:
+                raise self.failed
             if version.state == State.RETIRED or (version.state == State.READY and not (serving and behind(version))):
                 return
             if time.monotonic() >= end:

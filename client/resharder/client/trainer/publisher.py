@@ -15,7 +15,7 @@ from resharder.client import tracing
 from resharder.client.errors import NotFound, StaleParameters, UsageError, VersionAborted
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel, bound
-from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of
+from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of, transfer_copy
 from resharder.client.trainer.generation import Generation, GenerationPart, SharedFleet, lent_model, meet
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from resharder.converters.models.tensor_io import LookedUp
     from resharder.converters.quantization.scheme import Scheme
 
+DELIVERY, TRANSFER = "delivery", "transfer"
+RELEASES = (DELIVERY, TRANSFER)
+"""What `publish` waits for, besides the direct path: the store's copy of the bytes, or a copy of the SDK's own."""
 _ONE_BY_ONE = "also=… needs attach(model, …): tensors that are given one by one are published as one model"
 
 
@@ -77,10 +80,14 @@ class Publisher:
         max_ahead: int | None,
         staging_timeout: float,
         register_timeout: float,
-        direct_wait: float = 0.0,
+        direct_wait: float | None = None,
         scheme: "Scheme | None" = None,
         base: str = "",
+        release: str = DELIVERY,
     ) -> None:
+        if release not in RELEASES:
+            raise UsageError(f"expected release delivery or transfer, got {release!r}")
+        self._release = release
         self._backpressure = Backpressure(max_ahead, staging_timeout)
         if transport not in CHOICES:
             raise UsageError(f"expected transport auto, grpc, http or shared-memory, got {transport!r}")
@@ -239,12 +246,15 @@ class Publisher:
     def publish(self, step: int, *, sync: bool = False, direct: bool = True, base_version: int | None = None) -> Handle:
         """Deliver this rank's part of the attached model. The weights may change when it returns.
 
+        With `release="transfer"`, the upload goes on from a copy. If it fails, the version is ABORTED, and the next `publish`
+        raises the error, once, before it begins.
+
         Reads tensors on the current stream, after its pending work.
 
         Args:
             step: Label of the version; a step is a version within the job.
             sync: Gather parameters that `overlap_param_gather` left stale, a collective.
-            direct: False makes servers take this version from the daemon despite `direct_wait`; the same on all ranks.
+            direct: False makes servers take this version from the daemon, whatever `direct_wait` is; the same on all ranks.
             base_version: Version of the base that an adapter was trained on, the same on all ranks. Servers load the adapter
                 beside this version. None does not say it.
 
@@ -354,7 +364,7 @@ class Publisher:
         def wanted(wake: Wake | None) -> Handle | None:
             nonlocal lent
             with self._alone():
-                if direct and not (publish and self._delivery.offers):
+                if direct and not (publish and self._delivery.offers_to_all):
                     raise UsageError("direct=True needs an attached model, publish=True and connect(direct_wait=…)")
                 if offload and model is None:
                     raise UsageError("there is no attached model to offload: call attach, or offload your own tensors")
@@ -406,12 +416,16 @@ class Publisher:
             reason: Reason for the version's state.
         """
         if (newest := self._session.newest) is not None:
+            self._delivery.expect_abort()
             self._session.abort(newest.name, reason)
 
     def close(self) -> None:
-        """Stop renewing the lease and close the channel. Versions that every rank has sealed remain."""
-        self._session.close()
+        """Stop renewing the lease and close the channel. Versions that every rank has sealed remain.
+
+        With `release="transfer"`, waits for the upload in progress, `staging_timeout` at most.
+        """
         self._delivery.close()
+        self._session.close()
         self._channel.close()
 
     def __enter__(self) -> "Publisher":
@@ -460,13 +474,24 @@ class Publisher:
             return self._publish(step, self._live.items, direct=direct, wakes=wakes, base_version=base_version)
 
     def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
-        transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
+        copy = transfer_copy() if self._release == TRANSFER and live is not None else None
+
+        def device() -> "torch.device | None":
+            found = copy.device if copy is not None else None
+            return found or (live.device if live is not None else None)
+
+        transports = TransportSelector(self._channel, self._transport, device)
         parts = self._channel, self._session, transports, sender
         check, prepare = (live.check if live is not None else None), None
         if self._quantised is not None:
             check, prepare = self._quantised.check, self._quantised.prepare
         return Delivery(
-            *parts, staging_timeout=self._staging_timeout, direct_wait=self._direct_wait, check=check, prepare=prepare
+            *parts,
+            staging_timeout=self._staging_timeout,
+            direct_wait=self._direct_wait,
+            check=check,
+            prepare=prepare,
+            copy=copy,
         )
 
     def _register(self, rank_layout: RankLayout, wait: bool, warnings: Sequence[str] = ()) -> None:
@@ -491,6 +516,7 @@ class Publisher:
         base_version: int = 0,
     ) -> Handle:
         timings: tracing.Timings = []
+        self._delivery.finish_upload()
         self._session.start_publish(step)
         self._backpressure.wait(timings)
         wake = (wakes or {}).get(self.model)

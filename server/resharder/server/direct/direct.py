@@ -45,6 +45,13 @@ Cause = Literal["not_offered", "offer_over", "layout", "late", "member_gone", "m
 """Reason for which a server takes a version over the staged path."""
 Awaiting = Callable[[str, int], frozenset[str]]
 """Function of a model and a version's number that returns the servers that install it next and can receive it directly."""
+Taking = Callable[[str, int, str], frozenset[str]]
+"""Function of a model, a version's number and the ranks' host that returns the servers that would take it before READY.
+
+The host is empty for an offer to servers on all hosts.
+"""
+Hosts = Callable[[str], frozenset[str]]
+"""Function that returns the hosts of a server's workers. Raises ResourceNotFound (SERVER_UNKNOWN)."""
 Processes = Callable[[str], dict[int, str]]
 """Function that returns the process of every worker of a server by rank, or nothing unless all are known.
 
@@ -65,6 +72,8 @@ class Direct:
     Args:
         awaiting: Servers that an offer is for.
         processes: Processes of a server.
+        taking: Servers that an offer is for which is `ahead_only`.
+        hosts: Hosts of a server.
         offered: Table of offered versions for readers outside.
         clock: Monotonic clock in seconds.
     """
@@ -74,6 +83,8 @@ class Direct:
         awaiting: Awaiting,
         processes: Processes,
         *,
+        taking: Taking = lambda model, number, host: frozenset(),
+        hosts: Hosts = lambda server: frozenset(),
         offered: OfferedVersions | None = None,
         staging_bytes: int = 1 << 30,
         seconds: float = 10.0,
@@ -82,6 +93,7 @@ class Direct:
     ) -> None:
         self.staging_bytes, self.seconds, self.nixl = staging_bytes, seconds, nixl
         self._awaiting, self._processes, self._clock = awaiting, processes, clock
+        self._taking, self._hosts = taking, hosts
         self._offered_versions = offered or OfferedVersions()
         self._plans = Plans()
         self._lock, self._changed = threading.RLock(), ChangeSignal()
@@ -93,6 +105,7 @@ class Direct:
         self._numbers: dict[str, tuple[str, int]] = {}  # server -> model, number among the servers that follow it
         self._planning: set[str] = set()
         self._refused: dict[str, int] = {}  # server -> version that it takes over the staged path
+        self._missed: frozenset[str] = frozenset()  # servers that no rank is held for: waited for in vain, they never came since
         self._failures: dict[str, tuple[int, float]] = {}  # server -> failures in a row, time of the next attempt
 
     # Layouts
@@ -146,6 +159,8 @@ class Direct:
         wait_seconds: float,
         *,
         servers_sleep: bool = False,
+        ahead_only: bool = False,
+        host: str = "",
     ) -> Offer:
         """Add one rank's offer. The first offer of a later version ends the earlier one.
 
@@ -157,6 +172,9 @@ class Direct:
             world_size: Ranks of the publisher.
             wait_seconds: Seconds after READY for which the rank keeps its memory unchanged.
             servers_sleep: The offer lasts until a server is awaited, because servers still sleep when the version is READY.
+            ahead_only: The offer is for servers that take the version before it is READY. It ends as soon as none is left, or
+                `wait_seconds` after the first rank has sealed its slot.
+            host: The rank's host, if the offer is for servers there alone.
 
         Raises:
             FailedPrecondition: MEMORY_UNKNOWN; NOT_OFFERED after the offer of a later version.
@@ -168,15 +186,18 @@ class Direct:
                 if offer is not None:
                     offer.end(f"version {number} is offered by {member.owner}")
                 offer = self._offers[model] = Offer(model, number, member.owner, world_size, wait_seconds, self._changed)
+                offer.ahead_only, offer.host = ahead_only, host
+            if offer.number == number and (offer.ahead_only, offer.host) != (ahead_only, host):
+                offer.end("its ranks are on different hosts")
             if offer.number > number or offer.ended:
                 why = offer.over if offer.number == number else f"version {offer.number} is offered"
                 raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over: {why}")
             offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
             offer.servers_sleep |= servers_sleep
             offer.ranks[member.rank] = (member, memory, deque())
-            if offer.complete:
+            if offer.complete and not offer.ended:
                 self._ask_ahead(offer)
-                self._offered_versions.add(model, number)
+                self._offered_versions.add(model, number, offer.host)
             self._changed.emit()
             return offer
 
@@ -203,8 +224,8 @@ class Direct:
                 offer.look_at = 0.0
                 self._changed.emit()
 
-    def _usable(self, server: str, model: str, number: int) -> Offer | None:
-        """Return the offer of a version, or None while it may still come. The lock is held.
+    def _usable(self, server: str, model: str, number: int, hosts: frozenset[str]) -> Offer | None:
+        """Return the offer of a version to a server on `hosts`, or None while it may still come. The lock is held.
 
         Raises:
             FailedPrecondition: NOT_OFFERED.
@@ -219,21 +240,26 @@ class Direct:
             if not able or number <= self._withheld.get(model, 0):
                 self._refuse(server, number, "not_offered", "no publisher offers it")
             return None
+        if offer.host and hosts != {offer.host}:
+            self._refuse(server, number, "not_offered", "its publisher offers it to servers on the trainer's host alone")
         return offer
 
-    def tasks(self, offer: Offer, rank: int, state: Callable[[], str]) -> Iterator[Task | Pause]:
+    def tasks(
+        self, offer: Offer, rank: int, state: Callable[[], str], sealed: Callable[[], bool] = lambda: False
+    ) -> Iterator[Task | Pause]:
         """Yield a rank's tasks, and pauses, until its memory may change.
 
         Args:
             offer: The offer.
             rank: The rank.
             state: Function that returns the state of the version.
+            sealed: Function that returns whether a rank has sealed its slot.
         """
         while True:
             seen = self._changed.count
             if rank == min(offer.ranks) and self._clock() >= offer.look_at:  # one rank is enough
                 offer.look_at = self._clock() + _LOOK
-                self._end_if_over(offer, state())
+                self._end_if_over(offer, state(), sealed)
             tasks = offer.ranks[rank][2]
             while tasks:
                 task = tasks.popleft()
@@ -253,8 +279,11 @@ class Direct:
             offer.end(f"rank {rank} of {member.owner} is gone")
             self._changed.emit()
 
-    def _end_if_over(self, offer: Offer, state: str) -> None:
+    def _end_if_over(self, offer: Offer, state: str, sealed: Callable[[], bool]) -> None:
         """End transfers that are late, and the offer if no server needs it."""
+        if offer.ahead_only and not offer.servers_sleep:
+            self._end_ahead_if_over(offer, state, state == "READY" or sealed())
+            return
         now = self._clock()
         awaiting = self._awaiting(offer.model, offer.number) if state == "READY" else frozenset()
         with self._lock:
@@ -265,6 +294,29 @@ class Direct:
             needed = offer.servers_sleep or any(not self._is_refused(server, offer.number) for server in awaiting - offer.served)
             if not offer.ended and (why := self._why_over(offer, state, now, needed)):
                 offer.end(why)
+                self._changed.emit()
+
+    def _end_ahead_if_over(self, offer: Offer, state: str, sealed: bool) -> None:
+        """End transfers that are late, and an offer to servers that take it before READY once none of them needs it."""
+        now, taking = self._clock(), self._taking(offer.model, offer.number, offer.host)
+        with self._lock:
+            self._end_late(offer)
+            if sealed and offer.held_since is None:
+                offer.held_since = now
+            if offer.ended:
+                return
+            missed = self._missed if offer.held_since is not None else frozenset()
+            needing = {server for server in taking - offer.served - missed if self._may_try(server, offer.number)}
+            busy = offer.running or offer.turns or any(group.starting for group in self._groups_of(offer))
+            bound = offer.wait_seconds + (self.seconds if busy else 0.0)
+            if state not in ("UPLOADING", "READY"):
+                offer.end(f"version {offer.number} is {state}")
+            elif not needing and not busy:
+                offer.end("no server takes it before it is READY")
+            elif offer.held_since is not None and now - offer.held_since > bound:
+                offer.end(f"the publisher waits for {bound:g} s after its delivery")
+                self._missed = self._missed | (needing - offer.joined)
+            if offer.ended:
                 self._changed.emit()
 
     def _why_over(self, offer: Offer, state: str, now: float, needed: bool) -> str:
@@ -307,12 +359,15 @@ class Direct:
                 workers = {}
                 self._joined[server] = install, workers
             workers[member.rank] = (member, memory)
+            self._missed -= {server}
             self._changed.emit()
-        processes = self.check_worker(member)
+        processes, hosts = self.check_worker(member), self._hosts(server)
         while True:
             seen = self._changed.count
             with self._lock:
-                offer = self._usable(server, model, number)
+                offer = self._usable(server, model, number, hosts)
+                if offer is not None:
+                    offer.joined.add(server)
                 there = {rank: worker.process for rank, (worker, _) in workers.items()} == processes
                 if there and offer is not None and offer.complete and server not in self._planning:
                     ranks = {rank: (m, memory) for rank, (m, memory, _) in offer.ranks.items()}
@@ -553,6 +608,10 @@ class Direct:
             why = f"{failures} transfers in a row failed; the next is due in {left:.0f} s"
             self._refuse(server, number, "member_failed", why)
 
+    def _may_try(self, server: str, number: int) -> bool:
+        """Return whether a server does not take a version over the staged path after failures."""
+        return not self._is_refused(server, number) and self._failures.get(server, (0, 0.0))[1] <= self._clock()
+
     def _refuse(self, server: str, number: int, cause: Cause, why: str) -> NoReturn:
         """Make a server take a version over the staged path, and raise FailedPrecondition (NOT_OFFERED)."""
         self._give_up(server, number, cause)
@@ -626,5 +685,6 @@ class Direct:
     def _forget(self, server: str) -> None:
         """Remove all state of a server."""
         self._groups.pop(server, None)
+        self._missed -= {server}
         self._refused.pop(server, None)
         self._failures.pop(server, None)

@@ -1,6 +1,6 @@
 """Versions that all ranks of a publisher have offered, for readers outside the direct path."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from resharder.converters.signal import Signal
 
@@ -11,24 +11,28 @@ class OfferedVersions:
     """Table of offered versions. Readers take no lock: it is replaced, never modified. Writers hold the lock of `Direct`."""
 
     def __init__(self) -> None:
-        self._offered: dict[str, tuple[int, ...]] = {}
+        self._offered: dict[str, dict[int, str]] = {}
         self._at_once: dict[str, int] = {}
         self.offers_changed: Signal[()] = Signal()
         """Emitted after each change of `offered`."""
 
-    def offered(self, model: str) -> Collection[int]:
-        """Return the numbers of the last versions that every rank has offered, whatever their state is now."""
-        return self._offered.get(model, ())
+    def offered(self, model: str) -> Mapping[int, str]:
+        """Return the last versions that every rank has offered, by number, whatever their state is now.
+
+        The values are the hosts to whose servers they are offered; empty for all servers.
+        """
+        return self._offered.get(model, {})
 
     def at_once(self, model: str) -> int:
         """Return the number of servers to which the ranks can send at the same time; 1 before the first group."""
         return self._at_once.get(model, 1)
 
-    def add(self, model: str, number: int) -> None:
-        """Add a version that every rank offers."""
-        numbers = self._offered.get(model, ())
-        if number not in numbers:
-            self._offered = self._offered | {model: (*numbers, number)[-_REMEMBERED:]}
+    def add(self, model: str, number: int, host: str = "") -> None:
+        """Add a version that every rank offers, to servers of `host` or to all."""
+        known = self._offered.get(model, {})
+        if number not in known:
+            kept = list(known.items())[1 - _REMEMBERED :]
+            self._offered = self._offered | {model: dict([*kept, (number, host)])}
             self.offers_changed.emit()
 
     def set_at_once(self, model: str, servers: int) -> None:

@@ -93,6 +93,10 @@ class Offer:
     over: str = ""  # why it has ended; empty while it lasts
     look_at: float = 0.0  # time of the next check whether it is over
     servers_sleep: bool = False  # it does not end before a server was awaited
+    ahead_only: bool = False  # for servers that take it before it is READY
+    host: str = ""  # of the ranks, if it is for servers there alone
+    held_since: float | None = None  # of one that is `ahead_only`: when the first rank had sealed its slot
+    joined: set[str] = field(default_factory=set)  # servers whose workers have asked for their link
 
     @property
     def ended(self) -> bool:

@@ -24,6 +24,7 @@ from resharder.server.fleets.canary_checks import Checks
 from resharder.server.fleets.explain import FleetView, ServerView, explain, explain_fleet, state_of
 from resharder.server.fleets.goals import boots, goals
 from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.fleets.reconciler.installs import why_out_of_reach
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.versions import FleetVersions
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
@@ -31,7 +32,7 @@ from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable, unknown_server
 from resharder.server.state.fleet import Fleet, View
-from resharder.server.state.server import ASLEEP, Server, Settings, Worker, in_use, processes
+from resharder.server.state.server import ASLEEP, Ahead, Server, Settings, Worker, in_use, processes
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -592,13 +593,15 @@ class Fleets:
         ready = self._versions.ready(fleet.model).keys() | self._versions.pinned(f"fleets/{fleet.name}", fleet.model)
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = now < self._settled_at and not fleet.members <= here
-        ahead = frozenset(number for number, one in self._versions.ahead(fleet).items() if one.staging) - ready
+        hosts = {worker.host for server in servers.values() for worker in server.workers.values()}
+        offered = self._versions.ahead(fleet).items()
+        ahead = frozenset(number for number, one in offered if one.staging and (not one.host or one.host in hosts)) - ready
         at_once, skipped = self._versions.at_once(fleet.model), self._versions.skipped(fleet.model)
-        hosts = {id: self.by_id.get(server.base_server) for id, server in servers.items() if server.base_server}
-        bases = {id: host.agreed or host.confirmed if host is not None else 0 for id, host in hosts.items()}
+        below = {id: self.by_id.get(server.base_server) for id, server in servers.items() if server.base_server}
+        bases = {id: host.agreed or host.confirmed if host is not None else 0 for id, host in below.items()}
         bound = self._versions.base_versions(fleet.model) if bases else {}
         base = self._versions.base(fleet.model)
-        misplaced = {id: _misplaced(fleet.model, base, host) for id, host in hosts.items()}
+        misplaced = {id: _misplaced(fleet.model, base, host) for id, host in below.items()}
         return View(
             servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, skipped, base, bases, bound, misplaced
         )
@@ -780,6 +783,25 @@ class Fleets:
             servers = [server for server in self.by_id.values() if server.model == model]
             return frozenset(server.id for server in servers if _installs_directly(server, number))
 
+    def taking_ahead(self, model: str, number: int, host: str) -> frozenset[str]:
+        """Return the servers that would take a version before it is READY, as soon as every rank offers it. Takes the lock.
+
+        They may still be busy with an earlier version. `host`: of the ranks, if the offer is for servers there alone; else empty.
+        """
+        self._versions.look(model)
+        with self.lock:
+            found = set[str]()
+            for fleet in [fleet for fleet in self.by_name.values() if fleet.model == model and fleet.serves_ahead]:
+                view = self._see(fleet)
+                if updates.wanted(fleet, replace(view, ahead=view.ahead | ({number} - view.ready))) == number:
+                    offered = Ahead("", staging=True, remote=fleet.serve_ahead is not None, host=host)
+                    found |= {server.id for server in view.servers.values() if _takes_ahead(server, number, offered)}
+            return frozenset(found)
+
+    def hosts_of(self, server: str) -> frozenset[str]:
+        """Return the hosts of a server's workers. Raises ResourceNotFound (SERVER_UNKNOWN)."""
+        return frozenset(worker.host for worker in self.server(server).workers.values())
+
     def model_of(self, server: str) -> str:
         """Return the model of a server, or an empty name for an unknown server."""
         known = self.by_id.get(server)
@@ -848,7 +870,19 @@ def _is_a_place(address: str) -> bool:
 
 def _installs_directly(server: Server, number: int) -> bool:
     """Return whether a server is about to install a version, without an earlier failure, into memory that ranks can write to."""
-    reachable = server.complete and all(worker.memory for worker in server.workers.values())
     wakes = server.goal.power not in ASLEEP and not (server.power in ASLEEP and server.change_failed is not None)
-    up = server.lost_at is None and bool(server.controls) and wakes
-    return reachable and up and server.wanted == number != server.agreed and number not in server.failures
+    return _reachable(server, number) and wakes and server.wanted == number != server.agreed
+
+
+def _takes_ahead(server: Server, number: int, offered: Ahead) -> bool:
+    """Return whether a server, which serves something, can take a version that is offered like this before it is READY."""
+    awake = server.goal.power not in ASLEEP and server.power not in ASLEEP
+    installs = server.install.version if server.install is not None and server.install.active else 0
+    serves = server.serves(server.opened or installs)
+    return _reachable(server, number) and awake and serves and server.agreed != number and not why_out_of_reach(server, offered)
+
+
+def _reachable(server: Server, number: int) -> bool:
+    """Return whether ranks can write into a server's memory, and a version has not failed on it."""
+    up = server.lost_at is None and bool(server.controls) and server.complete
+    return up and all(worker.memory for worker in server.workers.values()) and number not in server.failures

@@ -44,7 +44,11 @@ class FleetVersions:
             records = []
         offered = self._offers.offered(model)
         found = {record.number: record.fingerprint for record in records if record.state == READY}
-        ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == UPLOADING) for r in records if r.number in offered}
+        ahead = {
+            record.number: Ahead(record.ahead_fingerprint, record.state == UPLOADING, host=offered[record.number])
+            for record in records
+            if record.number in offered
+        }
         self._ready[model], self._ahead[model] = found, ahead
         self._skipped[model] = frozenset(record.number for record in records if record.skipped)
         self._base[model] = next((record.base for record in records if record.base), "")

@@ -157,6 +157,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         transport=message.transport,
         transport_reason=message.transport_reason[:500],
         warnings=tuple(text[:1000] for text in message.warnings[:8]),
+        host=message.host[:128],
         stage_seconds=possible(message.stage_seconds),
         apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],

@@ -45,10 +45,26 @@ class DirectService:
         wait = seconds(request.wait_seconds)
         failpoint("direct.offer")
         offer = self._direct.offer(
-            member, request.memory, model, number, publisher.world_size, wait, servers_sleep=request.servers_sleep
+            member,
+            request.memory,
+            model,
+            number,
+            publisher.world_size,
+            wait,
+            servers_sleep=request.servers_sleep,
+            ahead_only=request.ahead_only,
+            host=request.host[:128],
         )
+
+        def sealed() -> bool:
+            upload = self._intake.upload(model, number)
+            return upload is None or len(upload.open_ranks()) < publisher.world_size
+
+        def state() -> str:
+            return self._intake.store.catalogue.get(model, number).state
+
         try:
-            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state):
+            for task in self._direct.tasks(offer, member.rank, state, sealed):
                 yield task if isinstance(task, Pause) else self._task(task)
         finally:
             self._direct.leave(offer, member.rank)

@@ -42,6 +42,7 @@ class Worker:
     transport: str = ""
     transport_reason: str = ""
     warnings: tuple[str, ...] = ()  # refusals that its environment allows
+    host: str = ""  # identity of its kernel and network namespace
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of its declared layout on the direct path
@@ -66,6 +67,7 @@ class Ahead:
     fingerprint: str
     staging: bool  # the version is UPLOADING, and the fleet serves ahead
     remote: bool = True  # also to servers that fetch from the store, which fetch the version to fall back on each time
+    host: str = ""  # the ranks' host, if the version is offered to servers there alone
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ they share a network namespace and CUDA lets one open the other's handles.
 
 import json
 import logging
-import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.peer_memory.reader import PeerReader
 from resharder.client.gpu.table import Tensors
+from resharder.client.runtime.host import host_identity
 from resharder.client.settings import NIXL, PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
 
@@ -97,7 +96,7 @@ def meet(
     readers, owners = ({pair[1 - i] for pair in pairs if pair[i] == rank} for i in (0, 1))
     nixl = may_use_nixl(nixl)
     name, token = f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16)
-    own = Place(_host(), _identity(device), wanted(device), name, token, nixl, nixl and NIXL.read() == "on")
+    own = Place(host_identity(), _identity(device), wanted(device), name, token, nixl, nixl and NIXL.read() == "on")
     with socket.socket(socket.AF_UNIX) as listening:
         if own.shares and readers:
             listening.bind("\0" + own.socket)
@@ -152,13 +151,6 @@ def _lend(owner: PeerOwner, sources: Tensors, deadline: float) -> str:
         owner.refuse(str(error))
         return str(error)
     return owner.accepted(deadline)
-
-
-def _host() -> str:
-    """Return the identity of the kernel and of the network namespace."""
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    return secrets.token_hex(16)  # not Linux: the same as none
 
 
 def _identity(device: torch.device) -> str:

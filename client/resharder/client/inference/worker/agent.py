@@ -24,6 +24,7 @@ from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
+from resharder.client.runtime.host import host_identity
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import VersionManifest, get_manifest
@@ -413,6 +414,7 @@ class Agent:
             joined=staged is not None and staged.direct is not None,
             timings=staged.timings if staged else (),
             warnings=self.parts.warnings,
+            host=host_identity(),
             altered=altered is not None,
         )
         self.reporter.report(worker, installed=installed, verification=altered)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from resharder.server.fleets.reconciler.gate import closing, hold_order
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.server import ASLEEP, Change, Control, Failure, Install, Server, Settings, Worker
+from resharder.server.state.server import ASLEEP, Ahead, Change, Control, Failure, Install, Server, Settings, Worker
 from resharder.server.state.server_events import Order, Reported
 from resharder.v1 import resources_pb2, server_pb2
 from resharder.v1.resources_pb2 import Power
@@ -133,11 +133,19 @@ def why_not_ahead(server: Server, version: int) -> str:
         return server.failures[version].error
     if server.opened not in server.ready:
         return "it serves no READY version that it could fall back on"
+    return why_out_of_reach(server, server.ahead[version])
+
+
+def why_out_of_reach(server: Server, ahead: Ahead) -> str:
+    """Return why a server can take no version that is offered like this before it is READY; empty if it can."""
     remote = [rank for rank, worker in sorted(server.workers.items()) if worker.transport in _REMOTE]
-    if remote and not server.ahead[version].remote:
+    if remote and not ahead.remote:
         return f"worker {remote[0]} would fetch a version to fall back on, and the fleet does not ask for it"
     behind = [rank for rank, worker in sorted(server.workers.items()) if not worker.direct]
-    return f"worker {behind[0]} cannot take all of it over the direct path" if behind else ""
+    if behind:
+        return f"worker {behind[0]} cannot take all of it over the direct path"
+    elsewhere = [rank for rank, worker in sorted(server.workers.items()) if ahead.host and worker.host != ahead.host]
+    return f"worker {elsewhere[0]} is not on the trainer's host" if elsewhere else ""
 
 
 def begin_install(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
