@@ -6,9 +6,9 @@ worker's bytes divided by the rate of plain sends of the same group, in the same
 
 `--half`: on two GPUs, only the first sender's part of the first receiver's memory. `--sweep`: more parameters, and plain messages
 of many sizes. `--recorded`: layouts recorded from Megatron and vLLM, which takes minutes and gives those of `direct_layouts`.
-`--faults`: without measurements, kill and suspend members. `--cpu-tiny`: the same with gloo. `--cpu`: with gloo in the shape of
-Qwen3-0.6B. `--links`: peer memory and NIXL too, in the same run; with `--half`, between two GPUs. NIXL's transports are those of
-UCX_TLS, as cuda_ipc,cuda_copy,tcp.
+`--faults`: without measurements, kill and suspend members. `--cpu-tiny`: the same with gloo. `--cpu`: with gloo, in the shape of
+four layers of Qwen3-0.6B. `--links`: peer memory and NIXL too, in the same run; with `--half`, between two GPUs. UCX_TLS
+names NIXL's transports, as cuda_ipc,cuda_copy,tcp.
 """
 
 import argparse
@@ -46,7 +46,12 @@ GPU_JOBS = (
     Job("Qwen3-8B", shapes.QWEN3_8B, GPU_WAYS, 4 << 30),
     Job("Qwen3-30B-A3B", shapes.QWEN3_30B_A3B, GPU_WAYS, 4 << 30),
 )
-CPU_JOB = Job("Qwen3-0.6B", shapes.QWEN3_0_6B, (Way(DIRECT_BYTES, STAGING // 4),), 256 * MIB)
+CPU_JOB = Job(
+    "four layers of Qwen3-0.6B",
+    shapes.QWEN3_0_6B | {"num_hidden_layers": 4, "vocab_size": 32768},
+    (Way(DIRECT_BYTES, STAGING // 4),),
+    64 * MIB,
+)
 CPU_JOBS = (Job("tiny dense", DENSE, CPU_WAYS, MIB), Job("tiny experts", EXPERTS, CPU_WAYS, MIB))
 
 
