@@ -10,7 +10,7 @@ from resharder.server.state.server import Worker
 from resharder.v1 import resources_pb2, server_pb2
 from resharder.v1.resources_pb2 import Power
 
-from tests.server.test_serve_ahead import WITH_OTHERS, Site
+from tests.support.ahead_site import WITH_OTHERS, Site
 from tests.support.simulated_fleet_servers import HERE, NAMES
 from tests.support.simulated_store import MODEL
 
