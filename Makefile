@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-mooncake test-nixl bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -203,6 +203,16 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 
 test-mooncake: .venv-mooncake/.ready
 	.venv-mooncake/bin/python -m pytest tests/server/test_mooncake.py $(PYTEST)
+
+# The direct path over NIXL and TCP, between network namespaces: its wheel, over the packages of make setup.
+.venv-nixl/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-nixl
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-nixl/lib/python3*/site-packages)/setup.pth"
+	.venv-nixl/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	touch $@
+
+test-nixl: .venv-nixl/.ready
+	.venv-nixl/bin/python -m pytest tests/client/test_nixl.py tests/client/test_nixl_cut.py tests/client/test_direct_hosts.py tests/e2e/test_nixl.py $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
