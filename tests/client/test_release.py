@@ -106,7 +106,7 @@ def test_a_failed_upload_aborts_its_version_and_the_next_publish_raises_its_erro
     gate.opened = True
     with pytest.raises(VersionAborted, match="bad memory"):
         handle.wait_ready(60)
-    assert handle.failed is gate.error
+    wait_until(lambda: handle.failed is gate.error, "the handle has the error", 60)  # the version is aborted before
     gate.error = None
     with pytest.raises(CorruptData, match="bad memory") as raised:
         publisher.publish(2)

@@ -78,7 +78,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             the servers of the model serve the version.
         shards: Whether Megatron actors publish their shards in place. False publishes verl's gathered stream.
         timeout: Bound in seconds on a rollout worker's wait for a version.
-        options: Further arguments of `connect`, such as `direct_wait`.
+        options: Further arguments of `connect`, such as `direct_wait`, which is 0 here by default.
 
     Raises:
         UsageError: `base` is given without `follow`.
@@ -244,7 +244,7 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 job=self._job,
                 rank=self._rank,
                 world_size=self._world_size,
-                **self._options,
+                **{"direct_wait": 0.0, **self._options},  # verl offloads the actor's memory, which workers must not have mapped
             )
         return self._publisher
 

@@ -198,8 +198,9 @@ class Delivery:
                 with self._offered(version, direct, servers_sleep=wake is not None):
                     copied = self._copied(slot, positions, version, read, timings)
                     if copied is None:
-                        handle = Handle(self._channel, version)
-                        self._send(slot, version, partial(read, positions), timings, handle)
+                        made = Handle(self._channel, version)
+                        self._send(slot, version, partial(read, positions), timings, made)
+                        handle = made  # until here a restarted daemon does not know the version, and the delivery starts over
                     else:
                         handle = self._send_later(slot, version, copied, timings)
                     if then is not None:
