@@ -1,4 +1,4 @@
-"""What a worker's other threads see of its comparison with the store: `python -m benchmarks.comparison [--rounds N]`.
+"""Time of a worker's comparison with the store, and how long it stops other threads: `python -m benchmarks.comparison`.
 
 A version that was served ahead of READY is compared with the store's digests beside the engine. The version has the names of
 Qwen3-30B-A3B, 18,867 tensors, with rows of 8 elements: what the comparison takes is work for each tensor. A thread that wakes

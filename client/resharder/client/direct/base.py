@@ -46,7 +46,7 @@ class Pending(Protocol):
 
 
 Exchange = tuple[list[PeerMessage], list[PeerMessage]]
-"""What a process sends and receives in one round."""
+"""Messages that a process sends, and those that it receives, in one round."""
 
 
 class DirectGroup(Protocol):

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 DELIVERY, TRANSFER = "delivery", "transfer"
 RELEASES = (DELIVERY, TRANSFER)
-"""What `publish` waits for, besides the direct path: the store's copy of the bytes, or a copy of the SDK's own."""
+"""Values of `release`: `publish` returns when the store has the bytes, or when the SDK has a copy of its own."""
 _ONE_BY_ONE = "also=… needs attach(model, …): tensors that are given one by one are published as one model"
 
 
