@@ -1,6 +1,7 @@
 """Settings and fixtures of every test."""
 
 import gc
+import logging
 import re
 import sys
 from collections import Counter
@@ -115,6 +116,16 @@ def daemon() -> "Iterator[Daemon]":
 def _nothing_is_started_by_a_pure_test() -> Iterator[None]:
     yield
     GUARD.check()
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_as_before() -> Iterator[None]:
+    """vLLM's routes import a package that lets the root logger and its handlers, pytest's too, pass errors alone."""
+    root = logging.getLogger()
+    levels = [(each, each.level) for each in (root, *root.handlers)]
+    yield
+    for each, level in levels:
+        each.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
