@@ -12,7 +12,7 @@ from tests.support.secure import Authority, SecureDaemon
 ROLES = {
     "dns:trainer.test": ["publisher:policy", "publisher:policy-lora"],
     "dns:*.servers.test": ["server:policy", "server:policy-lora"],
-    "dns:*.hosts.test": ["node:policy"],
+    "dns:*.hosts.test": ["node:policy", "node:policy-lora"],
     "dns:operator.test": ["operator"],
     "dns:observer.test": ["viewer", "server:policy", "server:policy-lora"],  # a viewer alone is not shown the folders of versions
     "dns:scraper.test": ["viewer"],
