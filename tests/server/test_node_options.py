@@ -34,7 +34,7 @@ def test_every_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "endpoint": "daemon:1", "name": "n", "listen": "0.0.0.0:2", "address": "host:3", "folder": "/elsewhere", "limit_bytes": 4,
         **TLS, "tls_name": "d", "tls_peer_name": "p", "token_file": "/token", "insecure": True, "drain_seconds": 5.5,
-        "transfer": "http", "transfer_protocol": "tcp", "log_format": "json", "log_level": "debug",
+        "transfer": "http", "log_format": "json", "log_level": "debug",
     }  # fmt: skip
     assert given.keys() == NodeConfig.model_fields.keys()
     started: list[NodeConfig] = []
