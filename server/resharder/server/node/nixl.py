@@ -47,13 +47,13 @@ class NixlEngine:
         EngineFailed: The package is missing, UCX does not start, or it would take TCP without being told to.
     """
 
-    def __init__(self, read_seconds: float = _READ_SECONDS) -> None:
+    def __init__(self, read_seconds: float = _READ_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         if "UCX_TLS" not in os.environ and not (_RDMA.is_dir() and any(_RDMA.iterdir())):
             raise EngineFailed(
                 f"this host has no RDMA device in {_RDMA}, and over TCP UCX ends a node that answers a reader which is gone, as "
                 "after it was stopped: leave out this option, or set UCX_TLS=tcp to try it"
             )
-        self._name, self._read_seconds = f"resharder-{secrets.token_hex(8)}", read_seconds
+        self._name, self._read_seconds, self._clock = f"resharder-{secrets.token_hex(8)}", read_seconds, clock
         self._memory = _Agent(self._name)
         self._lock, self._closed = threading.Lock(), False
         self._spans: dict[Span, None] = {}
@@ -118,7 +118,7 @@ class NixlEngine:
             if self._closed:
                 raise EngineFailed("this node ends")
             if self._reader is None:
-                reader = _Reader(_Agent(f"{self._name}-{secrets.token_hex(4)}"))
+                reader = _Reader(_Agent(f"{self._name}-{secrets.token_hex(4)}"), self._clock)
                 for span in self._spans:
                     reader.agent.register(span)
                 self._reader = reader
@@ -139,8 +139,8 @@ class _Stalled(Exception):
 class _Reader:
     """Reads of other nodes' memory by one agent, for many threads at once."""
 
-    def __init__(self, agent: "_Agent") -> None:
-        self.agent = agent
+    def __init__(self, agent: "_Agent", clock: Callable[[], float]) -> None:
+        self.agent, self._clock = agent, clock
         self._lock = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}  # by the peer's name
 
@@ -153,11 +153,11 @@ class _Reader:
             with fetching:
                 if not self.agent.knows(peer.name, address, size):
                     self.agent.add(_fetched_keys(peer.address), peer.name)
-        read, deadline, polls = self.agent.begin(peer.name, address, target), time.monotonic() + seconds, 0
+        read, deadline, polls = self.agent.begin(peer.name, address, target), self._clock() + seconds, 0
         try:
             while not self.agent.has_ended(read):
                 polls += 1
-                if time.monotonic() > deadline:
+                if self._clock() > deadline:
                     raise _Stalled(f"the read has not ended after {seconds:g} s")
                 time.sleep(_QUICK if polls < _QUICK_POLLS else _SLOW)
         except EngineFailed:
