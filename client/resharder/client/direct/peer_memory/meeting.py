@@ -124,6 +124,7 @@ def meet(
                 if why := reader.accept(deadline):
                     found.readers.pop(source).close()
                     _refused(source, why, own, places[source])
+            found.on_device.update(o for o in (*found.owners, *found.readers) if places[o].device == own.device)
         except BaseException:
             found.close()
             raise
