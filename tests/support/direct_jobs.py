@@ -80,19 +80,30 @@ class Job:
         """
         delivery, events, sent = self._publisher._delivery, list[str](), threading.Event()
         sender: Any = delivery._sender
-        run, send = sender._run, delivery._send
+        get, send = sender._links.get, delivery._send
 
         def delivered(*arguments: Any) -> None:
             events.append("delivery")
             assert not slow or sent.wait(60)
             send(*arguments)
 
-        sender._run = lambda *arguments: (run(*arguments), events.append("transfer"), sent.set())
+        def link_of(group: str) -> Any:
+            link = get(group)
+
+            def run(**options: Any) -> Any:
+                took = link.run(**options)
+                events.append("transfer")  # the delivery may begin now, before the end is reported
+                sent.set()
+                return took
+
+            return SimpleNamespace(run=run, shares_device=link.shares_device)
+
+        sender._links.get = link_of
         delivery._send = delivered  # type: ignore[method-assign]
         try:
             return self.publish(step, False), events
         finally:
-            sender._run, delivery._send = run, send  # type: ignore[method-assign]
+            sender._links.get, delivery._send = get, send  # type: ignore[method-assign]
             sender_module._HELD, sender._took = 60.0, dict.fromkeys(sender._took, 60.0)
 
     def _change(self, step: int) -> None:
