@@ -30,7 +30,7 @@ from resharder.converters.architectures.checkpoint import expected_shapes
 from benchmarks import shapes
 from benchmarks.chart import Bar, svg
 from benchmarks.direct_layouts import DENSE, EXPERTS
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import IF_NAMED, SYSTEMS
 from benchmarks.systems.base import Setup, TransferAlone, write_folder
 from benchmarks.systems.running import Running, Seen, Wanted, fresh
 from tests.support.tiny_hf import save_tokenizer
@@ -38,7 +38,7 @@ from tests.support.tiny_hf import save_tokenizer
 MODELS: dict[str, tuple[dict[str, Any], str]] = {  # config, and the trainer's kind of parallelism
     "tiny": (DENSE, "tp"),
     "tiny-moe": (EXPERTS, "ep"),
-    "small": (shapes.QWEN3_0_6B | {"num_hidden_layers": 4, "vocab_size": 32768}, "tp"),
+    "small": (shapes.QWEN3_0_6B | {"num_hidden_layers": 4, "vocab_size": 32768, "tie_word_embeddings": False}, "tp"),
     "qwen3-8b": (shapes.QWEN3_8B, "tp"),
     "qwen3-30b-a3b": (shapes.QWEN3_30B_A3B, "ep"),
 }
@@ -243,7 +243,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="by default tiny on CPUs, and qwen3-8b on GPUs")
     parser.add_argument("--gpus", default="", help="the trainer's and the servers', as 0,1")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="names, separated by commas: %(default)s")
+    parser.add_argument(
+        "--systems",
+        default=",".join(name for name in SYSTEMS if name not in IF_NAMED),
+        help="names, separated by commas: %(default)s; also resharder-staged",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="versions of each system, after two that connect and compile")
     parser.add_argument("--seconds", type=float, default=330, help="begin no further version after this time")
     parser.add_argument("--in-turn", action="store_true", help="run one system after another")

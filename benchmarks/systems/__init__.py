@@ -7,10 +7,13 @@ from benchmarks.systems.ours import Resharder
 from benchmarks.systems.vllm_reload import VllmReload
 from benchmarks.systems.vllm_transfer import VllmTransfer
 
+IF_NAMED = frozenset({"resharder-staged"})
+"""Systems that run only if they are named."""
 SYSTEMS: dict[str, System | TransferAlone] = {
     system.name: system
     for system in (
         Resharder(),
+        Resharder("resharder-staged", direct_wait=0),
         VllmReload(),
         VllmTransfer("nccl"),
         VllmTransfer("ipc"),

@@ -1,4 +1,5 @@
 """Resharder, as its documentation starts it: no option of `connect`, of the daemon, or of the server's plugin is set.
+`resharder-staged` has `connect(direct_wait=0)`: versions go through the daemon's store.
 
 A daemon's settings may be given in its environment (`RESHARDERD_KEEP_COUNT=1` where the store has no room for three versions).
 """
@@ -8,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Any
 
 import torch
 
@@ -54,7 +56,7 @@ class OurSite(Site):
 class Megatron(Sender):
     """One Megatron rank."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, options: dict[str, Any]) -> None:
         if setup.device.type == "cpu":
             from tests.support import megatron_shim  # noqa: F401
         import torch.distributed as dist
@@ -62,7 +64,7 @@ class Megatron(Sender):
         from resharder.converters.models.megatron.layout import local_layout
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self._setup, self._handle = setup, None
+        self._setup, self._options, self._handle = setup, options, None
         self.chunks = build_chunks(setup.config, **{setup.kind: 1}, dtype=torch.bfloat16, device=setup.device.type)
         self._layout, self._tensors = local_layout(self.chunks, setup.config)
 
@@ -77,7 +79,7 @@ class Megatron(Sender):
     def open(self, server: str) -> None:
         from resharder.client import connect
 
-        self._publisher = connect(model="policy")
+        self._publisher = connect(model="policy", **self._options)
         self._publisher.attach(self.chunks, self._setup.config, tokenizer=self._setup.own)
         self.publish(0)
         self.settle()
@@ -93,8 +95,10 @@ class Megatron(Sender):
 
 
 class Resharder(System):
-    name = "resharder"
     boots_from_trainer = True
+
+    def __init__(self, name: str = "resharder", **options: Any) -> None:
+        self.name, self._options = name, options
 
     def unavailable(self, setup: Setup) -> str:
         module = missing("megatron")
@@ -106,4 +110,4 @@ class Resharder(System):
             yield OurSite(daemon)
 
     def sender(self, setup: Setup) -> Sender:
-        return Megatron(setup)
+        return Megatron(setup, self._options)

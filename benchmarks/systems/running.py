@@ -29,6 +29,7 @@ BESIDE = 8 << 30  # bytes of a server's GPU memory beside weights and KV cache
 PATIENCE = 240.0  # seconds for a start
 VERSION = 90.0  # seconds for a version
 AFTER = 1.5  # seconds for which a version is watched after it has settled
+SETTLED = 0.5  # seconds after which every answer is the new version's
 # As in production, except for torch.compile, which takes minutes.
 GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 512]}')
 
@@ -109,6 +110,14 @@ class Traffic:
         self._ended = True
         for thread in self._threads:
             thread.join(30)
+
+    def wait_answers(self, since: float) -> None:
+        """Wait until two answers have come since a time. Raises ServerFailed."""
+        end = time.monotonic() + VERSION
+        while sum(at > since for at, _ in list(self.answers)) < 2:
+            if time.monotonic() > end:
+                raise ServerFailed(f"the server does not answer: {self.failures[-1:]}")
+            time.sleep(0.01)
 
     def _stream(self) -> None:
         to_wall = time.time() - time.monotonic()
@@ -195,9 +204,10 @@ class Running:
             settled = time.time()
             points |= known
             time.sleep(AFTER)
+            traffic.wait_answers(settled + SETTLED)
             answers = [(at - began, token) for at, token in list(traffic.answers) if at > began]
             tokens = [at for at in list(traffic.tokens) if at > began - 0.2]
-        after = [token for at, token in answers if at > settled - began + 0.5]
+        after = [token for at, token in answers if at > settled - began + SETTLED]
         if not after or set(after) != {wanted.token}:
             raise WrongVersion(
                 f"expected token {wanted.token} once version {told['version']} had settled, got {sorted(set(after))}"
