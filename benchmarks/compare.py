@@ -74,7 +74,7 @@ def wanted(setup: Setup, vocabulary: int) -> dict[int, Wanted]:
 
     The prompt is one whose token differs between the seeds, and is clearly ahead of the next likely one in both.
     """
-    prompts = [[(i * 7919 + k * 104729 + 11) % vocabulary for i in range(8)] for k in range(24)]
+    prompts = [[(i * 7919 + k * 104729 + 11) % vocabulary for i in range(8)] for k in range(48)]
     found = {}
     for seed in SEEDS:
         with tempfile.TemporaryDirectory(prefix="reference-", dir=setup.folder) as own:

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,19 @@ from resharder.converters.geometry.layout import Box, full_box
 from safetensors.torch import save_file
 
 SHARD = 4 << 30  # bytes of a file
+_FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 def values(name: str, box: Box, shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
     """Return the elements of a box of the HF tensor `name`, which has this shape, as float32."""
-    place = torch.full((), sum(name.encode()) * 7919 + seed * 104729, dtype=torch.int64, device=device)
+    place = torch.zeros((), dtype=torch.int64, device=device)
     block = torch.zeros((), dtype=torch.float32, device=device)
     for r, n in zip(box, shape, strict=True):
         indices = torch.arange(r.start, r.last + 1, r.step, device=device)
         place, block = place.unsqueeze(-1) * n + indices, block.unsqueeze(-1) + indices // 128
-    found = place.mul_(0x9E3779B1).bitwise_right_shift_(13).bitwise_and_(0xFFFF).to(torch.float32) / 65536 - 0.5
-    return found.mul_(block.remainder_(7).add_(7).mul_(0.04 / 13))
+    place.bitwise_xor_(int.from_bytes(blake2b(f"{name} {seed}".encode(), digest_size=7).digest(), "little"))
+    place.mul_(_FIRST).bitwise_xor_(place >> 32).mul_(_SECOND).bitwise_right_shift_(40).bitwise_and_(0xFFFF)
+    return (place.to(torch.float32) / 65536 - 0.5).mul_(block.remainder_(7).add_(7).mul_(0.04 / 13))
 
 
 class Checkpoint:
