@@ -23,7 +23,7 @@ Checkpoint = dict[str, torch.Tensor]
 Model = tuple[dict[str, Any], Checkpoint]
 SPECS = [
     pytest.param(family, spec, marks=[pytest.mark.full] * ((number + second) % 2))
-    for number, family in enumerate(tiny_hf.FAMILIES)
+    for number, family in enumerate(tiny_hf.ALL)
     for second, spec in enumerate(("local", "te"))
 ]
 """Each family with each of Megatron's layer specs, in turns with one of them in `make test`."""
