@@ -56,6 +56,7 @@ class Architecture:
         proof: `logits` if Megatron's forward pass is compared with that of transformers on the exported checkpoint, else
             `layout` with the reason.
         modules: First part of the names of transformers' modules, with that on disk, where they differ.
+        turned: Whether transformers 5 has the stacked experts in memory with the last two dimensions in reverse order.
     """
 
     model_type: str
@@ -64,6 +65,7 @@ class Architecture:
     recipe: Callable[[HFConfig], Recipe]
     proof: str = "logits"
     modules: tuple[tuple[str, str], ...] = ()
+    turned: bool = False
 
 
 ARCHITECTURES = (
@@ -98,7 +100,7 @@ ARCHITECTURES = (
         modules=(("model.visual.", "visual."), ("model.language_model.", "model.")),
     ),
     Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", qwen3_vl.table, qwen3_vl.recipe),
-    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe.table, qwen3_vl_moe.recipe),
+    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe.table, qwen3_vl_moe.recipe, turned=True),
     Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5.released_table, qwen3_5.released_recipe),
     Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5_moe.released_table, qwen3_5_moe.released_recipe),
     Architecture(

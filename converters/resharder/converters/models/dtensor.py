@@ -65,7 +65,9 @@ def _moved(piece: Piece, part: Stored) -> Piece:
     """Return the piece of an HF tensor, given the piece of the tensor in memory that contains it."""
     box = tuple(have._replace(start=have.start - all_.start) for have, all_ in zip(piece.box, part.box, strict=True))
     skip = int(part.stacked)
-    return piece._replace(tensor=part.name, box=box[skip:], strides=piece.strides[skip:])
+    return piece._replace(
+        tensor=part.name, box=part.in_hf_order(box[skip:]), strides=part.in_hf_order(tuple(piece.strides[skip:]))
+    )
 
 
 def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:

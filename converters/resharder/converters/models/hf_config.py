@@ -26,6 +26,8 @@ COMPUTED_WITH = frozenset(
         "scale_attn_weights", "scoring_func", "sliding_window", "sliding_window_pattern", "swiglu_limit", "tie_word_embeddings",
         "topk_group", "topk_method", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm", "use_sliding_window",
         "vocab_size",
+        "deepstack_visual_indexes", "fullatt_block_indexes", "mm_tokens_per_image", "num_heads", "spatial_merge_size",
+        "tokens_per_second", "window_size",
     }
 )  # fmt: skip
 """Fields of config.json that change what a model computes. Others are of tokens, training, generation and files."""
@@ -51,9 +53,10 @@ def _differences(ours: HFConfig, theirs: HFConfig) -> Iterator[str]:
     for name in sorted(COMPUTED_WITH & theirs.keys() & ours.keys()):
         if not _same(ours[name], theirs[name]):
             yield f"{name} is {ours[name]!r} in the config, the model has {theirs[name]!r}"
-    our_text, their_text = ours.get("text_config"), theirs.get("text_config")
-    if isinstance(our_text, Mapping) and isinstance(their_text, Mapping):
-        yield from _differences(our_text, their_text)
+    for part in ("text_config", "vision_config"):
+        our_part, their_part = ours.get(part), theirs.get(part)
+        if isinstance(our_part, Mapping) and isinstance(their_part, Mapping):
+            yield from _differences(our_part, their_part)
 
 
 def _own_config(model: Model) -> Any:

@@ -110,7 +110,7 @@ def build_chunks(
         for chunk, stage in zip(chunks, stages, strict=True):
             has_tower = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
             table, _ = table_of(config)
-            tower = build_tower(recipe.tower, table, transformer, settings, spec == "te") if has_tower else None
+            tower = build_tower(recipe.tower, table, transformer, settings | overrides, spec == "te") if has_tower else None
             found.append(Wrapped(chunk, dict(tower.named_children()) if tower else {}).eval())
         for parameter in (parameter for chunk in found for parameter in chunk.parameters()):
             parameter.data = parameter.data.to(dtype)
