@@ -38,6 +38,7 @@ from resharder.converters.architectures import (
 )
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import HFConfig, Table, hf_shapes
+from resharder.converters.architectures.wrapped import NESTED
 from resharder.converters.errors import UnsupportedModel
 
 
@@ -56,6 +57,7 @@ class Architecture:
         proof: `logits` if Megatron's forward pass is compared with that of transformers on the exported checkpoint, else
             `layout` with the reason.
         modules: First part of the names of transformers' modules, with that on disk, where they differ.
+        language: The same for transformers' language model alone, without its wrapper.
         turned: Whether transformers 5 has the stacked experts in memory with the last two dimensions in reverse order.
     """
 
@@ -65,9 +67,11 @@ class Architecture:
     recipe: Callable[[HFConfig], Recipe]
     proof: str = "logits"
     modules: tuple[tuple[str, str], ...] = ()
+    language: tuple[tuple[str, str], ...] = ()
     turned: bool = False
 
 
+_NESTED = tuple(NESTED.items())
 ARCHITECTURES = (
     Architecture("deepseek_v2", "DeepseekV2ForCausalLM", deepseek_v2.table, deepseek_v2.recipe),
     Architecture("deepseek_v3", "DeepseekV3ForCausalLM", deepseek_v3.table, deepseek_v3.recipe),
@@ -99,10 +103,23 @@ ARCHITECTURES = (
         qwen2_5_vl.recipe,
         modules=(("model.visual.", "visual."), ("model.language_model.", "model.")),
     ),
-    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", qwen3_vl.table, qwen3_vl.recipe),
-    Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe.table, qwen3_vl_moe.recipe, turned=True),
-    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5.released_table, qwen3_5.released_recipe),
-    Architecture("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5_moe.released_table, qwen3_5_moe.released_recipe),
+    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", qwen3_vl.table, qwen3_vl.recipe, language=_NESTED),
+    Architecture(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        qwen3_vl_moe.table,
+        qwen3_vl_moe.recipe,
+        language=_NESTED,
+        turned=True,
+    ),
+    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5.released_table, qwen3_5.released_recipe, language=_NESTED),
+    Architecture(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        qwen3_5_moe.released_table,
+        qwen3_5_moe.released_recipe,
+        language=_NESTED,
+    ),
     Architecture(
         "gemma3",
         "Gemma3ForConditionalGeneration",
@@ -114,8 +131,9 @@ ARCHITECTURES = (
             ("model.language_model.", "language_model.model."),
             ("lm_head.", "language_model.lm_head."),
         ),
+        language=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     ),
-    Architecture("glm4v_moe", "Glm4vMoeForConditionalGeneration", glm4v_moe.table, glm4v_moe.recipe),
+    Architecture("glm4v_moe", "Glm4vMoeForConditionalGeneration", glm4v_moe.table, glm4v_moe.recipe, language=_NESTED),
 )
 
 NOT_BUILT: dict[str, str] = {}

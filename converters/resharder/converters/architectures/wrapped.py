@@ -69,6 +69,27 @@ def wrapped_recipe(config: HFConfig, language: Recipe, tower: Tower | None = Non
     return replace(made, beyond=(*made.beyond, *other)) if tower is not None else made
 
 
+def is_wrapped(table: Table) -> bool:
+    """Return whether a table is that of a language model in a wrapper."""
+    return any(key.startswith(LANGUAGE) for key in table)
+
+
+def tower_weights(table: Table) -> list[Weight]:
+    """Return the weights of a tower in the table of a wrapper."""
+    return [weight for key, weights in table.items() if not key.startswith(LANGUAGE) for weight in weights]
+
+
+def refuse_tower(wanted: bool, found: bool) -> None:
+    """Raise UnsupportedModel for a model without the tower that is `wanted` of it, or with one beside a frozen one."""
+    if wanted and not found:
+        raise UnsupportedModel(
+            "the config has a tower, and the model is its language model alone: pass the base checkpoint, attach(…, "
+            "frozen=FOLDER), and the tower is published from there"
+        )
+    if found and not wanted:
+        raise UnsupportedModel("frozen is for a language model alone, and this model has a tower: leave frozen out")
+
+
 def copied(module: str, tensors: Shapes, key: str | None = None) -> Layer:
     """Return tensors that Megatron has as the checkpoint has them: `module` is their name on disk, `key` in Megatron."""
     return placed({name: (whole(name, *shape),) for name, shape in tensors.items()}, module if key is None else key, module)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.architectures.checkpoint import HFConfig
+from resharder.converters.architectures.wrapped import language_config
 from resharder.converters.errors import LayoutError
 from resharder.converters.models.hf_names import Model
 
@@ -39,7 +40,12 @@ def refuse_other_config(model: Model, config: HFConfig) -> None:
     Models without such a config are not compared, nor is one of another model type: names and shapes tell those apart.
     """
     own = _own_config(model)
-    if own is None or own.to_dict().get("model_type") != config.get("model_type"):
+    if own is None:
+        return
+    text, kind = config.get("text_config"), own.to_dict().get("model_type")
+    if isinstance(text, Mapping) and kind == text.get("model_type"):
+        config = language_config(config)
+    if kind != config.get("model_type"):
         return
     if differing := list(_differences(_completed(own, config), own.to_dict())):
         error = LayoutError(

@@ -10,8 +10,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from resharder.converters.allowances import refuse
 from resharder.converters.architectures import architecture_of
-from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes, tower_shapes
 from resharder.converters.architectures.table import HFConfig
+from resharder.converters.architectures.wrapped import refuse_tower
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Box, Range, box_shape, full_box
 from resharder.converters.models.live import local_of, memory_of
@@ -76,7 +77,9 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
     return found
 
 
-def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole: bool) -> dict[str, list[Stored]]:
+def stored_tensors(
+    found: Mapping[str, torch.Tensor], config: HFConfig, *, whole: bool, tower: bool | None = None
+) -> dict[str, list[Stored]]:
     """Return the HF tensors of each tensor in memory, by the name in memory. A second name of tied embeddings is omitted.
 
     For a family without a table, names in memory are those on disk.
@@ -85,6 +88,7 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
         found: Tensors in memory by name.
         config: Content of config.json.
         whole: Whether `found` is the whole model, so that missing names are an error.
+        tower: Whether it has to have the config's tower, or must not have it; None for either.
 
     Raises:
         UnsupportedModel: A quantised checkpoint.
@@ -102,6 +106,12 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
         return {name: [Stored(name, full_box(tuple(tensor.shape)))] for name, tensor in kept.items()}
     family = architecture_of(config)
     named = {name: _on_disk(name, family.modules) for name in found}
+    in_tower = tower_shapes(config)
+    if in_tower and tower is not True and in_tower.keys().isdisjoint(named.values()):
+        named = {name: disk if disk in expected else _on_disk(name, family.language) for name, disk in named.items()}
+        expected = {name: shape for name, shape in expected.items() if name not in in_tower}
+    elif in_tower and tower is False:
+        refuse_tower(wanted=False, found=True)
     stored = {name: _stored(named[name], tuple(tensor.shape), expected, family.turned) for name, tensor in found.items()}
     held = {memory_of(found[name]) for name, parts in stored.items() if parts}
     unknown = [name for name in stored if memory_of(found[name]) not in held]

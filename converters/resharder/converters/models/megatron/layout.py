@@ -23,7 +23,7 @@ from resharder.converters.architectures.checkpoint import HFConfig, PretrainedCo
 from resharder.converters.architectures.computation import UNSUPPORTED, known_arguments
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import Table, Weight, hf_shapes
-from resharder.converters.architectures.wrapped import LANGUAGE
+from resharder.converters.architectures.wrapped import LANGUAGE, is_wrapped, refuse_tower, tower_weights
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
@@ -44,7 +44,12 @@ FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in ("BF16", "F16
 
 
 def local_layout(
-    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1, fp8: bool = False
+    model_chunks: Chunks,
+    hf_config: HFConfig | PretrainedConfig,
+    *,
+    padded_for: int = 1,
+    fp8: bool = False,
+    tower: bool | None = None,
 ) -> tuple[Layout, LookedUp]:
     """Return this rank's layout, and its local tensors by the names in its pieces, `CHUNK.NAME`, live rather than copied.
 
@@ -55,6 +60,7 @@ def local_layout(
         hf_config: Content of config.json, or transformers' config.
         padded_for: Largest number of tensor-parallel ranks for which padding may have been added, if more than now.
         fp8: Accept parameters in FP8 blocks. Their pieces are those of the elements, in F8_E4M3.
+        tower: Whether the model has to have the config's tower, or must not have it; None for either.
 
     Raises:
         UnsupportedModel: No table; other quantised, sharded or offloaded parameters; an unknown wrapper.
@@ -70,6 +76,8 @@ def local_layout(
     tensors: dict[str, torch.Tensor] = {}
     parts: dict[str, MasterPart] = {}
     modules = checked_modules(model_chunks, recipe)
+    if tower is not None and recipe.tower is not None:
+        refuse_tower(tower, not all(language_of(module) is module for module in modules))
     for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
         wrappers = _data_parallel(chunk)
         keys = table_for(module, table, recipe)
@@ -339,8 +347,8 @@ def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> 
 
 def _refuse_part_of_tower(table: Table, held: Set[str]) -> None:
     """Raise LayoutError for a tower with fewer tensors than the config's. Every tensor-parallel rank has a part of each."""
-    tower = {run.tensor for key, (weight, *_) in table.items() if not key.startswith(LANGUAGE) for run in weight.runs}
-    if (missing := sorted(tower - held)) and tower & held and any(key.startswith(LANGUAGE) for key in table):
+    tower = {run.tensor for weight in tower_weights(table) for run in weight.runs} if is_wrapped(table) else set[str]()
+    if (missing := sorted(tower - held)) and tower & held:
         raise LayoutError(
             f"the config's tower has {len(tower)} tensors, the model's lacks {len(missing)} of them, such as {missing[0]}: "
             "attach with the config of the model that is trained"
