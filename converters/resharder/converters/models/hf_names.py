@@ -176,7 +176,9 @@ def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int,
     if name in expected:
         stacked = turned and name.endswith(_STACKED)
         if stacked and shape[-1] == shape[-2]:
-            raise UnsupportedModel(f"{name} is {list(shape)}, which does not say whether it is transposed in memory")
+            raise UnsupportedModel(
+                f"{name} is {list(shape)}, which does not say whether it is transposed in memory: publish with publish_tensors"
+            )
         return [Stored(name, full_box(shape), transposed=stacked and expected[name] == (*shape[:-2], shape[-1], shape[-2]))]
     for module, gate, up, down in _EXPERTS:
         there = name.replace(".mlp.", f".{module}.")

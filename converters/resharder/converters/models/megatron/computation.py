@@ -43,7 +43,7 @@ def other_tower(module: MegatronModule, recipe: Recipe) -> list[str]:
         own = getattr(module, tower.module, None)
         expected, built = Recipe(tower.transformer, {}), {} if own is None else vars(own.config)
         sentences = [*disagreements(expected, built), *differences(expected, built, same_activation)] if built else []
-        return [f"of the tower {sentence}" for sentence in sentences]
+        return [f"the tower's {sentence}" for sentence in sentences]
     found = list[str]()
     for child in module.children():
         given: Mapping[str, Any] = getattr(getattr(child, "config", None), "to_dict", dict)()
