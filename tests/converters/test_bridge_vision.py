@@ -21,8 +21,8 @@ from resharder.converters.models.megatron import layout as layouts
 from resharder.converters.models.megatron.layout import local_layout
 from resharder.converters.models.tensor_io import write_piece
 
-from tests.converters.test_megatron import exchanged, renamed, rewritten
 from tests.support import bridge_vision
+from tests.support.wrong_tables import exchanged, renamed, rewritten
 
 pytestmark = [pytest.mark.slow, needs_bridge]
 FAMILY = "qwen3_vl"
