@@ -22,6 +22,7 @@ from resharder.converters.models.megatron.layout import local_layout
 from resharder.converters.models.tensor_io import write_piece
 
 from tests.support import bridge_vision
+from tests.support.pictures import image
 from tests.support.wrong_tables import exchanged, renamed, rewritten
 
 pytestmark = [pytest.mark.slow, needs_bridge]
@@ -47,7 +48,7 @@ def difference(folder: Path) -> float:
         write_piece(tensors, piece, checkpoint[piece.tensor][box_index(piece.box)])
     for merger in (module for module in model.modules() if "PatchMerger" in type(module).__name__):
         merger.activation_func = torch.nn.functional.gelu  # Bridge 0.6.2 approximates it by tanh there, transformers does not
-    given, there = bridge_vision.image(config), tiny_hf.load_model(folder)
+    given, there = image(config), tiny_hf.load_model(folder)
     images = {"pixel_values": given.pixels, "image_grid_thw": given.grid}
     expected = there(given.tokens, mm_token_type_ids=(given.tokens == config["image_token_id"]).int(), **images).logits
     found = model(given.tokens, position_ids=None, attention_mask=None, **images)[..., : expected.shape[-1]]

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from tests.support import bridge_lora, megatron_shim  # noqa: F401
@@ -93,15 +93,3 @@ def build(config: dict[str, Any], tp: int) -> torch.nn.Module:
         language, **{name: value for name, value in given.items() if name in known}
     )
     return model.eval()
-
-
-def image(config: dict[str, Any], seed: int = 0) -> SimpleNamespace:
-    """A picture in a prompt: token ids, pixel values and grid, in the form of transformers' processor."""
-    vision = config["vision_config"]
-    grid = torch.tensor([[1, 4, 4]])
-    merged = int(grid.prod()) // vision["spatial_merge_size"] ** 2
-    start, end, pad = (config[f"{name}_token_id"] for name in ("vision_start", "vision_end", "image"))
-    tokens = torch.tensor([[5, 6, start, *[pad] * merged, end, 7, 8, 9, 10, 11]])
-    width = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    pixels = torch.randn(int(grid.prod()), width, generator=torch.Generator().manual_seed(seed))
-    return SimpleNamespace(tokens=tokens, pixels=pixels, grid=grid)
