@@ -1,4 +1,4 @@
-"""Models with eyes: a language model with the table of its family, under the names of its wrapper, and a tower beside it.
+"""Vision-language models: a language model with the table of its family, under the names of its wrapper, and a tower beside it.
 
 Megatron-Bridge has the language model as `language_model`. Its tower is one of Megatron's own layers, divided by tensor
 parallelism (`vision_model`, of Qwen3-VL and Qwen3.5), or a module of transformers whose tensors are replicas on all
