@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ServeAhead
+from resharder.client.trainer.delivery import DEFAULT_WAIT
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
@@ -153,3 +154,34 @@ def test_a_rank_delivers_to_the_daemon_when_the_worker_on_its_device_has_the_ver
     order = [("peer-memory", ["delivery", "transfer"]), *[("peer-memory", ["transfer", "delivery"])] * 3]
     assert [site.order(job, step, slow=step == 40) for step in (40, 41, 42, 43)] == order
     assert site.server.call("memory") == job.call("fingerprint", 43)
+
+
+WAITS = pytest.mark.parametrize("wait", [None, 0], ids=["by default", "off"])
+
+
+@WAITS
+def test_a_bound_on_how_far_the_trainer_is_ahead_holds_it_no_longer(site: Site, wait: float | None) -> None:
+    serve_ahead(site)
+    job, times = site.job(direct_wait=wait, max_ahead=1), list[float]()
+    first = 50 if wait is None else 60
+    for step in range(first, first + 4):
+        with ThreadPoolExecutor(1) as pool:
+            number, held = pool.submit(job.call, "timed", step, timeout=600).result()
+        times.append(held)
+        wait_serving(site.daemon, number)
+        assert site.server.call("memory") == job.call("fingerprint", step)
+    assert min(times[1:]) < DEFAULT_WAIT, times
+
+
+@WAITS
+def test_a_generation_without_a_publish_has_the_version_of_before(site: Site, wait: float | None) -> None:
+    serve_ahead(site)
+    job, step = site.job(direct_wait=wait), 70 if wait is None else 80
+    with ThreadPoolExecutor(1) as pool:
+        version, again = (pool.submit(job.call, "generate", step, publish, timeout=600).result() for publish in (True, False))
+    assert version == again == max(versions(site.daemon))
+    assert versions(site.daemon)[version] == "READY"
+    with Operator(site.daemon.endpoint) as operator:
+        operator.wake("policy")
+    wait_serving(site.daemon, version)
+    assert site.server.call("memory") == job.call("fingerprint", step)

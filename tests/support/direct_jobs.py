@@ -65,13 +65,12 @@ class Job:
         self._publisher._delivery._send = lambda *arguments: threading.Event().wait()  # type: ignore[method-assign,assignment,return-value]
         self.publish(step, False)
 
-    def generate(self, step: int, publish: bool) -> tuple[int, float]:
-        """Lend the GPUs for a generation; return the version that it had, and the seconds until it began."""
+    def generate(self, step: int, publish: bool) -> int:
+        """Lend the GPUs for a generation, and return the version that it had."""
         if publish:
             self._change(step)
-        began = time.monotonic()
         with self._publisher.generation(step, publish=publish, timeout=120) as generation:
-            return generation.version, time.monotonic() - began
+            return generation.version
 
     def order(self, step: int, slow: bool) -> tuple[int, list[str]]:
         """Publish, and return the version's number and the order of transfers that have ended and the delivery's begin.
