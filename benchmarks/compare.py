@@ -12,6 +12,7 @@ Without `--gpus`, on CPUs: a small model, and the systems that need no GPU. `--g
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -258,6 +259,8 @@ def main() -> None:
         parser.error(f"unknown systems {', '.join(unknown)}: choose from {', '.join(SYSTEMS)}")
     if len(gpus) not in (0, 2):
         parser.error(f"--gpus names two, the trainer's and the servers', got {asked.gpus!r}")
+    if gpus and shutil.which("nvidia-smi") is None:
+        parser.error("--gpus names GPUs, and this host has no nvidia-smi: leave it out to compare on CPUs")
     model = asked.model or ("qwen3-8b" if gpus else "tiny")
     config, kind = MODELS[model]
     with tempfile.TemporaryDirectory(prefix="compare-", dir="/dev/shm") as folder:

@@ -28,9 +28,7 @@ LOGGED = {  # points of a version in the daemon's log
 
 class OurSite(Site):
     def __init__(self, daemon: Daemon) -> None:
-        super().__init__(
-            ["--load-format", "resharder"], {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "policy"}, ("resharder",)
-        )
+        super().__init__(["--load-format", "resharder"], {"RESHARDER_ENDPOINT": daemon.endpoint}, ("resharder",))
         self._daemon = daemon
 
     def settle(self, version: int) -> tuple[Points, str]:

@@ -3,18 +3,23 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from resharder.converters.architectures.checkpoint import expected_shapes
 
-from benchmarks.compare import POINTS, Comparison, Result, bars, markdown
+from benchmarks.compare import POINTS, Result, bars, markdown
 from benchmarks.direct_layouts import DENSE
-from benchmarks.systems.base import Setup
-from benchmarks.systems.running import Seen, WrongVersion
+from benchmarks.systems import running
+from benchmarks.systems.base import Site
+from benchmarks.systems.running import Running, Seen, Wanted, WrongVersion
 from benchmarks.systems.vllm_transfer import described_trainer, source_of
-from tests.support.tiny_hf import save_tokenizer
+from tests.support import tensor_hashes
+from tests.support.vllm_server import Answer, Token
 
 ROOT = Path(__file__).parents[2]
 SEEN = Seen(0.012, 0.1, None, 0.2, 0.3, 0.05, 0.01)
@@ -71,27 +76,50 @@ def test_two_systems_bring_versions_that_equal_a_fresh_engine_and_the_others_say
     assert "resharder: first new token" in (tmp_path / "compare.svg").read_text()
 
 
-@pytest.mark.engine
-@pytest.mark.full
-def test_a_version_that_is_not_what_a_fresh_engine_loads_is_a_failure_and_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_tokenizer(tmp_path, DENSE["vocab_size"])
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    comparison = Comparison(Setup(DENSE, "tp", str(tmp_path)), ["vllm-reload"], rounds=2, seconds=300)
+class Server:
+    """Answers like a server; `token` is what its weights say."""
 
-    def wrong(setup: Setup, vocabulary: int) -> object:
-        found = right(setup, vocabulary)
-        (held,) = found[1].hashes
-        name = next(iter(held))
-        return found | {1: found[1]._replace(hashes=[held | {name: "another"}])}
+    token = 1
 
-    from benchmarks import compare
+    def stream(self, prompt: list[int], max_tokens: int) -> Iterator[Token]:
+        while True:
+            time.sleep(0.005)
+            yield Token(self.token, 0.0, time.monotonic())
 
-    right = compare.wanted
-    monkeypatch.setattr(compare, "wanted", wrong)
-    comparison.run(in_turn=False)
-    result = comparison.results["vllm-reload"]
-    assert (result.failed, result.seen) == (True, [])
-    assert result.why.startswith(f"{WrongVersion.__name__}: 1 tensors of version 1 are not those of a fresh engine")
-    assert "vllm-reload failed" in capsys.readouterr().out
+    def generate(self, prompt: list[int], max_tokens: int) -> Answer:
+        time.sleep(0.005)
+        return Answer((self.token,), (0.0,), "length", None)
+
+
+class Published(Running):
+    """A system whose trainer holds for 50 ms, and whose server says `token` afterwards."""
+
+    def __init__(self, token: int) -> None:
+        self.server: Any = Server()
+        self._step, self._socket, self._site, self._token = 0, "", Site(), token
+
+    def _ask(self, timeout: float = 0.0, **request: object) -> dict[str, float]:
+        now = time.time()
+        if request["do"] == "settle":
+            return {"transferred": now}
+        if request["do"] == "publish":
+            time.sleep(0.05)
+            self.server.token = self._token
+            return {"began": now, "returned": time.time(), "version": 7}
+        return {}
+
+
+def test_a_version_has_its_points_and_one_that_is_not_what_a_fresh_engine_loads_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "AFTER", 0.1)
+    monkeypatch.setattr(running, "SETTLED", 0.05)
+    monkeypatch.setattr(tensor_hashes, "hashes", lambda socket: [{"weight": "1"}])
+    wanted = Wanted([{"weight": "1"}], [5], token=2)
+    seen = Published(2).version(1, wanted)
+    assert 0.05 <= seen.held <= seen.token
+    assert seen.held <= (seen.transferred or 0)
+    assert 0 < seen.step <= seen.gap
+    assert (seen.verified, seen.ready) == (None, None)
+    with pytest.raises(WrongVersion, match=r"1 tensors of version 7 are not those of a fresh engine: \['weight'\]"):
+        Published(2).version(1, wanted._replace(hashes=[{"weight": "2"}]))
+    with pytest.raises(WrongVersion, match="expected token 2"):
+        Published(3).version(1, wanted)
