@@ -21,7 +21,7 @@ from resharder.converters.models.megatron.layout import language_of, local_layou
 pytestmark = [pytest.mark.slow, pytest.mark.compat("refusals")]
 
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 
 def build(config: Mapping[str, Any], world: int = 1, **layout: Any) -> list[torch.nn.Module]:

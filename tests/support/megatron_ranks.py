@@ -32,6 +32,7 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in pipeline": ("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
     "latent attention": ("deepseek_v2", {"tp": 4, "spec": "te", "moe_token_dispatcher_type": "allgather"}),
     "latent attention, no low rank": ("deepseek_v2_lite", {"tp": 2, "ep": 2, "pp": 2}),
+    "latent attention, dense layers by their kinds": ("glm4_moe_lite", {"tp": 2, "ep": 2, "pp": 2}),
     "biases and a layer that predicts": ("glm4_moe", {"tp": 2, "ep": 4}),
     "halves of a projection": ("mimo", {"tp": 4}),
     "a layer that predicts": ("deepseek_v3", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),

@@ -101,6 +101,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     | {key: _LATENT[key] for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor")}
     | {"model_type": "glm4_moe", "first_k_dense_replace": 1, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1}
     | {"use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": _LATENT
+    | {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] + 3 * ["sparse"]},
     "glm": _COMMON | {"model_type": "glm", "attention_bias": True},
     "glm4": _COMMON | {"model_type": "glm4", "attention_bias": True},
     "gpt_oss": _COMMON
@@ -144,7 +146,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": _COMMON | _DELTA | {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": _COMMON | _EXPERTS | _DELTA | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
 }
-del _FAMILIES["olmoe"]["head_dim"]
+del _FAMILIES["olmoe"]["head_dim"], _FAMILIES["glm4_moe_lite"]["first_k_dense_replace"]
 FAMILIES = tuple(_FAMILIES)
 _TOWER = {
     "depth": 3,
@@ -254,6 +256,7 @@ _NAMES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
     "glm": "Glm",
     "glm4": "Glm4",
     "gpt_oss": "GptOss",

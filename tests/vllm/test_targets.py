@@ -32,6 +32,7 @@ EXPERTS = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSize
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "kimi_k2": {"topk_method": "noaux_tc"},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm4v_moe": {"use_qk_norm": False},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "mimo": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -40,11 +41,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What published configs have and transformers' classes do not know; and heads as wide as vLLM takes them to be in families whose
 configs do not say it."""
 
-DRAFTERS = {"deepseek_v3": "model.layers.4.", "glm4_moe": "model.layers.4.", "mimo": "model.mtp_layers."}
+DRAFTERS = {
+    "deepseek_v3": "model.layers.4.",
+    "glm4_moe": "model.layers.4.",
+    "mimo": "model.mtp_layers.",
+}
 """Tensors that only a drafter loads: layers that predict further tokens."""
 
 IMPURE = {
     "glm4_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},  # published in bf16
+    "glm4_moe_lite": {"mlp.gate.weight": "the loader stores it as torch.float32"},
     "glm4v_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},
     "minimax_m2": {"block_sparse_moe.gate.weight": "the loader stores it as torch.float32"},
     # Zero on all ranks but the first.

@@ -619,10 +619,13 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "deepseek_v3.head_dim",
         "deepseek_v3.qk_head_dim",
         "kimi_k2.head_dim",
+        "glm4_moe_lite.head_dim",
         "kimi_k2.qk_head_dim",
+        "glm4_moe_lite.qk_head_dim",
         "deepseek_v2.num_key_value_heads",
         "deepseek_v3.num_key_value_heads",
         "kimi_k2.num_key_value_heads",
+        "glm4_moe_lite.num_key_value_heads",
     ),
     "no dense MLP is in the model": (
         "qwen2_moe.intermediate_size",
@@ -660,7 +663,9 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "glm4v_moe.n_group",
         "glm4v_moe.topk_group",
         "kimi_k2.n_group",
+        "glm4_moe_lite.n_group",
         "kimi_k2.topk_group",
+        "glm4_moe_lite.topk_group",
     ),
     "megatron-core has no argument for it; compared in models of Megatron-Bridge": (
         "gemma2.attn_logit_softcapping",
