@@ -220,13 +220,16 @@ def test_nothing_is_written_once_a_read_has_failed(sign: signal.Signals) -> None
 
 
 def test_without_nixl_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    def missing() -> None:
+        raise ImportError("No module named 'nixl'")
+
+    monkeypatch.setattr("resharder.converters.wire.nixl.bindings", missing)
     with pytest.raises(EngineFailed, match=r"NIXL cannot be imported: .*'\.\[nixl\]'"):
         NixlEngine()
 
 
 def test_tcp_is_taken_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("UCX_TLS")
-    monkeypatch.setattr("resharder.server.node.nixl._RDMA", tmp_path)
+    monkeypatch.setattr("resharder.converters.wire.nixl._RDMA", tmp_path)
     with pytest.raises(EngineFailed, match="this host has no RDMA device"):
         NixlEngine()

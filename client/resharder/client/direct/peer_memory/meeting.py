@@ -28,6 +28,7 @@ from resharder.client.gpu.table import Tensors
 from resharder.client.runtime.host import host_identity
 from resharder.client.settings import NIXL, PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
+from resharder.converters.wire.nixl import has_rdma
 
 logger = logging.getLogger(__name__)
 _CPU = "cpu"
@@ -139,7 +140,7 @@ def may_use_nixl(allowed: bool) -> bool:
     if (setting := NIXL.read()) == "off":
         return False
     why = nixl_agent.unavailable() if allowed else "the daemon has security, and not direct_trusted_fabric"
-    if not why and not setting and not nixl_agent.has_rdma():
+    if not why and not setting and not has_rdma():
         why = nixl_agent.NO_RDMA
     if why:
         logger.log(logging.WARNING if setting else logging.DEBUG, "NIXL is not used: %s", why)
