@@ -56,7 +56,7 @@ POINTS = {  # columns of the table, by the fields of Seen
 
 @dataclass
 class Result:
-    """What became of one system. `why`: why it did not run, or what failed; then `seen` has the versions before."""
+    """Outcome of one system. `why`: the reason that it did not run, or its failure; then `seen` has the versions before."""
 
     name: str
     why: str = ""

@@ -1,5 +1,5 @@
-"""What a weight-sync system is to `benchmarks.compare`: a `System`, with a `Site` in the benchmark's process and a `Sender` in
-the trainer's.
+"""Interfaces of a weight-sync system in `benchmarks.compare`: `System`, with a `Site` in the benchmark's process and a `Sender`
+in the trainer's.
 
 The benchmark starts a trainer process and a vLLM server for each system, and asks the trainer for versions. `README.md` beside
 this file says how to add a system, and what each point means.
@@ -51,7 +51,7 @@ class Setup(NamedTuple):
 
 @dataclass
 class Site:
-    """What a system needs beside the trainer.
+    """Processes and settings of a system beside the trainer.
 
     Attributes:
         arguments: further ones of the vLLM server.

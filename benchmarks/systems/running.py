@@ -39,7 +39,7 @@ class WrongVersion(RuntimeError):
 
 
 class Wanted(NamedTuple):
-    """What a fresh engine that has loaded a version's folder holds, and its answer to `prompt`: one token."""
+    """Fresh engine that has loaded a version's folder: hashes of its tensors, and its answer to `prompt`, one token."""
 
     hashes: Held
     prompt: list[int]

@@ -27,7 +27,7 @@ _PACKAGE = "vllm.distributed.weight_transfer"
 
 
 class Client(Control):
-    """What vLLM's trainer engines call. `received` is when the workers have the last update."""
+    """Client that vLLM's trainer engines call. `received`: time at which the workers have the last update."""
 
     received = 0.0
 

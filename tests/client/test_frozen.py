@@ -71,6 +71,21 @@ def test_transformers_language_model_is_published_under_the_names_of_its_wrapper
         assert torch.equal(tensor, base[name] if there not in state else state[there]), name
 
 
+def test_the_tower_of_an_earlier_version_is_published_again(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config, text, base = language_alone("qwen3_5_vl", tmp_path / "base")
+    frozen: str | Path = tmp_path / "base"
+    for name in ("tower-first", "tower-again"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text))
+        with connect(daemon.endpoint, model=name) as publisher:
+            publisher.attach(model, config, frozen=frozen)
+            handle = publisher.publish(1)
+            handle.wait_ready(60)
+        frozen = f"resharder://{daemon.endpoint}/{handle.name}"
+    published = exported(daemon.endpoint, handle.name, tmp_path / "out")
+    assert all(torch.equal(published[name], base[name]) for name in tower_shapes(config))
+
+
 def test_a_language_model_without_a_tower_is_refused_by_what_to_pass(tmp_path: Path) -> None:
     config, _, _ = language_alone("qwen3_vl", tmp_path)
     fakepg.enter(0, 1)

@@ -1,4 +1,4 @@
-"""What is refused of models with a tower, by name, and the forms of their configs."""
+"""Models with a tower: refusals by name, and the forms of their configs."""
 
 from pathlib import Path
 from typing import Any

@@ -191,7 +191,7 @@ with EnginePort(engine):
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_nothing_is_written_once_a_read_has_failed(sign: signal.Signals) -> None:
-    """Of a process that dies or hangs amid reads; one that hangs goes on afterwards, and would send the rest."""
+    """The process that is read dies or hangs amid reads. One that hangs goes on afterwards, and would send the rest."""
     target = np.zeros(64 << 20, np.uint8)
     serving = subprocess.Popen([sys.executable, "-c", SERVING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

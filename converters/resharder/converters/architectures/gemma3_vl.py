@@ -30,7 +30,7 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-"""What released files leave to transformers' defaults."""
+"""Fields that released files leave to transformers' defaults."""
 
 
 def text(config: HFConfig) -> dict[str, Any]:

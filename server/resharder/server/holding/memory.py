@@ -166,12 +166,14 @@ def array_at(address: int, size: int) -> Array:
 
 
 def _mapped(path: Path, size: int) -> AddressRange:
-    addresses, descriptor = _FREE.take(size), os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        addresses.map(descriptor)
-    except BaseException:
-        _FREE.give(addresses)
-        raise
+        addresses = _FREE.take(size)
+        try:
+            addresses.map(descriptor)
+        except BaseException:
+            _FREE.give(addresses)
+            raise
     finally:
         os.close(descriptor)
     return addresses
