@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from resharder.client.operator import Operator
-from resharder.client.operator.answers import BaseBinding, PauseMode, Server
+from resharder.client.operator.answers import BaseBinding, PauseMode
+from resharder.v1 import resources_pb2
 
 from tests.support.adapter_server import RAW_MODE
 from tests.support.adapters import RANK, publish_adapter, save_adapter
 from tests.support.command import resharder
 from tests.support.daemon import Daemon
-from tests.support.observing import servers, wait_until
+from tests.support.observing import SERVING, servers, wait_until
 from tests.support.tiny_hf import load_checkpoint
 from tests.support.vllm_models import make_pair, publish, without_weights
 from tests.support.vllm_server import Response, VllmServer, completion
@@ -39,10 +40,12 @@ class Scene:
     def ask(self, model: str = ADAPTER, tokens: int = 6) -> Response:
         return self.server.request("POST", "/v1/completions", completion(PROMPT, tokens, model=model))
 
-    def version(self) -> int:
-        return self.state().version
+    def serves(self, version: int) -> bool:
+        """Whether requests for the adapter are admitted, and answered by this version."""
+        state = self.state()
+        return (state.state, state.version) == (SERVING, version)
 
-    def state(self) -> Server:
+    def state(self) -> resources_pb2.Server:
         return next(server for server in servers(self.daemon) if server.name == f"servers/one.{ADAPTER}")
 
     def publish(self, *folders: Path, base_version: int | None = None) -> None:
@@ -80,7 +83,7 @@ def test_an_adapter_is_served_from_its_first_version_on(scene: Scene) -> None:
     assert refused.status == 503, refused.body
     assert scene.ask("m").version == "1"
     scene.publish(scene.adapters[0])
-    wait_until(lambda: scene.version() == 1, "the adapter serves")
+    wait_until(lambda: scene.serves(1), "the adapter serves")
     first = scene.ask()
     assert (first.status, first.version) == (200, f"1;{ADAPTER}=1"), first.body
     assert first.json()["model"] == f"{ADAPTER}@1"
@@ -108,7 +111,7 @@ def test_streams_end_on_the_version_that_they_began_with(scene: Scene) -> None:
     for reader in readers:
         reader.start()
     scene.publish(scene.adapters[0], scene.adapters[1])
-    wait_until(lambda: scene.version() == 3, "the last version serves")
+    wait_until(lambda: scene.serves(3), "the last version serves")
     assert scene.ask().version == f"1;{ADAPTER}=3"
     count = len(found)
     wait_until(lambda: len(found) > count + len(readers), "streams that began with the last version end")
@@ -124,7 +127,7 @@ def test_streams_end_on_the_version_that_they_began_with(scene: Scene) -> None:
 def test_a_rollback_serves_the_version_of_before(scene: Scene) -> None:
     with Operator(scene.daemon.endpoint) as operator:
         operator.rollback(ADAPTER)
-    wait_until(lambda: scene.version() == 2, "it is back")
+    wait_until(lambda: scene.serves(2), "it is back")
     assert scene.ask().version == f"1;{ADAPTER}=2"
 
 
@@ -140,7 +143,7 @@ def test_a_slot_that_another_hand_has_changed_is_found_and_written_again(scene: 
     assert verified.code == 1, verified.out
     (found,) = json.loads(verified.out)["verifications"]
     assert len(found["different"]) == 1, found
-    wait_until(lambda: scene.version() == 2, "the version is installed again")
+    wait_until(lambda: scene.serves(2), "the version is installed again")
     assert whole(scene, 2, PROMPT, 6) == before
     verified = resharder("verify", f"servers/one.{ADAPTER}", "--endpoint", scene.daemon.endpoint, "--json")
     assert verified.code == 0, verified.out
@@ -167,7 +170,7 @@ def test_an_adapter_bound_to_another_version_of_the_base_is_held_back(scene: Sce
     assert scene.ask().version == f"2;{ADAPTER}=2"
     with Operator(scene.daemon.endpoint) as operator:
         operator.update("policy")
-    wait_until(lambda: scene.version() == 4, "its base is there")
+    wait_until(lambda: scene.serves(4), "its base is there")
     assert scene.ask().version == f"3;{ADAPTER}=4"
 
 
@@ -216,7 +219,7 @@ def stream_over(scene: Scene, *versions: int) -> Stream:
     with Operator(scene.daemon.endpoint) as operator:
         for version in versions:
             operator.update(ADAPTER, version)
-            wait_until(lambda version=version: scene.version() == version, "the fleet is there")
+            wait_until(lambda version=version: scene.serves(version), "the fleet is there")
     reader.join()
     return stream
 
@@ -236,7 +239,7 @@ def two(scene: Scene) -> tuple[int, int]:
     with Operator(scene.daemon.endpoint) as operator:
         second = max(version.number for version in operator.versions(ADAPTER))
         operator.update(ADAPTER, second - 1)
-    wait_until(lambda: scene.version() == second - 1, "the fleet is at the first")
+    wait_until(lambda: scene.serves(second - 1), "the fleet is at the first")
     return second - 1, second
 
 
