@@ -1,10 +1,10 @@
 """Hand-over of a rank's boxes from its GPU into a version's files: into pages that stay registered, and through buffers.
 
 `python -m benchmarks.hand_over [--gib N] [--tensor-mib N] [--threads 8,16] [--buffers 16,32] [--digest-threads 8,16]`. The store
-is that of `stores.py`. Registered pages and each setting of threads and buffers are measured alone, and beside a process that digests the same files as the daemon does, in a
-loop, once for each number of its threads. There are two limits: a copy between pinned memory and the GPU, and the host's plain
-copies, without a GPU, from buffers of the same size into the same files, alone and beside the digests. Prints GB/s, the medians
-of the rounds after the first.
+is that of `stores.py`. Registered pages, and each setting of threads and buffers, are measured alone, and beside a process that
+digests the same files as the daemon does, in a loop, once for each number of its threads. There are two limits: a copy between
+pinned memory and the GPU, and the host's plain copies, without a GPU, from buffers of the same size into the same files, alone
+and beside the digests. Prints GB/s, the medians of the rounds after the first.
 """
 
 import argparse
