@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-mooncake test-nixl bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-nixl bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -194,17 +194,7 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 		$(addprefix tests/integrations/test_,trl.py skyrl.py skyrl_sender.py ray.py vime.py prime_rl.py) $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 
-# Pieces between nodes by the Mooncake Transfer Engine over TCP: its wheel, over the packages of make setup. Needs libibverbs1.
-.venv-mooncake/.ready: $(VENV)/.ready
-	$(PYTHON) -m venv .venv-mooncake
-	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-mooncake/lib/python3*/site-packages)/setup.pth"
-	.venv-mooncake/bin/pip install -q mooncake-transfer-engine-non-cuda==0.3.13.post1
-	touch $@
-
-test-mooncake: .venv-mooncake/.ready
-	.venv-mooncake/bin/python -m pytest tests/server/test_mooncake.py $(PYTEST)
-
-# The direct path over NIXL and TCP, between network namespaces: its wheel, over the packages of make setup.
+# The direct path and pieces between nodes over NIXL and TCP: its wheel, over the packages of make setup.
 .venv-nixl/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-nixl
 	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-nixl/lib/python3*/site-packages)/setup.pth"
@@ -212,7 +202,7 @@ test-mooncake: .venv-mooncake/.ready
 	touch $@
 
 test-nixl: .venv-nixl/.ready
-	.venv-nixl/bin/python -m pytest tests/client/test_nixl.py tests/client/test_nixl_cut.py tests/client/test_direct_hosts.py tests/e2e/test_nixl.py $(PYTEST)
+	.venv-nixl/bin/python -m pytest tests/client/test_nixl.py tests/client/test_nixl_cut.py tests/client/test_direct_hosts.py tests/e2e/test_nixl.py tests/server/test_nixl_nodes.py $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))

@@ -92,7 +92,6 @@ REST = [
     *(python(release) for release in ("3.12", "3.13")),
     megatron(MEGATRON),
     make("training frameworks", 40, "integrations", in_ci=False),
-    make("transfer engine", 20, "test-mooncake", in_ci=False),
     make("NIXL", 20, "test-nixl"),
 ]
 

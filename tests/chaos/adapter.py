@@ -1,10 +1,12 @@
 """The adapter of a storm: its trainer, which publishes random weights by step, and what they make of the base's."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from resharder.client import Publisher, connect
 from resharder.client.errors import ResharderError
+from resharder.client.rpc.tls import Tls
 
 from tests.support.adapters import ALPHA, RANK, random_adapter
 from tests.support.weights import random_weights
@@ -36,8 +38,8 @@ class AdapterTrainer:
         steps: {version: step}.
     """
 
-    def __init__(self, endpoint: str, config: Mapping[str, object]) -> None:
-        self._endpoint, self._config, self._step = endpoint, config, 0
+    def __init__(self, endpoint: str, config: Mapping[str, object], tls: Tls | None) -> None:
+        self._endpoint, self._config, self._tls, self._step = endpoint, config, tls, 0
         self._publisher: Publisher | None = None
         self.steps: dict[int, int] = {}
 
@@ -47,9 +49,17 @@ class AdapterTrainer:
         if self._publisher is None:
             modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
             content = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
-            options = {"connect_timeout": 10.0, "staging_timeout": 30.0, "register_timeout": 30.0}
+            options: dict[str, Any] = {"connect_timeout": 10.0, "staging_timeout": 30.0, "register_timeout": 30.0}
             self._publisher = connect(
-                self._endpoint, model=ADAPTER, base="policy", job="adapter", rank=0, world_size=1, config=content, **options
+                self._endpoint,
+                model=ADAPTER,
+                base="policy",
+                job="adapter",
+                rank=0,
+                world_size=1,
+                config=content,
+                tls=self._tls,
+                **options,
             )
         try:
             handle = self._publisher.publish_tensors(self._step, adapter_weights(self._config, self._step).items())

@@ -10,11 +10,11 @@ from tests.support.daemon import Daemon
 from tests.support.secure import Authority, SecureDaemon
 
 ROLES = {
-    "dns:trainer.test": ["publisher:policy"],
-    "dns:*.servers.test": ["server:policy"],
-    "dns:*.hosts.test": ["node:policy"],
+    "dns:trainer.test": ["publisher:policy", "publisher:policy-lora"],
+    "dns:*.servers.test": ["server:policy", "server:policy-lora"],
+    "dns:*.hosts.test": ["node:policy", "node:policy-lora"],
     "dns:operator.test": ["operator"],
-    "dns:observer.test": ["viewer", "server:policy"],  # a viewer alone is not shown the folders of versions
+    "dns:observer.test": ["viewer", "server:policy", "server:policy-lora"],  # a viewer alone is not shown the folders of versions
     "dns:scraper.test": ["viewer"],
 }
 STRANGER = "stranger"

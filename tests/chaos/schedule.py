@@ -56,7 +56,7 @@ class Setting:
 def setting_of(seed: int, replicas: int | None = None, security: bool | None = None, adapters: bool | None = None) -> Setting:
     """Return the setting of a seed: three replicas for each fifth one, else one or two; security for each third one.
 
-    Servers follow an adapter in runs without security, whose roles are for the one model.
+    Servers follow an adapter beside their model for all seeds but each fourth.
 
     Args:
         seed: Seed of the run.
@@ -67,7 +67,7 @@ def setting_of(seed: int, replicas: int | None = None, security: bool | None = N
     security = seed % 3 == 0 if security is None else security
     replicas = replicas or (2 - seed % 2 if seed % 5 else 3)
     nodes = (*NODES, THIRD) if replicas > 2 else NODES
-    return Setting(nodes, replicas, security, not security if adapters is None else adapters)
+    return Setting(nodes, replicas, security, seed % 4 != 0 if adapters is None else adapters)
 
 
 class Chance(random.Random):

@@ -172,7 +172,8 @@ class System:
             {place: hidden[place] for place in ("far", "grpc", "store") if place in hidden},
             self.parties.files("trainer"),
         )
-        self.adapter = AdapterTrainer(endpoint["trainer"], CONFIG) if setting.adapters else None
+        tls = self.parties.tls
+        self.adapter = AdapterTrainer(endpoint["trainer"], CONFIG, tls("trainer")) if setting.adapters else None
         host = {"left": "store", "right": "node" if "node" in nodes else "grpc"}
         self.servers = {
             name: KeptServer(
@@ -189,7 +190,6 @@ class System:
         }
         every: tuple[Supervised, ...] = (self.kept_daemon, *self.nodes.values(), self.trainer, *self.servers.values())
         self.keepers = {kept.name: Keeper(kept, history) for kept in every}
-        tls = self.parties.tls
         self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0, tls=tls("operator"))
         self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0, tls=tls("observer"))
 

@@ -18,24 +18,32 @@ def test_a_seed_has_one_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "replicas", "security"), [(1, 1, False), (2, 2, False), (3, 1, True), (5, 3, False), (6, 2, True), (15, 3, True)]
+    ("seed", "replicas", "security", "adapters"),
+    [
+        (1, 1, False, True),
+        (2, 2, False, True),
+        (3, 1, True, True),
+        (5, 3, False, True),
+        (8, 2, False, False),
+        (12, 2, True, False),
+    ],
 )
-def test_a_seed_has_one_setting(seed: int, replicas: int, security: bool) -> None:
+def test_a_seed_has_one_setting(seed: int, replicas: int, security: bool, adapters: bool) -> None:
     nodes = (*NODES, THIRD) if replicas == 3 else NODES
-    assert setting_of(seed) == Setting(nodes, replicas, security, not security)
+    assert setting_of(seed) == Setting(nodes, replicas, security, adapters)
 
 
 def test_replicas_and_security_take_the_place_of_those_of_the_seed() -> None:
     assert setting_of(1, 3) == Setting((*NODES, THIRD), 3, False, True)
     assert setting_of(15, 1, False) == Setting(NODES, 1, False, True)
-    assert setting_of(1, security=True) == Setting(NODES, 1, True, False)
+    assert setting_of(1, security=True) == Setting(NODES, 1, True, True)
     assert setting_of(1, adapters=False) == Setting(NODES, 1, False, False)
 
 
 def test_a_schedule_names_the_setting_on_its_first_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos", "--schedule", "--seed", "1", "--replicas", "3", "--security"])
+    monkeypatch.setattr(sys, "argv", ["chaos", "--schedule", "--seed", "1", "--replicas", "3", "--security", "--no-adapters"])
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "replicas 3, with security, without adapters, nodes node, far, third"

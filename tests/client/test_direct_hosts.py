@@ -31,7 +31,7 @@ STORAGE = "10.255.0.1"  # address of the trainer's host that leads nowhere
 ROLES = {"dns:trainer.test": ["publisher:policy"], "dns:server.test": ["server:policy"], "dns:probe.test": ["viewer"]}
 OVER = {
     "gloo": {"RESHARDER_NIXL": "off"},
-    "nixl": {"UCX_TLS": "tcp"},  # UCX would find out that the hosts are one
+    "nixl": {"UCX_TLS": "tcp", "RESHARDER_NIXL": "on"},  # UCX would find out that the hosts are one
 }
 """Environment of ranks and servers, by the links that they use."""
 

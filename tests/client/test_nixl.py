@@ -248,13 +248,27 @@ def test_joined_groups_take_the_messages_of_their_own_peers_and_fail_together() 
 
 
 @pytest.mark.parametrize(
-    ("setting", "allowed", "used", "warned"),
-    [("", True, True, False), ("off", True, False, False), ("on", False, False, True), ("", False, False, False)],
+    ("setting", "allowed", "rdma", "used", "warned"),
+    [
+        ("", True, True, True, False),
+        ("", True, False, False, False),
+        ("on", True, False, True, False),
+        ("off", True, True, False, False),
+        ("on", False, True, False, True),
+        ("", False, True, False, False),
+    ],
 )
 def test_nixl_is_refused_by_either_and_a_user_who_names_it_is_told(
-    setting: str, allowed: bool, used: bool, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: str,
+    allowed: bool,
+    rdma: bool,
+    used: bool,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("RESHARDER_NIXL", setting)
     monkeypatch.setattr(nixl_agent, "unavailable", lambda: "")
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: rdma)
     assert meeting.may_use_nixl(allowed) is used
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

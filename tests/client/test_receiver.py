@@ -1,5 +1,8 @@
 """A worker's side of a transfer by itself: the memory that it receives into, and the link after a refusal."""
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.transfer import Seconds
 from resharder.client.errors import Refused
 from resharder.client.inference.worker import receiver as module
-from resharder.client.inference.worker.receiver import EarlyVersion, Receiver, _check_unchanged
+from resharder.client.inference.worker.receiver import Receiver, _check_unchanged
 from resharder.client.versions.manifest import NeededDigests, VersionManifest
-from resharder.converters.geometry.layout import Piece, TensorSpec, full_box
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.v1 import direct_pb2
 
 
 def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> None:
@@ -36,13 +42,13 @@ def test_boxes_that_differ_from_the_stores_are_counted_and_one_is_named() -> Non
     for order in ("abc", "cab"):
         pieces = tuple(Piece(name, needs[name][0], "fused", 0, (2, 1)) for name in order)
         found = np.array([manifest.digests[name] for name in order], np.uint64)
-        assert module._difference(EarlyVersion("v/1", "", pieces, found, b""), stored) == ""
+        assert module._difference(pieces, found, stored) == ""
         found[order.index("b")] -= np.uint64(1)
         found[order.index("c")] ^= np.uint64(1 << 63)
-        said = module._difference(EarlyVersion("v/1", "", pieces, found, b""), stored)
+        said = module._difference(pieces, found, stored)
         assert said == f"2 boxes, e.g. of {'b' if order == 'abc' else 'c'}, differ from the store's digests"
     with pytest.raises(ValueError, match="expected 3 digests, got 2 and 3"):
-        module._difference(EarlyVersion("v/1", "", pieces, found[:2], b""), stored)
+        module._difference(pieces, found[:2], stored)
 
 
 class Link:
@@ -93,3 +99,104 @@ def test_a_link_that_has_registered_memory_is_given_up_before_the_memory_is_unma
     link.path, receiver._link = path, link
     receiver.let_go()
     assert (link.closed, receiver._link is None) == (closed, closed)
+
+
+VALUES = torch.arange(8, dtype=torch.float32).reshape(4, 2)
+RIGHT = digest(VALUES.numpy().view(np.uint32), full_box((4, 2)), (4, 2))
+
+
+class Ahead:
+    """A receiver of one tensor of a version ahead of READY, and what happens in order. The ranks' digests are the test's."""
+
+    received, path, id, over = 32, "gloo", "g", False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events, self.arrived, self.closed = list[str](), threading.Event(), False
+        self.digests = Future[direct_pb2.ReportedDigests]()
+        monkeypatch.setattr(
+            module, "finish", lambda channel, member, group, error="", **options: self.events.append(error or "ok")
+        )
+        layout = Layout({"w": TensorSpec("w", "F32", (4, 2))}, (Piece("w", full_box((4, 2)), "model/w", 0, (2, 1)),))
+        self.memory: Any = SimpleNamespace(layout=layout, names={"model": frozenset({"w"})})
+        self.model = torch.nn.Module()
+        self.model.register_parameter("w", torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False))
+        with grpc.insecure_channel("127.0.0.1:1") as unused:
+            channel: Any = SimpleNamespace(grpc=unused, begin=self.begin, call=self.call, error=lambda error: error)
+            self.receiver = Receiver(channel, "left", 0, "process", torch.device("cpu"))
+        stub: Any = SimpleNamespace(StartTransfer=SimpleNamespace(future="start"), GetDigests=SimpleNamespace(future="digests"))
+        link: Any = self
+        self.receiver._stub, self.receiver._link = stub, link
+        self.receiver._targets = {"model/w": self.model.get_parameter("w")}
+
+    def call(self, method: Any, request: direct_pb2.GetDigestsRequest, **options: Any) -> direct_pb2.ReportedDigests:
+        self.events.append("announced" if request.during_transfer else "asked before the pause")
+        return direct_pb2.ReportedDigests(fingerprint="v")
+
+    def begin(self, method: Any, request: Any, **options: Any) -> Any:
+        self.events.append(method)
+        if method == "digests":
+            assert (request.version, request.during_transfer) == ("v/1", False)
+            return self.digests
+        granted = Future[None]()
+        granted.set_result(None)
+        return granted
+
+    def prepare(self, sources: Any, targets: Any) -> None: ...
+
+    def watched(self) -> Any:
+        return nullcontext()
+
+    def run(self, follower: Any, meanwhile: Any) -> Seconds:
+        self.model.get_parameter("w").copy_(VALUES)
+        meanwhile()
+        self.events.append("received")
+        self.arrived.set()
+        return Seconds(0.0, 0.0, 0.0, 0.0)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def install(self, models: Any) -> bool:
+        early = self.receiver.expect_early(self.memory, "v/1")
+        assert (early.fingerprint, early.version) == ("v", "v/1")
+        return self.receiver.receive(self.memory, models, "i-1", [])
+
+
+GONE = Refused("rank 0 is gone")
+ENDS: dict[str, Any] = {
+    "right": (direct_pb2.ReportedDigests(digests=[RIGHT]), ""),
+    "wrong": (direct_pb2.ReportedDigests(digests=[RIGHT ^ 1]), "1 boxes, e.g. of w, differ from the ranks' digests"),
+    "none": (direct_pb2.ReportedDigests(), "expected 1 digests, got 0"),
+    "a rank is gone": (GONE, "rank 0 is gone"),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_what_arrived_ahead_of_ready_counts_once_the_ranks_digests_have_come_and_are_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "live_now", lambda model, names: {"w": model.get_parameter("w")})
+    ahead = Ahead(monkeypatch)
+    answer, problem = ENDS[kind]
+    with ThreadPoolExecutor(1) as pool:
+        installed = pool.submit(ahead.install, {"model": ahead.model})
+        assert ahead.arrived.wait(60)
+        with pytest.raises(TimeoutError):
+            installed.result(0.2)
+        assert ahead.events == ["announced", "start", "digests", "received"]
+        if isinstance(answer, Exception):
+            ahead.digests.set_exception(answer)
+        else:
+            ahead.digests.set_result(answer)
+        assert installed.result(60) == (not problem)
+    assert problem in ahead.receiver.problem
+    assert ahead.closed == bool(problem)
+    if not problem:
+        assert ahead.receiver.compared.tolist() == [RIGHT]
+
+
+def test_a_version_that_nobody_announced_is_compared_with_nothing_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "live_now", lambda model, names: {"w": model.get_parameter("w")})
+    ahead = Ahead(monkeypatch)
+    assert not ahead.receiver.receive(ahead.memory, {"model": ahead.model}, "i-1", [])
+    assert ahead.receiver.problem == "there are no digests to compare with"

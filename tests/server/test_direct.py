@@ -9,6 +9,7 @@ from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.storage.digest import digest
 from resharder.server.direct.plans import Member
 from resharder.server.direct.state import Task
+from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from resharder.v1 import direct_pb2
 
@@ -322,6 +323,14 @@ def ask(site: Site, group: str, number: int) -> list["Future[object]"]:
     return [site.begin(site.direct.digests, site.worker("left", rank), group, number) for rank in range(2)]
 
 
+def announce(site: Site, group: str, rank: int, number: int) -> Waiting[list[int]]:
+    return site.direct.digests(site.worker("left", rank), group, number, during_transfer=True)
+
+
+def start_columns(site: Site, group: str, number: int) -> list["Future[object]"]:
+    return [site.begin(site.direct.start, site.worker("left", rank), group, f"i-{number}") for rank in range(2)]
+
+
 def in_columns(site: Site) -> tuple[str, list[Rank]]:
     """Ranks that hold rows and workers that hold columns, and what they are both linked by."""
     site.declare("left")
@@ -357,29 +366,48 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
     assert [future.result(LONG) for future in asked] == [[one + 2] for (one,) in wanted]
 
 
-def test_ranks_compute_digests_before_workers_ask_for_them_if_these_asked_for_those_of_the_last_version(site: Site) -> None:
+def test_ranks_are_asked_for_digests_during_the_transfer_and_no_pause_waits_for_them(site: Site) -> None:
     group, ranks = in_columns(site)
-    asked, sent = ask(site, group, 1), []
-    for rank in ranks:
-        task = rank.task("UPLOADING")
-        assert task
-        assert task.sent
-        sent.append(task.sent)
-        site.direct.report(rank.member, group, 1, digests_of(task, task.sent))
-    wanted = [future.result(LONG) for future in asked]
-    first = Rank(site, 0, 2, 100.0)
-    assert not first.offer.ranks[0][2]  # not before every rank offers it
-    ranks = [first, Rank(site, 1, 2, 100.0)]
-    for rank, known in zip(ranks, sent, strict=True):
-        task = rank.task("UPLOADING")
-        assert task == Task(direct_pb2.DirectTask.DIGEST, group)
-        site.direct.report(rank.member, group, 2, [one + 1 for one in digests_of(task, known)])
-    assert [future.result(LONG) for future in ask(site, group, 2)] == [[one + 2] for (one,) in wanted]
-    assert not any(tasks for _, _, tasks in ranks[0].offer.ranks.values())  # requested once
-    again = site.offer(3)[0].offer
-    assert all(list(tasks) == [Task(direct_pb2.DirectTask.DIGEST, group)] for _, _, tasks in again.ranks.values())
-    unused = site.offer(4)[0].offer  # no worker has asked for those of version 3
-    assert not any(tasks for _, _, tasks in unused.ranks.values())
+    sent: list[Pieces[int]] = []
+    for number in (1, 2):
+        ranks = ranks if number == 1 else site.offer(number)
+        for rank in range(2):
+            assert completed(announce, site, group, rank, number) == [], "at once, for no rank has reported any"
+        for future in start_columns(site, group, number):
+            future.result(LONG)  # the transfer has begun
+        asked = ask(site, group, number)
+        for rank in ranks:
+            task = rank.task("UPLOADING")
+            assert task
+            assert (task.kind, task.during_transfer) == (direct_pb2.DirectTask.DIGEST, True)
+            sent += [task.sent] if task.sent else []
+            assert rank.task("UPLOADING") == Task(direct_pb2.DirectTask.RUN, group), "asked for once, before it sends"
+        assert len(sent) == 2, "the boxes are sent once"
+        assert not any(future.done() for future in asked)
+        for rank, boxes in zip(ranks, sent, strict=True):
+            site.direct.report(rank.member, group, number, [one + number for one in digests_of(task, boxes)])
+        wanted = [digest(VALUES[:, 2 * rank : 2 * rank + 2], (Range(0, 8), Range(2 * rank, 2)), VALUES.shape) for rank in (0, 1)]
+        assert [future.result(LONG) for future in asked] == [[one + 2 * number] for one in wanted]
+        assert [completed(announce, site, group, rank, number) for rank in (0, 1)] == [[one + 2 * number] for one in wanted]
+        for member in (*(rank.member for rank in ranks), *(site.worker("left", rank) for rank in range(2))):
+            site.finish(member, group)
+
+
+def test_a_worker_does_not_wait_for_digests_of_a_rank_that_is_gone_after_it_has_sent(site: Site) -> None:
+    group, ranks = in_columns(site)
+    for rank in range(2):
+        assert completed(announce, site, group, rank, 1) == []
+    for future in start_columns(site, group, 1):
+        future.result(LONG)
+    asked = ask(site, group, 1)
+    task = ranks[1].task("UPLOADING")
+    assert task
+    assert task.sent
+    site.direct.report(ranks[1].member, group, 1, digests_of(task, task.sent))
+    site.direct.leave(ranks[0].offer, 0)
+    for future in asked:
+        with pytest.raises(FailedPrecondition, match=r"rank 0 of .* is gone"):
+            future.result(LONG)
 
 
 def test_digests_are_not_requested_of_a_group_that_has_ended(site: Site) -> None:

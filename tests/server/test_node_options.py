@@ -18,9 +18,9 @@ TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls
         ({"endpoint": "daemon"}, "--endpoint: expected host:port, got 'daemon'"),
         ({"log_level": "loud"}, "--log-level: expected .*got 'loud'"),
         ({"tls_ca": "/tls/ca.crt"}, "tls_ca, tls_cert and tls_key are needed together"),
-        ({"transfer": "carrier pigeon"}, "--transfer: expected .*'http' or 'mooncake', got 'carrier pigeon'"),
-        ({"transfer": "mooncake"}, "transfer mooncake needs insecure, and no certificates"),
-        ({"transfer": "mooncake", "insecure": True, **TLS}, "transfer mooncake needs insecure, and no certificates"),
+        ({"transfer": "carrier pigeon"}, "--transfer: expected .*'http' or 'nixl', got 'carrier pigeon'"),
+        ({"transfer": "nixl"}, "transfer nixl needs insecure, and no certificates"),
+        ({"transfer": "nixl", "insecure": True, **TLS}, "transfer nixl needs insecure, and no certificates"),
         ({"token_file": "/token"}, "token_file needs tls_ca, tls_cert and tls_key: a token is sent over TLS alone"),
         ({"listen": "0.0.0.0:7679"}, "expected a loopback address without certificates, got 0.0.0.0:7679"),
     ],
@@ -34,7 +34,7 @@ def test_every_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "endpoint": "daemon:1", "name": "n", "listen": "0.0.0.0:2", "address": "host:3", "folder": "/elsewhere", "limit_bytes": 4,
         **TLS, "tls_name": "d", "tls_peer_name": "p", "token_file": "/token", "insecure": True, "drain_seconds": 5.5,
-        "transfer": "http", "transfer_protocol": "tcp", "log_format": "json", "log_level": "debug",
+        "transfer": "http", "log_format": "json", "log_level": "debug",
     }  # fmt: skip
     assert given.keys() == NodeConfig.model_fields.keys()
     started: list[NodeConfig] = []

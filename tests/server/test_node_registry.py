@@ -152,7 +152,7 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
 def test_other_nodes_learn_where_a_transfer_engine_has_a_version(world: World) -> None:
     world.sync(report("two"))
     world.want(NAMES[0], "two")
-    for session, addresses in (("mooncake-tcp/one:15001", (1 << 40,)), ("mooncake-tcp/one:15002", ()), ("", (1 << 40,))):
+    for session, addresses in (("nixl/one:15001/a", (1 << 40,)), ("nixl/one:15001/b", ()), ("", (1 << 40,))):
         held = CopyReport(NAMES[0], "/one/v1", Bitmap.full(PIECES).to_bytes(), addresses=addresses)
         world.sync(replace(report("one"), session=session, copies=(held,)))
         (order,) = world.sync(report("two")).versions

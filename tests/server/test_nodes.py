@@ -211,15 +211,15 @@ def test_a_node_passes_the_session_of_its_transfer_engine_on_to_others(daemon: D
         return stub.SyncNode(node_pb2.SyncNodeRequest(node=f"nodes/{name}", instance="i", store=access, **size, **more))
 
     held = node_pb2.NodeVersion(version=version, folder="/m", held=Bitmap.full(PIECES).to_bytes(), addresses=[1 << 40])
-    sync("moon", session="mooncake-tcp/host:15001", received_engine_bytes=9, versions=[held])
+    sync("nixl", session="nixl/host:15001/a", received_engine_bytes=9, versions=[held])
     sync("sun")
     readable = [resources_pb2.StoreAccess(nonce_file="/sun/nonce", nonce=b"sun")]
     stub.GetHostVersion(node_pb2.GetHostVersionRequest(version=version, server="servers/s", readable=readable))
     (order,) = sync("sun").versions
     sources = {peer.node: (peer.session, list(peer.addresses)) for peer in order.peers}
-    assert sources["nodes/moon"] == ("mooncake-tcp/host:15001", [1 << 40])
-    assert nodes(daemon)["nodes/moon"].received_engine_bytes == 9
-    for name in ("moon", "sun"):
+    assert sources["nodes/nixl"] == ("nixl/host:15001/a", [1 << 40])
+    assert nodes(daemon)["nodes/nixl"].received_engine_bytes == 9
+    for name in ("nixl", "sun"):
         sync(name, leaving=True)
 
 

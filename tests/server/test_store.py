@@ -6,6 +6,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +29,7 @@ from resharder.server.state.errors import (
     ResourceNotFound,
 )
 from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store import file_pool
 from resharder.server.store.retention import Retention, peak
 from resharder.server.store.store import Store
 
@@ -197,8 +202,134 @@ def test_files_that_a_reader_lets_go_of_soon_are_recycled(store: Store) -> None:
         with (store.folder.path(record) / LAYOUTS[0].path).open("rb") as file:  # a worker that installs this version
             held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         threading.Timer(1.0, held.close).start()  # when the next one is READY and this one is retired
-        settle(store)
+        settle(store, released=True)
     assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
+
+
+@contextmanager
+def mapped(store: Store, number: int) -> Iterator[set[int]]:
+    """Map a version's files during the block, as a worker does, and yield their inodes."""
+    folder = store.folder.path(store.catalogue.get("policy", number))
+    maps = []
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    try:
+        yield inodes(folder)
+    finally:
+        for each in maps:
+            each.close()
+
+
+def disk_bytes(store: Store) -> int:
+    return sum(path.stat().st_size for path in store.folder.root.rglob("*.safetensors"))
+
+
+def test_a_version_does_not_wait_for_files_that_a_worker_still_maps_where_there_is_room_for_others(store: Store) -> None:
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    with mapped(store, 1) as held:
+        publish(store, epoch, 2)  # retires version 1
+        seen = set[int]()
+        for step in range(3, 6):
+            began = time.monotonic()
+            record = publish(store, epoch, step)
+            assert time.monotonic() - began < 1.0
+            seen |= inodes(store.folder.path(record))
+        settle(store)
+        assert not seen & held
+        assert store.catalogue.used_bytes() == 4 * SIZE == disk_bytes(store), "what is mapped takes memory, and counts"
+        uploading = store.lifecycle.begin("policy", epoch, 6, "job")
+    settle(store, released=True)
+    assert inodes(store.folder.path(store.lifecycle.begin("policy", epoch, 7, "job"))) == held, "its files are used again"
+    store.lifecycle.abort("policy", uploading.number, "a test")
+    for step in range(8, 11):
+        publish(store, epoch, step)
+        settle(store)
+    store.lifecycle.abort("policy", uploading.number + 1, "a test")
+    settle(store)
+    assert store.catalogue.used_bytes() == 3 * SIZE == disk_bytes(store), "and no more sets are kept than before"
+
+
+def test_another_set_is_laid_out_while_a_worker_keeps_one_for_long(store: Store) -> None:
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    with mapped(store, 1):
+        publish(store, epoch, 2)
+        reservation = store.catalogue.model("policy").reservation
+        assert reservation is not None
+        with store.catalogue.changed:
+            assert store.catalogue.changed.wait_for(lambda: reservation.held and reservation.pool, 10)
+
+
+def test_without_room_for_others_a_version_waits_for_files_that_a_worker_still_maps_and_the_bound_holds(root: Path) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=3 * SIZE)
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    with ThreadPoolExecutor() as threads, ExitStack() as reader:
+        held = reader.enter_context(mapped(store, 1))
+        publish(store, epoch, 2)
+        later = threads.submit(store.lifecycle.begin, "policy", epoch, 3, "job")
+        with pytest.raises(TimeoutError):
+            later.result(1.0)
+        assert disk_bytes(store) == store.catalogue.used_bytes() == 3 * SIZE
+        reader.close()
+        assert inodes(store.folder.path(later.result(10))) == held
+    store.close()
+
+
+def test_without_room_for_others_a_version_goes_on_without_the_files_of_a_worker_that_hangs(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_pool, "_PATIENCE", 2)
+    store = Store(root / "store", keep_count=2, limit_bytes=3 * SIZE)
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    with mapped(store, 1) as held:
+        for step in range(2, 5):
+            assert not inodes(store.folder.path(publish(store, epoch, step))) & held
+    store.close()
+
+
+def test_files_beyond_a_reservation_are_given_to_a_model_that_needs_the_room(root: Path) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=6 * SIZE)
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    with mapped(store, 1):
+        publish(store, epoch, 2)
+        publish(store, epoch, 3)
+        assert store.catalogue.used_bytes() == 4 * SIZE, "beyond the three sets that are reserved"
+    other = claim(store, model="draft")
+    for step in range(4):
+        publish(store, other, step, model="draft")
+        publish(store, epoch, step + 4)
+        assert disk_bytes(store) <= 6 * SIZE
+    assert numbers(store) == [7, 8]
+    store.close()
+
+
+def test_a_version_whose_files_a_worker_still_maps_can_come_back(root: Path, tmp_path: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    record = store.catalogue.get("policy", 1)
+    copy = shutil.copytree(store.folder.path(record), tmp_path / "copy")
+
+    def restore(folder: Path) -> None:
+        shutil.copytree(copy, folder, dirs_exist_ok=True)
+
+    with mapped(store, 1):
+        publish(store, epoch, 2)
+        settle(store)
+        back = store.lifecycle.adopt("policy", 1, record.fingerprint, SIZE, restore)
+        assert back.state == READY
+    store.close()
 
 
 def test_a_versions_small_files_are_copied_before_it_begins(store: Store) -> None:

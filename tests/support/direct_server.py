@@ -158,8 +158,12 @@ def running(
             "VLLM_PLUGINS": f"resharder,raw_mode,raw_experts{plugins}",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH")))),
             "VLLM_SERVER_DEV_MODE": "1",
-        } | ({"UCX_TLS": "tcp", "UCX_NET_DEVICES": hosts.bridge, "UCX_TCP_BRIDGE_ENABLE": "y"} if hosts is not None else {})
-        within = ["env", "UCX_TLS=tcp", *hosts.command(0)] if hosts is not None else []
+        }
+        within: list[str] = []
+        if hosts is not None:
+            over = {"RESHARDER_NIXL": "on", "UCX_TLS": "tcp"}  # UCX would find out that the hosts are one
+            environment |= over | {"UCX_NET_DEVICES": hosts.bridge, "UCX_TCP_BRIDGE_ENABLE": "y"}
+            within = ["env", *(f"{name}={value}" for name, value in over.items()), *hosts.command(0)]
         arguments = ("--load-format", "resharder", "--tensor-parallel-size", "2", *arguments)
         server = VllmServer(folder, arguments, environment, dtype=dtype)
         built = System(daemon, folder, server, settings, start_trainer(daemon, folder, settings, 0, forked=forked, within=within))

@@ -4,6 +4,7 @@ from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.catalogue import Reservation
 from resharder.server.store.store import Store
 
 SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
@@ -32,13 +33,15 @@ def numbers(store: Store, state: str = READY) -> list[int]:
     return [record.number for record in store.catalogue.versions("policy") if record.state == state]
 
 
-def settle(store: Store) -> None:
-    """Wait until the store's background work has ended."""
+def settle(store: Store, *, released: bool = False) -> None:
+    """Wait until the store's background work has ended; with `released`, until no process has files of a retired version open."""
+
+    def busy(reservation: Reservation | None) -> bool:
+        return reservation is not None and bool(reservation.pending or (released and reservation.held))
+
     with store.catalogue.changed:
         model = store.catalogue.model("policy")
-        assert store.catalogue.changed.wait_for(
-            lambda: not model.leaving and not (model.reservation and model.reservation.pending), 60
-        )
+        assert store.catalogue.changed.wait_for(lambda: not model.leaving and not busy(model.reservation), 60)
 
 
 def ready_version(store: Store) -> VersionRecord:

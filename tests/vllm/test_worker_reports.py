@@ -241,5 +241,5 @@ def test_a_version_that_is_served_ahead_is_compared_after_the_pause_of_its_insta
     monkeypatch.setattr(agent_module, "gc_paused", collected)
     monkeypatch.setattr(agent_module, "compare_with_store", lambda *_: steps.append("compare"))
     agent = agent_of(SimpleNamespace(endpoint="127.0.0.1:1"))  # type: ignore[arg-type]
-    agent._compare(EarlyVersion("models/policy/versions/2", "", (), np.zeros(0, np.uint64), b""), "an-install")
+    agent._compare(EarlyVersion("models/policy/versions/2", "", (), b""), np.zeros(0, np.uint64), "an-install")
     assert steps == ["wait", "collect", "compare"]

@@ -183,9 +183,9 @@ PEER_MEMORY = text(
 NIXL = _choice(
     "RESHARDER_NIXL",
     ("", "on", "off"),
-    "[NIXL](direct-path.md#nixl), where it is installed. `off`: do not use it; `on`: also between processes of one host that "
-    "both have `on`. Also for ranks",
-    "between hosts",
+    "[NIXL](direct-path.md#nixl), where it is installed. `off`: do not use it; `on`: also without an RDMA device, and between "
+    "processes of one host that both have `on`. Also for ranks",
+    "between hosts with RDMA",
 )
 VERIFY_SECONDS = _duration(
     "RESHARDER_VERIFY_SECONDS", 600.0, "interval between [verifications](vllm.md#other-hands) of memory; 0: on request only"

@@ -55,8 +55,8 @@ WorkerPoint = Literal[
     "worker.boot.claim", "worker.boot.claimed", "worker.boot.verify", "worker.stage.begin", "worker.stage.staged",
     "worker.boot.renew", "worker.apply.begin", "worker.apply.half-way", "worker.apply.written", "worker.apply.verified",
     "worker.verify", "worker.sleep", "worker.wake", "worker.report", "worker.direct.join", "worker.direct.receive",
-    "worker.direct.received", "worker.adapter.reserve", "worker.adapter.write", "worker.adapter.proven", "worker.adapter.enter",
-    "worker.adapter.entered", "worker.adapter.release",
+    "worker.direct.compare", "worker.direct.received", "worker.adapter.reserve", "worker.adapter.write",
+    "worker.adapter.proven", "worker.adapter.enter", "worker.adapter.entered", "worker.adapter.release",
 ]  # fmt: skip
 """Points of the plugin's workers and their helper processes."""
 WorkerFilePoint = Literal["worker.boot.load", "worker.stage.mirror", "worker.stage.map", "worker.fetch.write"]

@@ -108,7 +108,7 @@ class OfferVersionRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., servers_sleep: bool = ..., ahead_only: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class DirectTask(_message.Message):
-    __slots__ = ("kind", "group", "link", "sent")
+    __slots__ = ("kind", "group", "link", "sent", "during_transfer")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[DirectTask.Kind]
@@ -125,11 +125,13 @@ class DirectTask(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    DURING_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     kind: DirectTask.Kind
     group: str
     link: DirectLink
     sent: MemoryLayout
-    def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ...) -> None: ...
+    during_transfer: bool
+    def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ..., during_transfer: bool = ...) -> None: ...
 
 class DirectLink(_message.Message):
     __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds", "nixl")
@@ -218,14 +220,16 @@ class PutDigestsResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDigestsRequest(_message.Message):
-    __slots__ = ("member", "group", "version")
+    __slots__ = ("member", "group", "version", "during_transfer")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DURING_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     member: Member
     group: str
     version: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    during_transfer: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ..., during_transfer: bool = ...) -> None: ...
 
 class ReportedDigests(_message.Message):
     __slots__ = ("digests", "fingerprint", "config", "tensors")

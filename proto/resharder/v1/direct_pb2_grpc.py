@@ -124,14 +124,16 @@ class DirectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutDigests(self, request, context):
-        """Answers a DIGEST task: the digests of all boxes that the rank sends over the group, computed from its memory.
+        """Answers a DIGEST task: the digests of all boxes that the rank sends over the group, computed from its memory. After a call with
+        `during_transfer`, the rank computes them while it sends the boxes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDigests(self, request, context):
-        """Returns, to a worker that has joined, the ranks' digests of the boxes that it declared. Waits until the ranks have sent them.
+        """Returns, to a worker that has joined, the ranks' digests of the boxes that it declared. Waits until the ranks have sent them,
+        except with `during_transfer`.
         FAILED_PRECONDITION (NOT_OFFERED) if the version is no longer offered over the group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

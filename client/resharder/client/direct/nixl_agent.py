@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,18 @@ from resharder.converters.geometry.piece_arrays import Ints
 T = TypeVar("T")
 _BACKEND = "UCX"
 _POLL_MICROSECONDS = 1000  # the thread for progress sleeps until something happens, and looks this often besides
+
+
+_RDMA = Path("/sys/class/infiniband")  # also of EFA
+NO_RDMA = (
+    "this host has no RDMA device, and over TCP UCX ends a process that answers a reader which is gone, as after it was stopped: "
+    "RESHARDER_NIXL=on takes that"
+)
+
+
+def has_rdma() -> bool:
+    """Return whether this host has a device that reads memory without its process."""
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 @cache

@@ -74,6 +74,7 @@ class Sender:
         self._links = TransferLinks(tensors, self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
         self._sent: dict[str, SentDigests] = {}  # by group, from its first DIGEST task on
+        self._due: set[str] = set()  # groups whose digests are due with the next transfer
         self._buffers: torch.Tensor | None = None
         self._allocating = threading.Lock()
         self._stream: Any = None
@@ -148,6 +149,7 @@ class Sender:
         failpoint("sender.offer")
         call = self._channel.begin(direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion, request)
         calls.append(call)
+        self._due.clear()
         try:
             self._links.prepare(partial(self._failed, request.member))  # now rather than while servers wait
             for task in self._channel.stream(call):
@@ -155,11 +157,11 @@ class Sender:
                     case direct_pb2.DirectTask.LINK:
                         self._meet(request.member, task.link)
                     case direct_pb2.DirectTask.RUN:
-                        self._run(request.member, task.group)
+                        self._run(request, task.group)
                     case direct_pb2.DirectTask.DROP:
                         self._drop(task.group)
                     case direct_pb2.DirectTask.DIGEST:
-                        self._put_digests(request, task)
+                        self._digest(request, task)
         finally:
             call.cancel()
 
@@ -175,31 +177,44 @@ class Sender:
                 self._buffers = torch.empty(size, dtype=torch.uint8, device=self._device)
             return self._buffers
 
-    def _run(self, member: direct_pb2.Member, group: str) -> None:
+    def _run(self, request: direct_pb2.OfferVersionRequest, group: str) -> None:
+        """Send over a group. Digests that are due are computed and reported once all boxes are posted."""
+        report = partial(self._report, request, group) if group in self._due else None
+        self._due.discard(group)
         try:
             failpoint("sender.run")
             link = self._links.get(group)
             with DRIVER_LOCK.priority():  # over the delivery, which continues
-                took = link.run()
+                took = link.run(meanwhile=report)
         except DirectFailed as error:
-            self._failed(member, group, error)
+            self._failed(request.member, group, error)
             return
         logger.debug("sent over group %s: %s", group, took)
-        finish(self._channel, member, group, seconds=took.total)
+        finish(self._channel, request.member, group, seconds=took.total)
 
-    def _put_digests(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
+    def _digest(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
         try:
             if task.HasField("sent"):
                 self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
                 raise DirectFailed(f"rank {self._rank}: the first DIGEST task of group {task.group} has no boxes")
-            failpoint("sender.digest")
-            digests = self._sent[task.group].digests(self._tensors)
-            put = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
-            stub = direct_pb2_grpc.DirectServiceStub(self._channel.grpc)
-            self._channel.call(stub.PutDigests, put, timeout=60, patience=0)
-        except (ResharderError, LayoutError) as error:
+            if task.during_transfer:
+                self._sent[task.group].prepare(self._tensors)
+                self._due.add(task.group)
+            else:
+                self._report(request, task.group)
+        except (DirectFailed, LayoutError) as error:
             self._failed(request.member, task.group, error)
+
+    def _report(self, request: direct_pb2.OfferVersionRequest, group: str) -> None:
+        """Compute the digests of the boxes that are sent over a group, and report them. Raises DirectFailed."""
+        failpoint("sender.digest")
+        digests = self._sent[group].digests(self._tensors)
+        put = direct_pb2.PutDigestsRequest(member=request.member, group=group, version=request.version, digests=digests)
+        try:
+            self._channel.call(direct_pb2_grpc.DirectServiceStub(self._channel.grpc).PutDigests, put, timeout=60, patience=0)
+        except ResharderError as error:
+            raise DirectFailed(f"the digests of {request.version} could not be reported: {error}") from error
 
     def _failed(self, member: direct_pb2.Member, group: str, error: Exception) -> None:
         logger.warning("a transfer over the direct path failed: %s", error)
@@ -211,6 +226,7 @@ class Sender:
 
     def _drop(self, group: str) -> None:
         self._sent.pop(group, None)
+        self._due.discard(group)
         self._links.drop(group)
 
     def release(self) -> None:

@@ -21,10 +21,19 @@ class SentDigests:
         self._plain, self._changed = np.flatnonzero(pieces.plus == 0), np.flatnonzero(pieces.plus != 0)
         self._digester = CachedDigester(_take(pieces, self._plain), device)
 
-    def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-        """Return the digests in the order of the pieces, after the current stream's pending work. Raises DirectFailed."""
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Locate the tensors, before their digests are needed. Raises DirectFailed."""
         try:
             _check_inside(self._pieces, tensors)
+            if self._on_gpu:
+                self._digester.at(tensors)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DirectFailed(f"cannot compute the digests of sent boxes: {error}") from error
+
+    def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        """Return the digests in the order of the pieces, after the current stream's pending work. Raises DirectFailed."""
+        self.prepare(tensors)
+        try:
             if not self._on_gpu:
                 return [_digest(self._pieces, i, tensors) for i in range(len(self._pieces))]
             found = np.zeros(len(self._pieces), np.uint64)

@@ -37,11 +37,11 @@ def forget_pages(span: Span) -> None:
 
 
 class AddressRange:
-    """Addresses for a file of `size` bytes, from `begin` on, that stay its own while it is not mapped."""
+    """Addresses for a file of `size` bytes, from `begin` on, that stay reserved while it is not mapped."""
 
     def __init__(self, size: int) -> None:
         """Reserve addresses that begin with a huge page. Raises OSError."""
-        self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size, self._size = size, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._reserved = _mapped_at(None, self._size + _HUGE, _PROT_NONE, _RESERVED, -1), self._size + _HUGE
         self.begin = -(-self._reserved[0] // _HUGE) * _HUGE
 
@@ -50,8 +50,8 @@ class AddressRange:
         _mapped_at(self.begin, self._size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, descriptor)
 
     def unmap(self) -> None:
-        """Unmap the file. Its addresses cannot be accessed then, and nothing else is mapped there."""
-        _mapped_at(self.begin, self._size, _PROT_NONE, _RESERVED | _FIXED, -1)
+        """Unmap the file. Its addresses read as zeros then, and nothing else is mapped there."""
+        _mapped_at(self.begin, self._size, mmap.PROT_READ, _RESERVED | _FIXED, -1)
 
     def close(self) -> None:
         """Give the addresses back."""

@@ -10,6 +10,8 @@ from typing import NamedTuple
 PIECE_BYTES = 16 << 20
 MOST_BYTES = 4 * PIECE_BYTES
 """Upper bound on the bytes of one response."""
+ENGINE_PATH = "/engine"
+"""Path of a node's data port with what its transfer engine tells those of other nodes."""
 CHECKSUM = "Resharder-Checksum"
 HELD_FILE = "held"
 """Name of the file that a node keeps beside a version's files: the packed bitmap of the pieces that it holds."""

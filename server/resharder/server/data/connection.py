@@ -19,7 +19,7 @@ import h11
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_body import BOXES, LENGTH, BoxesPart, body_size, parse_boxes, parse_chunks_path
 from resharder.converters.wire.chunk_frame import frame_head
-from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
+from resharder.converters.wire.ranges import CHECKSUM, ENGINE_PATH, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
 from resharder.server.data.versions import PinnedVersion, ServedVersions
@@ -86,6 +86,8 @@ class DataReads:
     """Responses at a time: a request without a place is refused with 429. None: no bound."""
     writes: ChunkWrites | None = None
     """Receiver of ranks' chunks; None: they are refused."""
+    engine: Callable[[], bytes] | None = None
+    """Function that returns what the transfer engine tells others; None without one. Whoever may connect may read it."""
 
 
 class DataConnection:
@@ -154,14 +156,11 @@ class DataConnection:
         """Answer a request, and return whether another one may follow."""
         headers = _headers(request)
         try:
-            part = self._parsed(request, headers)
-            reader = headers.get("authorization", []), _certificate(self._socket), self._peer
-            with (
-                self._reads.check(*reader, part.model) as replicates,
-                self._place(),
-            ):
-                version, tag = self._wanted(part, headers, replicates)
-                self._send_boxes(part, version, tag) if isinstance(part, BoxesPart) else self._send(part, version, tag)
+            if self._reads.engine is not None and (request.method, request.target) == (b"GET", ENGINE_PATH.encode()):
+                _check_host(self._reads, headers)
+                self._send_whole(self._reads.engine())
+            else:
+                self._send_part(self._parsed(request, headers), headers)
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
@@ -170,6 +169,16 @@ class DataConnection:
             return False
         self._http.start_next_cycle()
         return True
+
+    def _send_part(self, part: FilePart | BoxesPart, headers: Mapping[str, Sequence[str]]) -> None:
+        reader = headers.get("authorization", []), _certificate(self._socket), self._peer
+        with self._reads.check(*reader, part.model) as replicates, self._place():
+            version, tag = self._wanted(part, headers, replicates)
+            self._send_boxes(part, version, tag) if isinstance(part, BoxesPart) else self._send(part, version, tag)
+
+    def _send_whole(self, content: bytes) -> None:
+        with self._response(HTTPStatus.OK, len(content), []) as deadline:
+            self._write(content, deadline)
 
     def _receive(self, request: h11.Request) -> bool:
         """Receive a rank's chunks, and return whether another request may follow. The body of a refused one is read too."""

@@ -5,11 +5,11 @@ send to them, planned once and reused from version to version while its processe
 sends to one group at a time, so that it needs the buffers of one transfer only. Groups with disjoint ranks, such as those of
 different replicas, transfer concurrently.
 
-    worker: join (staging) ......... [digests] ........ start (paused) - turn - finish
-    rank:   offer ... LINK: joins the group ... [DIGEST: reports] .. RUN: sends - finish ... end: memory may change
+    worker: join (staging) ... [announces] ....... start (paused) - turn - receives - [digests] - finish
+    rank:   offer ... LINK: joins the group ... [DIGEST] ... RUN: sends - [reports] - finish ... end: memory may change
 
-The part in brackets is for a version that is served ahead of READY: a worker verifies it against the
-digests that the ranks report.
+The parts in brackets are for a version that is served ahead of READY: a worker verifies it against the digests that the ranks
+report, which compute them while the boxes travel. Workers of a release without this ask for them while they stage.
 
 Installs are not decided here: `awaiting` names the servers that an offer is for. Any failure ends the group, and the server's
 install continues over the staged path.
@@ -196,20 +196,9 @@ class Direct:
             offer.servers_sleep |= servers_sleep
             offer.ranks[member.rank] = (member, memory, deque())
             if offer.complete and not offer.ended:
-                self._ask_ahead(offer)
                 self._offered_versions.add(model, number, offer.host)
             self._changed.emit()
             return offer
-
-    def _ask_ahead(self, offer: Offer) -> None:
-        """Request the digests of groups whose workers asked for those of the last version, before the workers ask again.
-
-        Ranks compute them while the workers' server receives the order to stage.
-        """
-        for group in self._groups_of(offer):
-            if group.verifies_ahead and not group.error:
-                group.verifies_ahead = False
-                offer.queue_digests(group)
 
     def withhold(self, model: str, number: int) -> None:
         """Declare that no rank will offer a version, nor an earlier one that is not offered yet."""
@@ -479,8 +468,10 @@ class Direct:
             if len(group.finished) == len(group.members) and offer is not None and id in offer.running:
                 self._succeed(group, offer)
 
-    def digests(self, member: Member, id: str, number: int) -> Waiting[list[int]]:
+    def digests(self, member: Member, id: str, number: int, *, during_transfer: bool = False) -> Waiting[list[int]]:
         """Return the digest of every box of a worker's memory, derived from the digests that the ranks report.
+
+        With `during_transfer`, have the ranks report them during the next transfer, and return nothing unless they have.
 
         Raises:
             FailedPrecondition: NOT_OFFERED.
@@ -491,9 +482,8 @@ class Direct:
             offer, deadline = self._offer_of(group), self._clock() + self.seconds
             if offer.number != number:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over: version {offer.number} is offered")
-            group.verifies_ahead = True
             if group.reported_of != number:
-                offer.queue_digests(group)
+                offer.queue_digests(group, during_transfer=during_transfer)
         while True:
             seen = self._changed.count
             with self._lock:
@@ -501,6 +491,8 @@ class Direct:
                     reported, target = dict(group.reported), group.members.index(member) - group.senders
                     break
                 self._check_offered(group, offer)
+                if during_transfer:
+                    return []
                 if group.reported_of != number:
                     self._refuse(group.server, number, "offer_over", f"digests of version {group.reported_of} are asked for")
                 if self._clock() > deadline:

@@ -31,6 +31,7 @@ class Task(NamedTuple):
     group: str
     link: Link | None = None
     sent: Pieces[int] | None = None  # pieces to digest, in the first DIGEST task of a group
+    during_transfer: bool = False  # of a DIGEST task: it is for the time of the group's next RUN
 
 
 @dataclass(eq=False)
@@ -55,7 +56,6 @@ class Group:
     reported_of: int = 0  # version of the last DIGEST tasks
     reported: dict[int, Digests] = field(default_factory=dict)  # by rank
     has_sent: bool = False  # ranks have the boxes of their DIGEST tasks
-    verifies_ahead: bool = False  # workers have asked for digests since they were last requested ahead of them
 
     @property
     def starting(self) -> bool:
@@ -120,14 +120,14 @@ class Offer:
                 there[2].append(Task(kind, group.id, group.link(member) if link else None))
         self.changed.emit()
 
-    def queue_digests(self, group: Group) -> None:
+    def queue_digests(self, group: Group, *, during_transfer: bool) -> None:
         """Queue a DIGEST task of this version for each rank of a group."""
         group.reported_of, group.reported = self.number, {}
         for member in group.members[: group.senders]:
             sent = None if group.has_sent else group.planned.sent_by(member.rank)
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].append(Task(direct_pb2.DirectTask.DIGEST, group.id, sent=sent))
+                there[2].append(Task(direct_pb2.DirectTask.DIGEST, group.id, sent=sent, during_transfer=during_transfer))
         group.has_sent = True
         self.changed.emit()
 

@@ -2,21 +2,23 @@
 
 A one-sided read writes unchecked bytes straight into the files, until the engine has ended it. So it excludes every other fetch
 of its piece: bytes that arrive late must not reach a piece that another fetch has completed.
+
+A peer may be late too: a request for memory of a version that is gone may arrive at any time, and over TCP the engine reads it.
+So the addresses of files stay readable for good. They are used again for later files, and a peer compares checksums.
 """
 
-import mmap
+import ctypes
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 from resharder.converters.storage.digest import Array
-from resharder.converters.storage.pages import Span, forget_pages
+from resharder.converters.storage.pages import AddressRange, Span, forget_pages
 from resharder.converters.wire.pieces import PieceSpan
 
 
@@ -53,27 +55,57 @@ class VersionMemory:
 
     def __init__(self, engine: MemoryEngine, folder: Path, sizes: Mapping[str, int]) -> None:
         self._engine = engine
-        self._arrays = {file: _mapped(folder / file, size) for file, size in sizes.items()}
         self._registered: list[Span] = []
-        self.addresses = tuple(byte_bounds(array)[0] for array in self._arrays.values())
+        self._ranges: dict[str, AddressRange] = {}
+        try:
+            for file, size in sizes.items():
+                self._ranges[file] = _mapped(folder / file, size)
+        except BaseException:
+            self.close()
+            raise
+        self.addresses = tuple(each.begin for each in self._ranges.values())
 
     def register(self, spans: Iterable[PieceSpan]) -> None:
         """Register pieces, neighbours as one. Raises EngineFailed."""
         for span in _joined(spans):
-            bounds = byte_bounds(self.array(span))
+            begin = self._ranges[span.file].begin
+            bounds = begin + span.start, begin + span.end
             self._engine.register(bounds)
             self._registered.append(bounds)
 
     def array(self, part: PieceSpan) -> Array:
-        """Return the bytes of a part of a file."""
-        return self._arrays[part.file][part.start : part.end]
+        """Return the bytes of a part of a file. They are no longer those of the file after `close`."""
+        return array_at(self._ranges[part.file].begin + part.start, part.end - part.start)
 
     def close(self) -> None:
-        """End all registrations. The files stay mapped while an array of them is in use."""
+        """End all registrations, and unmap the files."""
         for span in self._registered:
             self._engine.unregister(span)
             forget_pages(span)
-        self._registered, self._arrays = [], {}
+        for each in self._ranges.values():
+            each.unmap()
+            _FREE.give(each)
+        self._registered, self._ranges = [], {}
+
+
+class _FreeAddresses:
+    """Addresses of files that are mapped no longer, by their size. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._of = threading.Lock(), defaultdict[int, list[AddressRange]](list)
+
+    def take(self, size: int) -> AddressRange:
+        """Return addresses for a file, reserved if none are free. Raises OSError."""
+        with self._lock:
+            return self._of[size].pop() if self._of[size] else AddressRange(size)
+
+    def give(self, addresses: AddressRange) -> None:
+        """Take back addresses at which nothing is mapped."""
+        with self._lock:
+            self._of[addresses.size].append(addresses)
+
+
+_FREE = _FreeAddresses()
 
 
 class PieceTaken(Exception):
@@ -128,12 +160,21 @@ class PieceClaims:
             return not self._in_place
 
 
-def _mapped(path: Path, size: int) -> Array:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def array_at(address: int, size: int) -> Array:
+    """Return the bytes at an address, which keep nothing mapped."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def _mapped(path: Path, size: int) -> AddressRange:
+    addresses, descriptor = _FREE.take(size), os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        addresses.map(descriptor)
+    except BaseException:
+        _FREE.give(addresses)
+        raise
     finally:
         os.close(descriptor)
+    return addresses
 
 
 def _joined(spans: Iterable[PieceSpan]) -> Iterator[PieceSpan]:

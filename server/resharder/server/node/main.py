@@ -31,7 +31,7 @@ from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import open_port
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.memory import EngineFailed, MemoryEngine
+from resharder.server.holding.memory import EngineFailed
 from resharder.server.holding.sources import LIMITS, UPLOADS
 from resharder.server.holding.swarm import Swarm
 from resharder.server.holding.tls import NodeTls, certificate_id
@@ -47,7 +47,7 @@ from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import CheckedPieces, DaemonClient
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
-from resharder.server.node.mooncake import MooncakeEngine
+from resharder.server.node.nixl import NixlEngine
 from resharder.server.options import flags_of, version_option
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
@@ -109,10 +109,9 @@ class NodeConfig(BaseSettings):
         description="time after SIGTERM for the daemon to copy [what this node alone holds](#stop-a-node). A second SIGTERM "
         "ends it",
     )
-    transfer: Literal["http", "mooncake"] = Field(
-        "http", description="`http`, or `mooncake`: [a transfer engine](#transfer-engines) between nodes that both have it"
+    transfer: Literal["http", "nixl"] = Field(
+        "http", description="`http`, or `nixl`: [a transfer engine](#transfer-engines) between nodes that both have it"
     )
-    transfer_protocol: Literal["rdma", "tcp"] = Field("rdma", description="network of the engine mooncake: `rdma` or `tcp`")
     log_format: Literal["console", "json"] = Field("console", description="`console` or `json`, on standard error")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="`debug`, `info`, `warning` or `error`")
 
@@ -181,6 +180,7 @@ class Node:
             checksums=checksums.known,
             sent=self._count_sent,
             places=threading.Semaphore(UPLOADS),
+            engine=self.engine.keys if self.engine is not None else None,
         )
         try:
             context = web.tls_context(_security(tls), required=True) if tls is not None else None
@@ -191,10 +191,18 @@ class Node:
             ) from error
         self.address = _address(config, self.port.port)
         transfer: PieceTransfer = HttpTransfer(checksums, tls, LIMITS.stalled)
+        session = ""
         if self.engine is not None:
+            session = self.engine.at(self.address)
             transfer = EngineTransfer(self.engine, checksums, transfer, received)
         self.agent = NodeAgent(
-            NodeIdentity(config.name, self.address, self.folder.nonce_file, self.folder.nonce, _session(self.engine)),
+            NodeIdentity(
+                config.name,
+                self.address,
+                self.folder.nonce_file,
+                self.folder.nonce,
+                session,
+            ),
             self.daemon,
             self.copies,
             lambda changed: Swarm(transfer, received, changed),
@@ -265,18 +273,12 @@ def _free_share(folder: Path) -> int:
     return int(_SHARE * found.f_bavail * found.f_frsize)
 
 
-def _engine(config: NodeConfig) -> MemoryEngine | None:
+def _engine(config: NodeConfig) -> NixlEngine | None:
     """Return the transfer engine; None for HTTP alone. Raises ConfigError."""
-    if config.transfer == "http":
-        return None
     try:
-        return MooncakeEngine(parse_listen(_address(config, 1))[0], config.transfer_protocol)
+        return NixlEngine() if config.transfer == "nixl" else None
     except EngineFailed as error:
-        raise ConfigError(f"--transfer {config.transfer} --transfer-protocol {config.transfer_protocol}: {error}") from error
-
-
-def _session(engine: MemoryEngine | None) -> str:
-    return engine.session if engine is not None else ""
+        raise ConfigError(f"--transfer {config.transfer}: {error}") from error
 
 
 def _address(config: NodeConfig, port: int) -> str:

@@ -72,7 +72,7 @@ class DirectService:
     def _task(self, task: Task) -> direct_pb2.DirectTask:
         link = self._link(task.link) if task.link else None
         sent = layout_to_proto(task.sent) if task.sent else None
-        return direct_pb2.DirectTask(kind=task.kind, group=task.group, link=link, sent=sent)
+        return direct_pb2.DirectTask(kind=task.kind, group=task.group, link=link, sent=sent, during_transfer=task.during_transfer)
 
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
         """Return a worker's link to its group, without the copies if the worker has this link already."""
@@ -103,7 +103,9 @@ class DirectService:
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         """Return the digests of a worker's boxes, and the fingerprint that it reports until the version is READY."""
         model, number = parse_name(request.version, "versions")
-        digests = yield from self._direct.digests(_member(request.member), request.group, number)
+        digests = yield from self._direct.digests(
+            _member(request.member), request.group, number, during_transfer=request.during_transfer
+        )
         store = self._intake.store
         record = store.catalogue.get(model, number)
         claims = (each for each in self._intake.publishers() if (each.model, each.epoch) == (model, record.epoch))

@@ -48,6 +48,8 @@ class Reservation:
     sets: int  # sets of files used in turn
     pool: list[Path] = field(default_factory=list)
     pending: int = 0  # sets being laid out or recycled
+    held: dict[Path, int] = field(default_factory=dict)  # retired sets that a process has open, and looks at each since
+    looking: bool = False  # whether a thread looks at the held sets
     failure: OSError | None = None  # of the last set that was laid out
 
 
@@ -107,14 +109,24 @@ class StoredModel:
         return max([self.claim.epoch, *(r.epoch for r in self.of(READY))]) if self.claim is not None else None
 
     def sets(self, reservation: Reservation) -> int:
-        """Return the number of sets of files that the reservation's epoch has, including those in use."""
+        """Return the number of sets of files that the reservation's epoch has, including those in use, but not the held ones."""
         live = sum(1 for r in self.records.values() if r.epoch == reservation.epoch and r.state in (READY, UPLOADING))
         return live + len(reservation.pool) + reservation.pending
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
         ready = sum(record.size_bytes for record in self.of(READY))
-        return ready + self.unpublished() + self.leaving + sum(self.stuck.values()) + self.arriving
+        held = self.reservation.size * len(self.reservation.held) if self.reservation else 0
+        return ready + self.unpublished() + held + self.leaving + sum(self.stuck.values()) + self.arriving
+
+    def lent(self) -> int:
+        """Return the bytes of free and held sets beyond those that are reserved. Others may have them."""
+        reserved = self.reservation
+        if reserved is None:
+            return 0
+        free = len(reserved.pool) + len(reserved.held)
+        beyond = self.sets(reserved) + len(reserved.held) - reserved.sets
+        return reserved.size * max(0, min(free, beyond))
 
     def unpublished(self) -> int:
         """Return the bytes of UPLOADING versions and of the files laid out for later ones."""
@@ -122,9 +134,9 @@ class StoredModel:
         ahead = reserved.size * (len(reserved.pool) + reserved.pending) if reserved else 0
         return sum(record.size_bytes for record in self.of(UPLOADING)) + ahead
 
-    def committed(self) -> int:
-        """Return the bytes that the model occupies or may occupy under its reservation."""
-        return max(self.used(), self.reservation.size * self.reservation.sets if self.reservation else 0)
+    def reserved_bytes(self) -> int:
+        """Return the bytes that the model may occupy under its reservation."""
+        return self.reservation.size * self.reservation.sets if self.reservation else 0
 
     def forget_old(self) -> None:
         """Drop the oldest RETIRED and ABORTED records, beyond the newest 1000."""

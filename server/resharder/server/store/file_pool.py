@@ -2,6 +2,11 @@
 
 `pool/<epoch>-<n>/` has the files of one version: the safetensors files with headers written and pages allocated, and copies of
 the model's small files.
+
+    laid out -> pool -> a version's -> retired -> pool
+                                          `-> held, while a process has them open -> pool, or removed
+
+Held sets occupy memory and count as used. No version waits for one where the limit leaves room for another set.
 """
 
 import os
@@ -27,7 +32,9 @@ from resharder.server.infra.filesystem import (
 from resharder.server.store.catalogue import Catalogue, Reservation, StoredModel
 from resharder.server.store.retention import Capacity
 
-_ATTEMPTS, _PAUSE = 20, 0.25  # checks whether a retired version's files are unused, and seconds between them
+_PAUSE = 0.25  # seconds between two looks at held sets
+_SOON = 8  # looks after which another set is laid out ahead of need: most workers have unmapped a retired version by then
+_PATIENCE = 20  # looks after which a held set is unlinked, if a version has no room otherwise
 _log = structlog.get_logger("resharder.store")
 
 
@@ -46,8 +53,9 @@ class FilePool:
         self.remove_stuck(model)
         reservation, model.reservation = model.reservation, None
         if reservation is not None:
-            for path in reservation.pool:
+            for path in (*reservation.pool, *reservation.held):
                 self.discard(model, path, reservation.size)
+            reservation.held.clear()
             self._changed.notify_all()
 
     def discard(self, model: StoredModel, path: Path, size: int) -> None:
@@ -78,11 +86,31 @@ class FilePool:
     def take_back(self, model: StoredModel, epoch: int, path: Path, size: int) -> None:
         """Recycle the files of a version of `epoch`, or discard them."""
         reservation = model.reservation
-        if reservation is not None and reservation.epoch == epoch and model.sets(reservation) < reservation.sets:
+        if reservation is not None and reservation.epoch == epoch:
             reservation.pending += 1
             model.background.submit(self._recycle, model, reservation, path)
         else:
             self.discard(model, path, size)
+
+    def give_up(self) -> bool:
+        """Discard free sets beyond their reservations, and held ones for which nobody waits any longer.
+
+        Returns whether capacity becomes free: by these, or by held sets that are released or given up soon.
+        """
+        found = False
+        for model in self._catalogue.stored():
+            reservation = model.reservation
+            if reservation is None:
+                continue
+            for path in [path for path, looks in reservation.held.items() if looks >= _PATIENCE]:
+                del reservation.held[path]
+                self.discard(model, path, reservation.size)
+                found = True
+            while reservation.pool and model.lent():
+                self.discard(model, reservation.pool.pop(), reservation.size)
+                found = True
+            found |= bool(reservation.held)
+        return found
 
     def _next_path(self, model: StoredModel, reservation: Reservation) -> Path:
         while True:
@@ -125,48 +153,90 @@ class FilePool:
             self._changed.notify_all()
 
     def _recycle(self, model: StoredModel, reservation: Reservation, path: Path) -> None:
-        """Return the files to the pool once no process can read or write them, or discard them after a few seconds.
+        """Return the files of a retired version to the pool, hold them while a process can read or write them, or discard them.
 
-        A worker unmaps a version after it has installed the next one. Without the wait, most sets would be laid out anew, which
-        takes as much of the memory's bandwidth as a version's delivery at the same time.
+        A worker unmaps a version after it has installed the next one. If its files were discarded, most sets would be laid out
+        anew, which takes as much of the memory's bandwidth as a version's delivery at the same time.
         """
+        safe = used = False
         try:
             with touching(path, "cleaning"):
                 failpoint("pool.recycle")
-                safe = _keeps_only(path, reservation.layouts) and self._released(model, reservation, path)
-                for layout in reservation.layouts if safe else ():
+                safe = _keeps_only(path, reservation.layouts)
+                used = safe and not _are_unused(path, reservation)
+                for layout in reservation.layouts if safe and not used else ():
                     write_header(path / layout.path, layout.header)
-            if safe:
+            if safe and not used:
                 _copy_small_files(reservation, path)
         except OSError as error:
             safe = False
             _log.error("recycling_failed", model=model.name, error=str(error))
         with self._changed:
             reservation.pending -= 1
-            if not (safe and model.reservation is reservation and self._put_back(model, reservation, path)):
+            kept = safe and not self._catalogue.closed and model.reservation is reservation
+            if not (kept and (used or self._is_wanted(model, reservation)) and self._keep(model, reservation, path, used)):
                 self.discard(model, path, reservation.size)
                 self.top_up(model)
             self._changed.notify_all()
 
-    def _released(self, model: StoredModel, reservation: Reservation, path: Path) -> bool:
-        """Wait until no process has the files open or mapped. False after a few seconds, or without further need of them."""
-        for _ in range(_ATTEMPTS):
-            if all(unused_elsewhere(path / layout.path) for layout in reservation.layouts):
-                return True
-            if self._catalogue.closed or model.reservation is not reservation:
-                return False
-            time.sleep(_PAUSE)
-        return False
+    def _is_wanted(self, model: StoredModel, reservation: Reservation) -> bool:
+        """Return whether the epoch uses another set in turn: as many as reserved, or the only free one, if there is room."""
+        if model.sets(reservation) < reservation.sets:
+            return True
+        return not reservation.pool and self._capacity.within_limit(model, reservation.size)
 
-    def _put_back(self, model: StoredModel, reservation: Reservation, path: Path) -> bool:
-        back = self._next_path(model, reservation)
+    def _keep(self, model: StoredModel, reservation: Reservation, path: Path, used: bool) -> bool:
+        """Put a set into the pool, or among the held ones. Returns False if it cannot be moved there."""
+        kept = self._next_path(model, reservation)
         try:
-            make_folder(back.parent)
-            move(path, back)
+            make_folder(kept.parent)
+            move(path, kept)
         except OSError as error:
             _log.error("recycling_failed", model=model.name, error=str(error))
             return False
-        reservation.pool.append(back)
+        if not used:
+            reservation.pool.append(kept)
+            return True
+        reservation.held[kept] = 0
+        if not reservation.looking:
+            reservation.looking = True
+            model.background.submit(self._look, model, reservation)
+        return True
+
+    def _look(self, model: StoredModel, reservation: Reservation) -> None:
+        """Recycle held sets that are released, until none is held. One thread of a model looks at all of them."""
+        while True:
+            time.sleep(_PAUSE)
+            with self._changed:
+                held = list(reservation.held)
+                if self._catalogue.closed or not held:
+                    reservation.looking = False
+                    return
+            for path in held:
+                if _may_be_unused(path, reservation):
+                    with self._changed:
+                        if not self._catalogue.closed and reservation.held.pop(path, None) is not None:
+                            reservation.pending += 1
+                            model.background.submit(self._recycle, model, reservation, path)
+            with self._changed:
+                for path in reservation.held:
+                    reservation.held[path] += 1
+                oldest = max(reservation.held.values(), default=0)
+                if oldest >= _SOON and reservation.failure is None:
+                    self.top_up(model)
+                if oldest >= _PATIENCE:
+                    self._changed.notify_all()  # who has no room may have it given up
+
+
+def _are_unused(path: Path, reservation: Reservation) -> bool:
+    return all(unused_elsewhere(path / layout.path) for layout in reservation.layouts)
+
+
+def _may_be_unused(path: Path, reservation: Reservation) -> bool:
+    """Return whether no process has a set's files open, or nobody can say, which recycling reports."""
+    try:
+        return _are_unused(path, reservation)
+    except OSError:
         return True
 
 

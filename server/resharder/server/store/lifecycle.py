@@ -129,17 +129,23 @@ class VersionLifecycle:
         return record
 
     def _take_set(self, model: StoredModel, reservation: Reservation, retired: list[VersionRecord]) -> Path:
-        """Return a set of files, waiting for one. Versions that are retired for it are added to `retired`."""
+        """Return a set of files, waiting for one. Versions that are retired for it are added to `retired`.
+
+        Held sets are waited for only if there is no room for another one.
+        """
         while not reservation.pool:
-            if not reservation.pending and (reservation.failure or not self._capacity.within_limit(model, reservation.size)):
-                failure, reservation.failure = reservation.failure, None
-                if failure is not None:
+            if not reservation.pending:
+                held, failure = bool(reservation.held), reservation.failure
+                if failure is not None and not held:
+                    reservation.failure = None
                     raise medium_error(failure)
-                if not self._free_capacity(retired):
+                if failure is None and self._capacity.within_limit(model, reservation.size):
+                    self._pool.make_set(model, reservation)
+                elif not self._pool.give_up() and not self._free_capacity(retired):
                     why = f"no room for another version of {size_text(reservation.size)}"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._capacity.holdings()}")
-            elif not reservation.pending:
-                self._pool.make_set(model, reservation)
+                elif held and not reservation.held:
+                    reservation.failure = None  # what was given up may be the room that the last set lacked
             self._catalogue.wait()
             model.reserved(reservation.epoch)
         return reservation.pool.pop(0)
@@ -375,7 +381,7 @@ class VersionLifecycle:
 
     def _await_capacity(self, model: StoredModel, size: int, retired: list[VersionRecord]) -> None:
         while not self._capacity.fits(model, size):
-            if not self._free_capacity(retired):
+            if not self._pool.give_up() and not self._free_capacity(retired):
                 raise ResourceExhausted(
                     "NO_ROOM", f"{model.name}: no room for a version of {size_text(size)}; {self._capacity.holdings()}"
                 )

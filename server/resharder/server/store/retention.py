@@ -89,7 +89,8 @@ class Capacity:
         """
         sets = self._retention.sets(size)
         needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
-        limit, there = self._left_for(model, coming), self._free() + model.used()
+        lent = sum(other.lent() for other in self._catalogue.stored() if other is not model)
+        limit, there = self._left_for(model, coming, lent=True), self._free() + model.used() + lent
         if needed > limit or needed > there:
             raise ResourceExhausted(
                 "NO_ROOM",
@@ -130,10 +131,14 @@ class Capacity:
             lines += [f"{path}, which cannot be removed, {size_text(size)}" for path, size in model.stuck.items()]
         return "held: " + ("; ".join(lines[:16]) or "nothing")
 
-    def _left_for(self, model: StoredModel, coming: Mapping[str, int] = MappingProxyType({})) -> int:
-        others = [other for other in self._catalogue.stored() if other is not model]
-        taken = (max(other.used(), coming[other.name]) if other.name in coming else other.committed() for other in others)
-        return self.limit_bytes - sum(taken)
+    def _left_for(self, model: StoredModel, coming: Mapping[str, int] = MappingProxyType({}), *, lent: bool = False) -> int:
+        """Return the bytes that the bound leaves to a model. `lent`: count what others have beyond their reservations."""
+        taken = 0
+        for other in self._catalogue.stored():
+            if other is not model:
+                used = other.used() - (other.lent() if lent else 0)
+                taken += max(used, coming[other.name] if other.name in coming else other.reserved_bytes())
+        return self.limit_bytes - taken
 
     def _free(self) -> int:
         found = os.statvfs(self._root)

@@ -138,6 +138,8 @@ def may_use_nixl(allowed: bool) -> bool:
     if (setting := NIXL.read()) == "off":
         return False
     why = nixl_agent.unavailable() if allowed else "the daemon has security, and not direct_trusted_fabric"
+    if not why and not setting and not nixl_agent.has_rdma():
+        why = nixl_agent.NO_RDMA
     if why:
         logger.log(logging.WARNING if setting else logging.DEBUG, "NIXL is not used: %s", why)
     return not why

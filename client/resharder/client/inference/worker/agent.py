@@ -27,7 +27,7 @@ from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_befor
 from resharder.client.runtime.host import host_identity
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.manifest import VersionManifest, get_manifest
+from resharder.client.versions.manifest import Digests, VersionManifest, get_manifest
 from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2
@@ -263,16 +263,16 @@ class Agent:
         self.dropped = False
         self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, installed=True)
         if staged.early is not None:
-            args = (staged.early, install_id)
+            args = (staged.early, self._receiver.compared, install_id)
             threading.Thread(target=self._compare, args=args, name="resharder-compare", daemon=True).start()
         return {"version": self.version}
 
-    def _compare(self, early: EarlyVersion, install_id: str) -> None:
+    def _compare(self, early: EarlyVersion, digests: Digests, install_id: str) -> None:
         """Compare an early version with the store's, once it is READY, from 0.25 s after its install on."""
         time.sleep(0.25)  # most pauses have ended by then; a collection, which stops all threads, would prolong them
         with short_switch_interval(), gc_paused():
             stored = self.staging.prepare_fallback
-            found = compare_with_store(self.channel, early, stored, lambda: self._applied == install_id)
+            found = compare_with_store(self.channel, early, digests, stored, lambda: self._applied == install_id)
         if found is None:
             return
         manifest, difference = found

@@ -1,13 +1,14 @@
 """A worker's side of the direct path: the memory that ranks write to, the link to the ranks, and the verification.
 
-A version may be received before it is READY. It is verified against the digests that the ranks sent. When
-the version is READY, those digests are compared with the store's, without a read of memory or a pause.
+A version may be received before it is READY. It is verified against the digests that the ranks compute while they send. When the
+version is READY, those digests are compared with the store's, without a read of memory or a pause.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,8 +62,6 @@ class EarlyVersion:
     fingerprint: str
     """Provisional fingerprint, reported until the version is READY."""
     pieces: tuple[Piece, ...]
-    digests: Digests
-    """Digest of each piece, as the ranks sent it."""
     config: bytes
     """Content of its config.json; empty from an older daemon."""
     tensors: str = ""
@@ -111,8 +110,9 @@ class Receiver:
         self._link: TransferLink | None = None
         self._targets: dict[str, torch.Tensor] = {}
         self._digester: CachedDigester | None = None  # on a GPU only
-        self._expected: Digests = np.zeros(0, np.uint64)
+        self._expected: Digests | None = None  # None until the ranks have sent theirs
         self._expected_source = ""
+        self._early: EarlyVersion | None = None  # the version that `expect_early` expects
         self.problem = ""
         """Why the last `join` or `receive` returned false."""
         self._finishing: threading.Thread | None = None  # reports the end of the last transfer to the daemon
@@ -177,23 +177,24 @@ class Receiver:
 
     def expect(self, memory: OpenMemory, expected: BoxDigests) -> None:
         """Set the digests with which `receive` compares: the store's."""
-        self._expected = expected.of(memory.layout.pieces)
+        self._expected, self._early = expected.of(memory.layout.pieces), None
         self._expected_source = "the store's"
 
     def expect_early(self, memory: OpenMemory, version: str) -> EarlyVersion:
-        """Set the digests with which `receive` compares: the ranks' digests of a version that is not READY.
+        """Have `receive` compare with the ranks' digests of a version that is not READY, which they compute while they send.
 
         Raises:
-            ResharderError: The ranks' digests cannot be fetched.
+            ResharderError: The version is not offered.
         """
         if self._link is None:
             raise DirectFailed(f"{version}: there is no link to the ranks")
-        request = direct_pb2.GetDigestsRequest(member=self._member, group=self._link.id, version=version)
+        request = direct_pb2.GetDigestsRequest(member=self._member, group=self._link.id, version=version, during_transfer=True)
         answer = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
-        if len(answer.digests) != len(memory.layout.pieces):
-            raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(answer.digests)}")
-        self._expected, self._expected_source = np.array(answer.digests, np.uint64), "the ranks'"
-        return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected, answer.config, answer.tensors)
+        pieces = memory.layout.pieces
+        self._expected_source = "the ranks'"
+        self._expected = _digests_of(version, answer, pieces) if answer.digests else None  # there already, from older ranks
+        self._early = EarlyVersion(version, answer.fingerprint, pieces, answer.config, answer.tensors)
+        return self._early
 
     def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
         """Receive all pieces and verify their digests.
@@ -228,12 +229,14 @@ class Receiver:
                     return False
             failpoint("worker.direct.receive")
             times.append(time.monotonic())
-            with timed(timings, "transfer"), link.watched():
-                durations = link.run(digester, lambda: _check_unchanged(targets, _targets(models, memory)))
-            times.append(time.monotonic())
-            with timed(timings, "verify"):
-                found = digester.digests() if digester else read_all(targets, memory.layout.pieces, memory.layout.tensors)
-                self._check(memory, found)
+            with self._reported(link.id) as reported:
+                with timed(timings, "transfer"), link.watched():
+                    durations = link.run(digester, lambda: _check_unchanged(targets, _targets(models, memory)))
+                times.append(time.monotonic())
+                with timed(timings, "verify"):
+                    found = digester.digests() if digester else read_all(targets, memory.layout.pieces, memory.layout.tensors)
+                    failpoint("worker.direct.compare")
+                    self._check(memory, found, reported())
             times.append(time.monotonic())
         except ResharderError as error:
             self._failed(link.id, str(error))
@@ -248,9 +251,38 @@ class Receiver:
         self._finishing.start()
         return True
 
-    def _wait(self, start: grpc.Future) -> None:
-        """Wait for the daemon to start the transfer. Raises `ResharderError`."""
-        error = start.exception()  # `result` would raise the call itself, which then refers to its own frames
+    @contextmanager
+    def _reported(self, group: str) -> Iterator[Callable[[], Digests]]:
+        """Ask for the digests to compare with, beside the block, and yield a function that waits for them.
+
+        The function raises ResharderError if the ranks do not report them.
+        """
+        if self._expected is not None or (early := self._early) is None:
+            yield lambda: self.compared
+            return
+        request = direct_pb2.GetDigestsRequest(member=self._member, group=group, version=early.version)
+        call = self._channel.begin(self._stub.GetDigests.future, request, timeout=_TIMEOUT)
+
+        def reported() -> Digests:
+            self._wait(call)
+            self._expected = _digests_of(early.version, call.result(), early.pieces)
+            return self._expected
+
+        try:
+            yield reported
+        finally:
+            call.cancel()
+
+    @property
+    def compared(self) -> Digests:
+        """Digests with which a transfer is compared, in the order of the memory's pieces. Raises DirectFailed without any."""
+        if self._expected is None:
+            raise DirectFailed("there are no digests to compare with")
+        return self._expected
+
+    def _wait(self, call: grpc.Future) -> None:
+        """Wait for the daemon's answer. Raises `ResharderError`."""
+        error = call.exception()  # `result` would raise the call itself, which then refers to its own frames
         if error is not None:
             raise self._channel.error(error) from error
 
@@ -260,9 +292,9 @@ class Receiver:
         except ResharderError as error:  # the received version is verified nevertheless
             logger.info("cannot report the end of a transfer to the daemon: %s", error)
 
-    def _check(self, memory: OpenMemory, digests: Sequence[int]) -> None:
+    def _check(self, memory: OpenMemory, digests: Sequence[int], expected: Digests) -> None:
         """Raise `DirectFailed` if a digest is not the expected one."""
-        wrong = _wrong(memory.layout.pieces, np.array(digests, np.uint64), self._expected)
+        wrong = _wrong(memory.layout.pieces, np.array(digests, np.uint64), expected)
         if wrong:
             raise DirectFailed(f"{_differ(wrong)} from {self._expected_source} digests", torn=True)
 
@@ -287,6 +319,13 @@ class Receiver:
         self._link, self._digester, self._targets = None, None, {}
 
 
+def _digests_of(version: str, answer: direct_pb2.ReportedDigests, pieces: Sequence[Piece]) -> Digests:
+    """Return the ranks' digests of these pieces. Raises DirectFailed if there are not as many."""
+    if len(answer.digests) != len(pieces):
+        raise DirectFailed(f"{version}: expected {len(pieces)} digests, got {len(answer.digests)}")
+    return np.array(answer.digests, np.uint64)
+
+
 def _targets(models: Models, memory: OpenMemory) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, model in models.items():
@@ -304,6 +343,7 @@ def _check_unchanged(prepared: Tensors, found: Tensors) -> None:
 def compare_with_store(
     channel: Channel,
     early: EarlyVersion,
+    digests: Digests,
     stored: Callable[[VersionManifest], BoxDigests],
     is_current: Callable[[], bool],
 ) -> tuple[VersionManifest, str] | None:
@@ -312,6 +352,7 @@ def compare_with_store(
     Args:
         channel: Channel to the daemon.
         early: The version that the worker received.
+        digests: The ranks' digests of its pieces.
         stored: Returns the store's digests of the boxes that the worker needs. Raises ResharderError.
         is_current: Returns whether the worker still has the version. The wait for a version that is
             ABORTED ends when the daemon replaces it.
@@ -322,7 +363,7 @@ def compare_with_store(
     while is_current():
         try:
             manifest = get_manifest(channel, early.version)
-            return manifest, _difference(early, stored(manifest))
+            return manifest, _difference(early.pieces, digests, stored(manifest))
         except ResharderError as error:
             if not isinstance(error, NotFound):  # not READY yet
                 logger.warning("cannot compare %s with the store, retrying: %s", early.version, error)
@@ -330,8 +371,8 @@ def compare_with_store(
     return None
 
 
-def _difference(early: EarlyVersion, stored: BoxDigests) -> str:
-    wrong = _wrong(early.pieces, early.digests, stored.of(early.pieces))
+def _difference(pieces: Sequence[Piece], digests: Digests, stored: BoxDigests) -> str:
+    wrong = _wrong(pieces, digests, stored.of(pieces))
     return f"{_differ(wrong)} from the store's digests" if wrong else ""
 
 
