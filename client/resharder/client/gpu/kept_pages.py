@@ -4,7 +4,7 @@
 
 A registration pins pages and takes as long as a copy of them. The store uses the same files for later versions, so it is worth
 keeping. CUDA writes into pinned pages by their physical addresses: once they are registered, the map is replaced by addresses
-that this process cannot access, and the kernel sees no writer any more. It grants the daemon's leases as for any closed file.
+that this process cannot write to, and the kernel sees no writer any more. It grants the daemon's leases as for any closed file.
 
 What the leases do not show is a copy of this process's own. Hence a file is open for writing for as long as one may run.
 """
