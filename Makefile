@@ -188,7 +188,7 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
-		$(BIN)/pytest tests/converters/test_bridge_adapters.py $(PYTEST)
+		$(BIN)/pytest tests/converters/test_bridge_adapters.py tests/converters/test_bridge_vision.py $(PYTEST)
 	RESHARDER_TEST_BRIDGE_PYTHON="$(abspath $(BRIDGE_PYTHON))" $(BIN)/pytest -m integrations tests/integrations/test_bridge_recipe.py $(PYTEST)
 	RESHARDER_TEST_VIME="$(VIME)" RESHARDER_TEST_PRIME_RL="$(PRIME_RL)" RESHARDER_TEST_SKYRL="$(CURDIR)/.venv-trl/skyrl-0.4.0" .venv-trl/bin/python -m pytest -m integrations \
 		$(addprefix tests/integrations/test_,trl.py skyrl.py skyrl_sender.py ray.py vime.py prime_rl.py) $(PYTEST)

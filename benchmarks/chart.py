@@ -14,12 +14,12 @@ from benchmarks.rows import Row, read
 RESULTS, IMAGE = Path(__file__).parent / "results", Path(__file__).parents[1] / "docs" / "images" / "served.svg"
 ONE_GPU, TWO_GPUS, FOUR_GPUS = "peer_memory.json", "direct_install.json", "direct_path.json"
 SERVED, PAUSE = "from publish to served", "pause as a client sees it"
-COLORS = {"served": "#4c78a8", "pause": "#f58518", "peer": "#9d9da1"}
+COLORS = {"served": "#4c78a8", "pause": "#f58518", "held": "#54a24b", "peer": "#9d9da1"}
 _LEFT, _WIDTH, _BAR, _FIRST, _LAST = 330, 470, 15, 0.01, 20.0  # pixels; seconds at the ends of the axis
 
 
 class Bar(NamedTuple):
-    """A duration in seconds, of kind `served`, `pause` or `peer`."""
+    """A duration in seconds, of kind `served`, `pause`, `held` or `peer`."""
 
     label: str
     kind: str

@@ -27,7 +27,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.gc_pauses import gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.trainer.connect import connect
-from resharder.client.versions.manifest import get_manifest
+from resharder.client.versions.manifest import Digests, get_manifest
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.geometry.layout import Piece, full_box
 from resharder.v1 import resources_pb2
@@ -77,19 +77,19 @@ class Ticker:
             self._thread.join()
 
 
-def worker_of(channel: Channel, endpoint: str, version: str) -> tuple[Staging, EarlyVersion]:
-    """A worker's staging, and what it received ahead of READY."""
+def worker_of(channel: Channel, endpoint: str, version: str) -> tuple[Staging, EarlyVersion, Digests]:
+    """A worker's staging, what it received ahead of READY, and the ranks' digests."""
     manifest = get_manifest(channel, version)
     pieces = tuple(Piece(name, full_box(spec.shape), name, 0, (1,) * len(spec.shape)) for name, spec in manifest.specs.items())
     needs = {piece.tensor: (piece.box,) for piece in pieces}
-    early = EarlyVersion(version, "", pieces, np.array([*manifest.digests.values()], np.uint64), b"")
+    early = EarlyVersion(version, "", pieces, b"")
     host: Any = SimpleNamespace(device=torch.device("cpu"))
     parts: Any = SimpleNamespace(by_name={}, needs=lambda: needs, loaded=frozenset())
     receiver: Any = None
     staging = Staging(host, channel, PluginSettings(endpoint, "s", "policy"), parts, receiver, lambda: True)
     staging.sources = Sources(channel, resources_pb2.StoreAccess(), PluginSettings(endpoint, "s", "policy"))
     staging.sources.shared = True
-    return staging, early
+    return staging, early, np.array([*manifest.digests.values()], np.uint64)
 
 
 def measure(rounds: int) -> list[tuple[float, float, float, float]]:
@@ -103,7 +103,7 @@ def measure(rounds: int) -> list[tuple[float, float, float, float]]:
         publisher.attach(model_of(expected_shapes(config)), config)
         version = publisher.publish(1)
         version.wait_ready(300)
-        staging, early = worker_of(channel, daemon.endpoint, version.name)
+        staging, early, digests = worker_of(channel, daemon.endpoint, version.name)
         print(f"{len(early.pieces)} tensors")
         gc.collect()
         gc.freeze()
@@ -111,17 +111,17 @@ def measure(rounds: int) -> list[tuple[float, float, float, float]]:
             ticker = Ticker()
             with ticker.ticking():
                 wall, cpu = time.perf_counter(), time.thread_time()
-                compare(channel, early, staging)
+                compare(channel, early, digests, staging)
                 wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
             if number >= 0:
                 found.append((ticker.gap, ticker.used, wall, cpu))
     return found
 
 
-def compare(channel: Channel, early: EarlyVersion, staging: Staging) -> None:
+def compare(channel: Channel, early: EarlyVersion, digests: Digests, staging: Staging) -> None:
     """Compare as a worker's agent does."""
     with short_switch_interval(), gc_paused():
-        done = compare_with_store(channel, early, staging.prepare_fallback, lambda: True)
+        done = compare_with_store(channel, early, digests, staging.prepare_fallback, lambda: True)
     assert done is not None
     assert not done[1], done[1]
 

@@ -14,12 +14,8 @@ until the version is served. Versions arrive over the direct path, over the dire
 After the rounds of each path, the weights of the first version are installed again, and every tensor that workers read is
 compared with its value after the boot.
 
-The peer of the direct path is vLLM's own transfer, if FILE has its row from a preceding run of `benchmarks.direct_path`; rows are
-added to that file; `--ipc`: vLLM's CUDA IPC transfer within one GPU, in the same run; `--nccl`: its packed NCCL transfer, in the
-same run; `--m2n SITE`: NCCL M2N with the fewest calls, before the installs and after them, on the GPUs of the first rank and the
-first worker. A server that answers a client meanwhile would share its GPU with a peer in slices of time. The
-peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
-of a worker's bytes from pinned memory.
+Rows are added to FILE. The peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a
+copy of a worker's bytes from pinned memory. `benchmarks.compare` has the other peers.
 """
 
 import argparse
@@ -29,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import nccl_m2n, vllm_reload, vllm_transfer
+from benchmarks import vllm_reload
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
 from benchmarks.rows import Row, add, read, show
 from benchmarks.stores import fast_store
@@ -78,11 +74,6 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     workers = arguments.workers or each
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
-    own_transfer = None
-    for backend in ("ipc", "nccl"):
-        if getattr(arguments, backend) and job.quantization is None:
-            own_transfer = vllm_transfer.measure(job.name, workers, "ipc" if backend == "ipc" else "nccl")
-    nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
         own = {
             "gpus": arguments.gpus,
@@ -102,14 +93,13 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
                     found[path] = [install(system, clients, path) for _ in range(1 + rounds)]
                     install(system, clients, path, seed=1)
                     check(system, path, held, count * (2 + rounds))
-                    yield rows_of(job, arguments, found, None, limit, own_transfer)
+                    yield rows_of(job, arguments, found, None, limit)
             for client in clients:
                 client.end()
             kept = vllm_reload.keep_newest(system) if arguments.reload else None
         if kept is not None:
             peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
-            yield rows_of(job, arguments, found, peer, limit, own_transfer)
-    nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
+            yield rows_of(job, arguments, found, peer, limit)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
@@ -134,18 +124,16 @@ def rows_of(
     found: dict[str, list[Seen]],
     reload: float | None,
     limit: float | None,
-    transfer: float | None = None,
 ) -> list[Row]:
     """Return rows of medians, without the first install, which connects and compiles."""
     each, replicas, count = arguments.each, arguments.replicas, arguments.servers
     whom = "" if (each, replicas, count) == (2, 1, 1) else f", {each * replicas} to {count}"
     whom += f" of {arguments.workers}" if arguments.workers else ""
-    sent = read(arguments.json).get(f"direct {job.name}") if arguments.json else None
     rows = []
     for path, seen in found.items():
         if seen:
             middle, what = Seen(*map(median, zip(*seen[1:], strict=True))), f"{NAMES[path]} {job.name}{whom}"
-            peer = reload if path == "staged" else transfer or (sent.peer if sent else None)
+            peer = reload if path == "staged" else None
             rows.append(Row(f"{what}, from publish to READY", middle.ready, None, None))
             rows.append(Row(f"{what}, from publish to served", middle.served, peer, None))
             rows.append(Row(f"{what}, pause", middle.pause, peer, None))
@@ -182,9 +170,6 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1, help="of the trainer's model, each of as many ranks")
     parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")
-    parser.add_argument("--ipc", action="store_true", help="measure vLLM's own CUDA IPC transfer in the same run")
-    parser.add_argument("--nccl", action="store_true", help="measure vLLM's own packed NCCL transfer in the same run")
-    parser.add_argument("--m2n", type=Path, help="measure NCCL M2N in the same run, with the packages in this folder")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     parser.add_argument("--quantization", choices=["fp8"], help="format to which ranks cast")
     arguments = parser.parse_args()

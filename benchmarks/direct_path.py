@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from benchmarks import shapes, vllm_transfer
+from benchmarks import shapes
 from benchmarks.direct_layouts import DENSE, EXPERTS, Layouts, both_sides
 from benchmarks.direct_process import MIB, Job, Place, Took, Way, failing, measuring
 from benchmarks.rows import Row, show, write
@@ -101,7 +101,7 @@ def seconds_of(took: list[Took]) -> float:
     return median(max(end for _, end, _ in each) - max(begin for begin, _, _ in each) for each in zip(*took, strict=True))
 
 
-def report(job: Job, results: dict[int, dict[str, Any]], peer: float | None) -> list[Row]:
+def report(job: Job, results: dict[int, dict[str, Any]]) -> list[Row]:
     ranks = sorted(results)
     first = len(ranks) // 2  # of the receivers
     kept = max(results[rank]["bytes"] for rank in ranks[first:])
@@ -127,14 +127,14 @@ def report(job: Job, results: dict[int, dict[str, Any]], peer: float | None) -> 
         memory = (f"{each[rank]['staging'] / MIB:.0f}+{results[rank]['group MiB']:.0f}" for rank in (0, first))
         shown = (f"{total * 1000:.1f}", f"{limit / total:.0%}", *counts, *(f"{t:.1f}" for t in times), *memory, str(wrong))
         table.add_row(str(way), *shown)
-        rows.append(Row(f"direct {job.name}" + (f", {way}" if rows else ""), total, peer, limit))
+        rows.append(Row(f"direct {job.name}" + (f", {way}" if rows else ""), total, None, limit))
     Console(width=180).print(table)
     if any(results[rank]["ways"][way]["wrong"] for rank in ranks for way in job.ways):
         raise AssertionError(f"{job.name}: elements are wrong")
     proven, alone = seconds_of([one["proven"] for one in results.values()]), [t for *_, t in results[first]["proven"]]
     if sum(one["unproven"] for one in results.values()):
         raise AssertionError(f"{job.name}: digests are wrong")
-    rows.append(Row(f"direct {job.name}, with the digest proof", proven, peer, limit))
+    rows.append(Row(f"direct {job.name}, with the digest proof", proven, None, limit))
     print(f"{job.name}: MiB above: buffers and what the group takes of a sender and of a receiver; "
           f"with the proof {proven * 1000:.1f} ms, {proven / rows[0].ours - 1:+.0%}; alone {median(alone) * 1000:.1f}, "
           f"made in {results[first]['proof made'] * 1000:.0f}; schedules prepared in {results[0]['prepared'] * 1000:.0f} ms, "
@@ -156,7 +156,6 @@ def main() -> None:
     parser.add_argument("--faults", action="store_true", help="what becomes of a group whose members are killed or sleep")
     parser.add_argument("--recorded", action="store_true")
     parser.add_argument("--only", help="the name of a shape")
-    parser.add_argument("--peer", action="store_true", help="measure vLLM's own transfer in the same run, on three of the GPUs")
     arguments = parser.parse_args()
     on_cpu = (CPU_JOB,) if arguments.cpu else CPU_JOBS
     arguments.cpu_tiny |= arguments.cpu
@@ -167,8 +166,7 @@ def main() -> None:
     if arguments.links:
         jobs = [job._replace(ways=(*job.ways[:1], *(way._replace(staging=job.ways[0].staging) for way in LINKS))) for job in jobs]
     for job in jobs:
-        peer = vllm_transfer.measure(job.name) if arguments.peer else None
-        rows += report(job, dict(processes(job, measuring, arguments, arguments.seconds)), peer)
+        rows += report(job, dict(processes(job, measuring, arguments, arguments.seconds)))
         if arguments.json:
             write(rows, arguments.json)
     if not arguments.faults:

@@ -1,8 +1,7 @@
 """One of the Megatron ranks of `benchmarks.direct_system`: a model of a real shape on its GPU, which publishes on request.
 
-Weights are a hash of each element's tensor, position and step, small enough for a model to run with, and of other sizes in each
-block of 128 by 128: of equal scales, a worker cannot observe where they are. `fault`: action of rank 0 in
-the middle of its next transfer: "stop" (SIGSTOP), "die" (SIGKILL), or a number of seconds to sleep.
+Weights are those of `benchmarks.weights`. `fault`: action of rank 0 in the middle of its next transfer: "stop" (SIGSTOP), "die"
+(SIGKILL), or a number of seconds to sleep.
 """
 # ruff: noqa: E402, I001 - megatron-core on a CPU needs something to be imported first
 
@@ -25,24 +24,14 @@ from demo.jobs import answer, next_request
 from resharder.client import connect
 from resharder.client.direct.transfer import Seconds, Transfer
 from resharder.converters.models.megatron.build import build_chunks
-from resharder.converters.geometry.layout import Piece
 from resharder.converters.models.tensor_io import view_of
 from resharder.converters.models.megatron.layout import local_layout
 
+from benchmarks.weights import values
 from tests.support.late_group import DelayedGroup, DelayedPairs
 
 _plain_run = Transfer.run
 _fault = ""
-
-
-def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device) -> torch.Tensor:
-    place = torch.full((), sum(piece.tensor.encode()) * 7919 + step * 104729, dtype=torch.int64, device=device)
-    block = torch.zeros((), dtype=torch.float32, device=device)
-    for r, n in zip(piece.box, shape, strict=True):
-        indices = torch.arange(r.start, r.last + 1, r.step, device=device)
-        place, block = place.unsqueeze(-1) * n + indices, block.unsqueeze(-1) + indices // 128
-    found = place.mul_(0x9E3779B1).bitwise_right_shift_(13).bitwise_and_(0xFFFF).to(torch.float32) / 65536 - 0.5
-    return found.mul_(block.remainder_(7).add_(7).mul_(0.04 / 13))
 
 
 def run(self: Transfer, *arguments: Any) -> Seconds:
@@ -95,7 +84,7 @@ def main() -> None:
         with torch.no_grad():
             for piece in layout.pieces:
                 there = view_of(tensors[piece.local], piece.view(piece.box))
-                there.copy_(values(piece, layout.tensors[piece.tensor].shape, seed, device))
+                there.copy_(values(piece.tensor, piece.box, layout.tensors[piece.tensor].shape, seed, device))
         dist.barrier()
         began = time.time()
         handle = publisher.publish(step, direct=direct)

@@ -12,7 +12,7 @@ from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.quantization.scheme import Scheme, check_family
 
-from tests.support.tiny_hf import tiny_config
+from tests.support.tiny_hf import family_of, tiny_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "quantization.md"
 BEGIN = "<!-- Table of modules, made by `python -m tools.formats_table`. -->"
@@ -30,7 +30,7 @@ def modules() -> str:
     families: dict[str, list[str]] = {}
     for architecture in ARCHITECTURES:
         family = architecture.model_type
-        families.setdefault(_modules_of(tiny_config(family.removesuffix("_text"))), []).append(f"`{family}`")
+        families.setdefault(_modules_of(tiny_config(family_of(family))), []).append(f"`{family}`")
     rows = [f"| {', '.join(names)} | {text} |" for text, names in families.items()]
     return "\n".join(["| families | unconverted |", "|---|---|", *rows]) + "\n"
 
@@ -40,7 +40,7 @@ def _modules_of(config: Mapping[str, Any]) -> str:
     try:
         check_family(config, shapes.items())
     except UnsupportedModel:
-        return "refused: stacked experts"
+        return "refused: a tower" if "vision_config" in config else "refused: stacked experts"
     return ", ".join(f"`{name}`" for name in sorted({name.rpartition(".")[2] for name in scheme.unconverted(shapes)}))
 
 

@@ -17,8 +17,11 @@ from resharder.client.operator.answers import ServeAhead, UpdateStrategy
 from resharder.client.trainer.delivery import DEFAULT_WAIT
 from resharder.v1 import resources_pb2
 
+from tests.failpoints.adapter_cycle import ADAPTER, AdapterServer, adapter_weights
+from tests.failpoints.light_server import fingerprint
+from tests.failpoints.roles import Trainer
 from tests.support.daemon import Daemon
-from tests.support.direct_jobs import ConfiguredServer, Job
+from tests.support.direct_jobs import AdapterJob, ConfiguredServer, Job
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.remote import Remote
 from tests.support.tiny_hf import tiny_config
@@ -197,3 +200,23 @@ def test_a_trainer_is_not_held_for_a_server_that_was_killed(site: Site, served: 
     server.send_signal(signal.SIGKILL)
     wait_until(lambda: not server.alive, "it is gone", 60)
     assert site.publish(job)[1] < AT_ONCE
+
+
+@pytest.mark.parametrize("wait", [None, 0], ids=["default", "off"])
+def test_a_trainer_of_an_adapter_is_not_held_and_its_servers_have_what_it_published(tmp_path: Path, wait: float | None) -> None:
+    with Daemon() as daemon, ExitStack() as stack:
+        base = stack.enter_context(Remote(Trainer, daemon.endpoint))
+        base.call("register", "base", "auto", False)
+        base.call("publish", 1)
+        environment = {
+            "RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "s", "RESHARDER_PAGE": str(tmp_path / "page"),
+            "RESHARDER_ADAPTERS": ADAPTER,
+        }  # fmt: skip
+        server = stack.enter_context(Remote(AdapterServer, str(tmp_path / "served"), environment=environment))
+        assert server.call("boot", timeout=600) == 1
+        job = stack.enter_context(Remote(AdapterJob, daemon.endpoint, direct_wait=wait))
+        for step in (1, 2, 3):
+            number, held = job.call("timed", step, timeout=600)
+            assert held < AT_ONCE
+            wait_until(lambda number=number: server.call("version") == number, f"version {number} is served", 120)  # type: ignore[misc]
+            assert server.call("memory") == fingerprint(adapter_weights(step).items())

@@ -1,38 +1,42 @@
 """What goes over the direct path, and what a server refuses there before anything is applied; over gloo."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import ServeAhead
+from resharder.client.trainer.delivery import DEFAULT_WAIT
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.direct_jobs import ConfiguredServer, Job
-from tests.support.observing import servers, wait_serving, wait_until
-from tests.support.remote import Remote
+from tests.support.observing import servers, versions, wait_serving, wait_until
+from tests.support.remote import Gone, Remote
 from tests.support.tiny_hf import tiny_config
 from tests.support.variants import sampled
 
 CONFIG = tiny_config("llama") | {"architectures": ["TeleChat3ForCausalLM"]}  # vLLM's, without a table here
 ENVIRONMENT = {"RESHARDER_PEER_MEMORY": "off"}
+SHARING = {"RESHARDER_PEER_MEMORY": "cpu"}
 
 
 @dataclass
 class Site:
     daemon: Daemon
+    served: Path  # versions in service, each with the fingerprint of memory
     server: Remote
     stack: ExitStack
     jobs: int = 0
 
-    def job(self, config: dict[str, Any] = CONFIG, **options: Any) -> Remote:
+    def job(self, config: dict[str, Any] = CONFIG, environment: Mapping[str, str] = ENVIRONMENT, **options: Any) -> Remote:
         """A new job, which takes the model over."""
         self.jobs += 1
-        job = Remote(Job, self.daemon.endpoint, f"job-{self.jobs}", config, environment=ENVIRONMENT, **options)
+        job = Remote(Job, self.daemon.endpoint, f"job-{self.jobs}", config, environment=environment, **options)
         self.stack.callback(job.close)
         return job
 
@@ -42,6 +46,13 @@ class Site:
             number = pool.submit(job.call, "publish", step, exchange, timeout=600).result()
         (worker,) = wait_serving(self.daemon, number).workers
         return worker
+
+    def order(self, job: Remote, step: int, *, slow: bool) -> tuple[str, list[str]]:
+        """Publish, and return the worker's path and `Job.order`."""
+        with ThreadPoolExecutor(1) as pool:
+            number, events = pool.submit(job.call, "order", step, slow, timeout=600).result()
+        (worker,) = wait_serving(self.daemon, number).workers
+        return worker.path, events
 
     def turns(self) -> int:
         """Number of transfers that began."""
@@ -53,12 +64,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     served = tmp_path_factory.mktemp("site") / "served"
     with Daemon(log_format="json", direct_seconds=60) as daemon, ExitStack() as stack:
         environment = {
-            **ENVIRONMENT, "RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one",
+            **SHARING, "RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one",
             "RESHARDER_PAGE": str(served.parent / "page"),
         }  # fmt: skip
         server = Remote(ConfiguredServer, str(served), CONFIG, environment=environment)
         stack.callback(server.close)
-        site = Site(daemon, server, stack)
+        site = Site(daemon, served, server, stack)
         job = site.job()
         job.call("publish", 1, False, timeout=600)
         assert server.call("boot", timeout=600) == 1
@@ -108,3 +119,69 @@ def test_a_version_that_is_not_the_servers_model_is_refused_by_name_before_anyth
         publishing.result()
     (after,) = servers(site.daemon)
     assert (after.version, site.server.call("memory"), site.turns()) == (before.version, memory, turns)
+
+
+def serve_ahead(site: Site) -> None:
+    with Operator(site.daemon.endpoint) as operator:
+        operator.set_fleet("policy", serve_ahead=ServeAhead.AUTO)
+
+
+@pytest.mark.parametrize("environment", [ENVIRONMENT, SHARING], ids=["sent", "shared memory"])
+def test_a_rank_that_dies_between_its_boxes_and_their_digests_leaves_the_version_before(
+    site: Site, environment: dict[str, str]
+) -> None:
+    serve_ahead(site)
+    good = site.job()
+    step = 20 if environment is ENVIRONMENT else 30
+    assert site.publish(good, step).path == "gloo"
+    before = servers(site.daemon)[0].version
+    job = site.job(environment={**environment, "RESHARDER_FAILPOINT": "sender.digest=kill"})
+    turns = site.turns()
+    with pytest.raises(Gone):
+        job.call("offer", step + 1, timeout=600)
+    wait_until(lambda: versions(site.daemon)[before + 1] == "ABORTED", "its version is ABORTED", 120)
+    wait_serving(site.daemon, before)
+    assert site.turns() == turns + 1, "its boxes were sent"
+    assert site.server.call("memory") == good.call("fingerprint", step)
+    in_service = [line.split()[0] for line in site.served.read_text().splitlines()]
+    assert str(before + 1) not in in_service
+    assert site.publish(site.job(), step + 2).path == "gloo"
+
+
+def test_a_rank_delivers_to_the_daemon_when_the_worker_on_its_device_has_the_version(site: Site) -> None:
+    serve_ahead(site)
+    job = site.job(environment=SHARING, direct_wait=None)
+    order = [("peer-memory", ["delivery", "transfer"]), *[("peer-memory", ["transfer", "delivery"])] * 3]
+    assert [site.order(job, step, slow=step == 40) for step in (40, 41, 42, 43)] == order
+    assert site.server.call("memory") == job.call("fingerprint", 43)
+
+
+WAITS = pytest.mark.parametrize("wait", [None, 0], ids=["by default", "off"])
+
+
+@WAITS
+def test_a_bound_on_how_far_the_trainer_is_ahead_holds_it_no_longer(site: Site, wait: float | None) -> None:
+    serve_ahead(site)
+    job, times = site.job(direct_wait=wait, max_ahead=1), list[float]()
+    first = 50 if wait is None else 60
+    for step in range(first, first + 4):
+        with ThreadPoolExecutor(1) as pool:
+            number, held = pool.submit(job.call, "timed", step, timeout=600).result()
+        times.append(held)
+        wait_serving(site.daemon, number)
+        assert site.server.call("memory") == job.call("fingerprint", step)
+    assert min(times[1:]) < DEFAULT_WAIT, times
+
+
+@WAITS
+def test_a_generation_without_a_publish_has_the_version_of_before(site: Site, wait: float | None) -> None:
+    serve_ahead(site)
+    job, step = site.job(direct_wait=wait), 70 if wait is None else 80
+    with ThreadPoolExecutor(1) as pool:
+        version, again = (pool.submit(job.call, "generate", step, publish, timeout=600).result() for publish in (True, False))
+    assert version == again == max(versions(site.daemon))
+    assert versions(site.daemon)[version] == "READY"
+    with Operator(site.daemon.endpoint) as operator:
+        operator.wake("policy")
+    wait_serving(site.daemon, version)
+    assert site.server.call("memory") == job.call("fingerprint", step)

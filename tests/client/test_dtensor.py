@@ -30,3 +30,17 @@ def test_versions_over_steps_a_resumed_job_and_an_exchange_are_the_whole_state_d
     for former, later in ((before, after), (after, resumed)):
         assert [name for name in former if torch.equal(former[name], later[name])] == ["model.embed_tokens.weight"]
     assert equal(again, before)
+
+
+def test_a_model_with_a_tower_is_published_as_it_was_released_before_and_after_a_step_on_an_image(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "source", tiny_config("qwen3_vl_moe"), seed=3)
+    (source / "preprocessor_config.json").write_text("{}")
+    with Daemon(keep_count=4) as daemon:
+        forked("tests.client.vision_ranks", daemon.endpoint, tmp_path)
+        before, after = (exported(daemon.endpoint, number, tmp_path / number) for number in ("1", "2"))
+    assert (tmp_path / "1" / "preprocessor_config.json").is_file()
+    assert equal(before, load_checkpoint(source))
+    gathered = torch.load(tmp_path / "after.pt")
+    turned = (".experts.gate_up_proj", ".experts.down_proj")
+    assert equal(after, {name: tensor.mT if name.endswith(turned) else tensor for name, tensor in gathered.items()})
+    assert [name for name in before if torch.equal(before[name], after[name]) and "embed_tokens" not in name] == []

@@ -81,7 +81,9 @@ def with_experts(config: Mapping[str, Any]) -> bool:
     return "num_moe_experts" in architecture_of(config).recipe(config).transformer
 
 
-@pytest.mark.parametrize("family", sampled(tiny_hf.FAMILIES, ["qwen3_tied", "qwen3_moe", "glm4_moe", "kimi_k2", "qwen3_next"]))
+@pytest.mark.parametrize(
+    "family", sampled(tiny_hf.ALL, ["qwen3_tied", "qwen3_moe", "glm4_moe", "kimi_k2", "qwen3_next", "qwen3_vl_moe"])
+)
 def test_what_is_filled_and_published_is_the_checkpoint_and_its_version_fills_another_layout(
     daemon: Daemon, family: str, tmp_path: Path
 ) -> None:

@@ -269,6 +269,6 @@ def test_nixl_is_refused_by_either_and_a_user_who_names_it_is_told(
 ) -> None:
     monkeypatch.setenv("RESHARDER_NIXL", setting)
     monkeypatch.setattr(nixl_agent, "unavailable", lambda: "")
-    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: rdma)
+    monkeypatch.setattr(meeting, "has_rdma", lambda: rdma)
     assert meeting.may_use_nixl(allowed) is used
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

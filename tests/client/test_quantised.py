@@ -4,6 +4,7 @@ The ranks' models are real ones, each built as the rank that it is; they publish
 """
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.fp8_ranks import Ranks
 import torch
 from resharder.client.errors import Conflict, ConversionError, UsageError, VersionAborted
 from resharder.client.trainer.connect import DeclaredTensor, connect
+from resharder.client.trainer.delivery import DEFAULT_WAIT
 from resharder.client.trainer.quantised import QuantisedModel
 from resharder.converters.quantization.cast import QuantisedTensors
 from transformers import AutoConfig
@@ -23,6 +25,7 @@ from transformers import AutoConfig
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
+from tests.support.simulated_server import SimulatedServer
 from tests.support.tiny_hf import tiny_config
 from tests.support.variants import sampled
 from tests.support.weights import random_weights
@@ -111,6 +114,25 @@ def test_a_fault_in_the_cast_differs_from_one_cast_of_the_whole(
         number = ranks.publish(2)
     found = exported(daemon.endpoint, f"models/{model}/versions/{number}", tmp_path / "out")
     assert not equal(found, cast(weights, json.loads((tmp_path / "out" / "config.json").read_text())))
+
+
+@pytest.mark.parametrize("wait", [None, 0], ids=["default", "off"])
+def test_a_trainer_that_casts_is_not_held_for_servers_that_take_ready_versions(
+    daemon: Daemon, wait: float | None, tmp_path: Path
+) -> None:
+    model = f"held-{wait}"
+    with two(daemon, model, direct_wait=wait) as ranks:
+        ranks.publish(1)
+        with SimulatedServer(daemon, model, model=model):
+            held = []
+            for step in (2, 3, 4):
+                ranks.fill(weights := weights_of(ranks.config, step))
+                began = time.monotonic()
+                number = ranks.publish(step)
+                held.append(time.monotonic() - began)
+            assert min(held) < DEFAULT_WAIT, "each would last longer"
+    found = exported(daemon.endpoint, f"models/{model}/versions/{number}", tmp_path / "out")
+    assert equal(found, cast(weights, json.loads((tmp_path / "out" / "config.json").read_text())))
 
 
 def test_a_rank_that_repeats_a_step_gets_its_version_again(daemon: Daemon) -> None:

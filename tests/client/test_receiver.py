@@ -12,12 +12,13 @@ import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.transfer import Seconds
-from resharder.client.errors import Refused
+from resharder.client.errors import NotFound, Refused
 from resharder.client.inference.worker import receiver as module
-from resharder.client.inference.worker.receiver import Receiver, _check_unchanged
+from resharder.client.inference.worker.receiver import EarlyVersion, Receiver, _check_unchanged
 from resharder.client.versions.manifest import NeededDigests, VersionManifest
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.storage.digest import digest
+from resharder.converters.wire import backoff
 from resharder.v1 import direct_pb2
 
 
@@ -49,6 +50,27 @@ def test_boxes_that_differ_from_the_stores_are_counted_and_one_is_named() -> Non
         assert said == f"2 boxes, e.g. of {'b' if order == 'abc' else 'c'}, differ from the store's digests"
     with pytest.raises(ValueError, match="expected 3 digests, got 2 and 3"):
         module._difference(pieces, found[:2], stored)
+
+
+def test_a_version_is_compared_soon_after_it_is_ready_and_a_late_one_is_asked_for_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses, manifest = list[float](), VersionManifest("v/1", 1, "", "", {}, {}, ())
+    monkeypatch.setattr(backoff.time, "sleep", pauses.append)
+
+    def get_manifest(channel: Any, version: str) -> VersionManifest:
+        if len(pauses) < 8:
+            raise NotFound("v/1 is UPLOADING")
+        return manifest
+
+    monkeypatch.setattr(module, "get_manifest", get_manifest)
+    unused: Any = None
+    stored = NeededDigests({}, {})
+    early, digests = EarlyVersion("v/1", "", (), b""), np.zeros(0, np.uint64)
+    found = module.compare_with_store(unused, early, digests, lambda manifest: stored.of(unused, manifest), lambda: True)
+    assert found == (manifest, "")
+    assert max(pauses) <= 1.0
+    assert sum(pauses[:3]) <= 0.7
 
 
 class Link:

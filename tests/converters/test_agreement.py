@@ -16,12 +16,12 @@ from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.agreement import compared, disagreements, is_padding
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
-from resharder.converters.models.megatron.layout import local_layout, local_pieces
+from resharder.converters.models.megatron.layout import language_of, local_layout, local_pieces
 
 pytestmark = [pytest.mark.slow, pytest.mark.compat("refusals")]
 
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 
 def build(config: Mapping[str, Any], world: int = 1, **layout: Any) -> list[torch.nn.Module]:
@@ -72,14 +72,15 @@ def test_heads_of_delta_nets_of_another_width_are_refused_with_both_values(famil
         local_layout(build(config), changed)
 
 
-@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+@pytest.mark.parametrize("family", tiny_hf.ALL)
 def test_every_value_that_decides_a_cut_is_compared(family: str) -> None:
     """The names in the message are those of the differences, one by one."""
     config = tiny_hf.tiny_config(family)
     chunks = build(config)
     local_layout(chunks, config)
     for attribute, (name, expected) in compared(architecture_of(config).recipe(config)).items():
-        holder: Any = chunks[0] if attribute in vars(chunks[0]) else chunks[0].config
+        language = language_of(chunks[0])
+        holder: Any = language if attribute in vars(language) else language.config
         if attribute not in vars(holder):
             continue
         right = getattr(holder, attribute)
@@ -169,12 +170,12 @@ def test_a_config_with_more_layers_than_the_model_is_refused(layers: int) -> Non
 # The vocabulary
 
 
-@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+@pytest.mark.parametrize("family", tiny_hf.ALL)
 def test_rows_of_the_vocabulary_that_are_no_padding_are_refused(family: str) -> None:
     config = tiny_hf.tiny_config(family)
     chunks = build(config)
     with pytest.raises(LayoutError, match=r"expected 1000 rows \(vocab_size\).* found 1003: the config leaves out 3 rows"):
-        local_layout(chunks, config | {"vocab_size": 1000})
+        local_layout(chunks, tiny_hf.tiny_config(family, vocab_size=1000))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ QWEN3_30B_A3B = QWEN3_8B | {
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(family, {}) for family in tiny_hf.FAMILIES]
+    [(family, {}) for family in tiny_hf.ALL]
     + [("llama", {"num_key_value_heads": 1}), ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1]})],
 )
 def test_expected_shapes_are_those_that_transformers_saves(family: str, changes: dict[str, object], tmp_path: Path) -> None:

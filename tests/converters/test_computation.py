@@ -90,7 +90,7 @@ INERT = [
 """Arguments that have no effect beside another one."""
 
 
-@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+@pytest.mark.parametrize("family", tiny_hf.ALL)
 def test_a_model_that_computes_otherwise_is_refused_by_both_values(family: str, chunks: Any) -> None:
     config = tiny_hf.tiny_config(family)
     recipe = architecture_of(config).recipe(config)
@@ -343,7 +343,7 @@ def arguments_of_megatron() -> set[str]:
 
 
 def test_every_argument_is_on_one_list() -> None:
-    recipes = [architecture_of(config).recipe(config) for config in map(tiny_hf.tiny_config, tiny_hf.FAMILIES)]
+    recipes = [architecture_of(config).recipe(config) for config in map(tiny_hf.tiny_config, tiny_hf.ALL)]
     compared = {name for recipe in recipes for aspect in aspects(recipe) for name in aspect.attributes}
     compared |= {*FIELDS, *SWITCHES, *ROTARY}
     listed = [*(name for names in NOT_COMPARED.values() for name in names), *PARALLELISM, *UNSUPPORTED]

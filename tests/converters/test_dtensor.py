@@ -284,16 +284,43 @@ def test_names_that_are_not_those_on_disk_are_refused_with_the_difference() -> N
         ("qwen3_next", "num_nextn_predict_layers"),
         ("qwen3_5", "mtp_num_hidden_layers"),
         ("qwen3_5_moe", "mtp_num_hidden_layers"),
+        ("qwen3_5_vl", "mtp_num_hidden_layers"),
+        ("qwen3_5_moe_vl", "mtp_num_hidden_layers"),
     ],
 )
 def test_mtp_layers_that_transformers_does_not_build_are_refused_with_the_field_that_counts_them(family: str, count: str) -> None:
-    config = tiny_hf.tiny_config(family) | {count: 1}
-    built = {name: torch.empty(shape) for name, shape in expected_shapes(config | {count: 0}).items()}
+    without = tiny_hf.tiny_config(family, **{count: 0})
+    config = tiny_hf.tiny_config(family, **{count: 1})
+    built = {name: torch.empty(shape) for name, shape in expected_shapes(without).items()}
     with pytest.raises(UnknownTensor, match=f"the config counts MTP layers that the model does not have: attach .* {count} is 0"):
         local_layout(built, config)
-    assert local_layout(built, config | {count: 0})[0].tensors.keys() == built.keys()
-    del built["model.norm.weight"]
+    assert local_layout(built, without)[0].tensors.keys() == built.keys()
+    del built[next(name for name in built if name.endswith(".norm.weight") and "layers" not in name)]
     with pytest.raises(UnknownTensor, match=r"[0-9]+ missing: .*pass rename="):
+        local_layout(built, config)
+
+
+@pytest.mark.parametrize("family", tiny_hf.WRAPPED)
+def test_a_model_with_a_tower_sharded_by_fsdp_has_the_names_and_values_of_the_released_checkpoint(
+    family: str, tmp_path: Path
+) -> None:
+    config = tiny_hf.tiny_config(family)
+    folder = tiny_hf.save_checkpoint(tmp_path, config)
+
+    def hold() -> Held_:
+        model = tiny_hf.load_model(folder)
+        for layer in model.model.language_model.layers:
+            fully_shard(layer, mesh=(mesh := init_device_mesh("cpu", (3,))))
+        fully_shard(model, mesh=mesh)
+        return local_layout(model, config)
+
+    assert_every_element_once(tiny_hf.load_checkpoint(folder), 3, hold)
+
+
+def test_stacked_experts_of_which_no_shape_says_how_they_are_stored_are_refused(tmp_path: Path) -> None:
+    config = tiny_hf.tiny_config("qwen3_vl_moe", moe_intermediate_size=64)
+    built = {name: torch.empty(shape) for name, shape in expected_shapes(config).items()}
+    with pytest.raises(UnsupportedModel, match="does not say whether it is transposed in memory"):
         local_layout(built, config)
 
 

@@ -53,9 +53,9 @@ EXPERTS: dict[str, Settings] = {
 }
 
 NO_CONTEXT_PARALLELISM = {
-    **dict.fromkeys(("gemma2", "gemma3", "gpt_oss"), "attention of megatron-core's own, under TransformerEngine too"),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_vl", "gpt_oss"), "attention of megatron-core's own"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), "YaRN pins memory, which needs a GPU"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "gated delta net"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl"), "gated delta net"),
 }
 
 
@@ -176,7 +176,7 @@ def name_of(family: str, case: Settings, dp: int) -> str:
     return "-".join(parts)
 
 
-MATRIX = {name: (family, case) for family in tiny_hf.FAMILIES for name, case in cases(family, -(-CASES // len(tiny_hf.FAMILIES)))}
+MATRIX = {name: (family, case) for family in tiny_hf.ALL for name, case in cases(family, -(-CASES // len(tiny_hf.ALL)))}
 
 
 @lru_cache

@@ -13,9 +13,10 @@ from tests.support.megatron_models import Spec, legacy_experts
 
 # isort: split
 from resharder.converters import architectures
-from resharder.converters.architectures.table import Rows, Table, Weight
+from resharder.converters.architectures.table import Rows, Weight
 
 from tests.support.megatron_logits import difference
+from tests.support.wrong_tables import exchanged, renamed, rewritten
 
 pytestmark = [pytest.mark.slow, pytest.mark.compat("logits")]
 
@@ -23,7 +24,7 @@ Checkpoint = dict[str, torch.Tensor]
 Model = tuple[dict[str, Any], Checkpoint]
 SPECS = [
     pytest.param(family, spec, marks=[pytest.mark.full] * ((number + second) % 2))
-    for number, family in enumerate(tiny_hf.FAMILIES)
+    for number, family in enumerate(tiny_hf.ALL)
     for second, spec in enumerate(("local", "te"))
 ]
 """Each family with each of Megatron's layer specs, in turns with one of them in `make test`."""
@@ -64,28 +65,6 @@ def test_legacy_grouped_experts_compute_the_logits_of_the_checkpoint(
     family = "qwen3_moe"
     flags = {"moe_use_legacy_grouped_gemm": True, "bf16": True}  # they refuse to run without the flag, whatever their dtype
     assert difference(model_of(family), folder_of(family), "te", **flags) < tiny_hf.tolerance(family)
-
-
-def rewritten(table: Table, key: str, change: Callable[[Weight], Weight]) -> Table:
-    return {k: tuple(change(w) for w in ws) if k.endswith(key) else ws for k, ws in table.items()}
-
-
-def renamed(old: str, new: str) -> Callable[[Weight], Weight]:
-    def swap(name: str) -> str:
-        return name.replace(old, "\0").replace(new, old).replace("\0", new)
-
-    return lambda weight: replace(weight, runs=tuple(replace(run, tensor=swap(run.tensor)) for run in weight.runs))
-
-
-def exchanged(i: int, j: int) -> Callable[[Weight], Weight]:
-    """Two runs with each other's HF rows."""
-
-    def change(weight: Weight) -> Weight:
-        runs = list(weight.runs)
-        runs[i], runs[j] = replace(runs[i], first=runs[j].first), replace(runs[j], first=runs[i].first)
-        return replace(weight, runs=tuple(runs))
-
-    return change
 
 
 def first_after(rows: int) -> Callable[[Weight], Weight]:

@@ -1,7 +1,8 @@
 """`demo.trainer` whose ranks go wrong in mid-transfer when they are told to.
 
-`fault`: {"rank": 1, "what": "sleep" | "die" | "change" | "old scale" | "other block"} happens in that rank's
-next transfer; the last two give the first block of a matrix an old scale, or its neighbour's. `reseed`: {"step": 13, "seed": 11}
+`fault`: {"rank": 1, "what": "sleep" | "die" | "change" | "digests" | "old scale" | "other block"} happens in that rank's next
+transfer: weights change before it, or their digests after it; the last two give the first block of a matrix an old scale, or its
+neighbour's. `reseed`: {"step": 13, "seed": 11}
 gives a step the weights of another. `hold`: {"rank": 1, "until": PATH, "change": false}: that rank's next delivery to the daemon
 begins when the file is there, with other weights by then if `change` says so. `withhold`: the next version is not offered.
 `generate`: a generation over the direct path, whose block ends when the file is there.
@@ -19,12 +20,13 @@ from demo import trainer
 # isort: split
 import torch
 import torch.distributed as dist
+from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.direct.transfer import Seconds, Transfer
 from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.quantization.layout import SCALES
 
 SLEEP = 35.0  # seconds: beyond what the daemon of these tests allows a transfer
-_plain_run = Transfer.run
+_plain_run, _plain_digests = Transfer.run, SentDigests.digests
 _plain_deliver = SharedMemory.deliver
 _next = ""
 _held: list[Callable[[], None]] = []
@@ -86,7 +88,13 @@ def reseed(publisher: Any, chunks: Any, config: Any, step: int, seed: int) -> di
     return {}
 
 
-def run(self: Transfer, *arguments: Any) -> Seconds:
+def differing(self: SentDigests, tensors: Any) -> list[int]:
+    """Return other digests once, as of weights that have changed since they were sent."""
+    SentDigests.digests = _plain_digests  # type: ignore[method-assign]
+    return [one ^ 1 for one in _plain_digests(self, tensors)]
+
+
+def run(self: Transfer, *arguments: Any, **options: Any) -> Seconds:
     global _next
     what, _next = _next, ""
     if what == "sleep":
@@ -96,12 +104,14 @@ def run(self: Transfer, *arguments: Any) -> Seconds:
     if what in ("old scale", "other block"):
         scales = self._sources[SCALES]
         scales[:1] = 1e-3 if what == "old scale" else scales[1:2].clone()
+    if what == "digests":
+        SentDigests.digests = differing  # type: ignore[method-assign]
     if what == "change":
         for source in self._sources.values():
             with torch.no_grad():
                 source.add_(1)
             break
-    return _plain_run(self, *arguments)
+    return _plain_run(self, *arguments, **options)
 
 
 if __name__ == "__main__":

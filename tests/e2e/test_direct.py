@@ -109,7 +109,7 @@ def test_weights_that_change_before_they_are_delivered_are_noticed_and_the_store
 def test_a_transfer_ahead_that_fails_leaves_what_was_served_before(system: System) -> None:
     with system.ahead():
         before, held = max(system.steps), system.fingerprints()
-        system.trainer.ask(do="fault", rank=1, what="change")
+        system.trainer.ask(do="fault", rank=1, what="digests")
         version, asked, go = system.publish_held(22)
         wait_until(
             lambda: len(system.failures()) > 0 and "differ from the ranks' digests" in system.failures()[-1],

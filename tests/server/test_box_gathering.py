@@ -17,7 +17,7 @@ from resharder.server.data.versions import ServedVersion
 from resharder.server.holding.part_files import FilesOnNode, GatheredBoxes, PartFile, write_parts
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
 from resharder.server.node import box_gathering
-from resharder.server.node.box_gathering import BoxGatherer
+from resharder.server.node.box_gathering import BoxGatherer, manifest_of_parts
 from resharder.server.state.errors import ResourceNotFound
 
 from tests.support.ports import free_port
@@ -56,7 +56,7 @@ class Source:
         if self.refusals:
             self.refusals -= 1
             raise ResourceNotFound("VERSION_UNKNOWN", "this node does not hold it")
-        manifest = FilesOnNode((), (self.part,)).manifest_of_parts("policy", 1)
+        manifest = manifest_of_parts(FilesOnNode((), (self.part,)), "policy", 1)
         yield ServedVersion(VERSION, TAG, {}, self.folder, manifest=manifest)
 
 

@@ -8,20 +8,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.pieces import PieceSpan
-from resharder.server.data.connection import DataReads
-from resharder.server.data.port import DataPort
 from resharder.server.holding.memory import EngineFailed, VersionMemory
 from resharder.server.node.nixl import NixlEngine
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.engine_port import EnginePort
 from tests.support.node import Node, holds, nodes, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
@@ -129,25 +127,10 @@ def test_a_restarted_node_is_read_by_its_new_session(daemon: Daemon) -> None:
         wait_until(lambda: by_engine(daemon, reader) > before)
 
 
-class Port:
-    """A data port that tells an engine's keys."""
-
-    def __init__(self, engine: NixlEngine) -> None:
-        reads = DataReads(cast(Any, None), cast(Any, None), local_only=True, engine=engine.keys)
-        self._port = DataPort("127.0.0.1", 0, reads)
-        engine.at(f"127.0.0.1:{self._port.port}")
-
-    def __enter__(self) -> "Port":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._port.close()
-
-
 @contextmanager
 def two_engines(**options: float) -> Iterator[tuple[NixlEngine, NixlEngine]]:
     """One whose memory is read, and one that reads."""
-    with closing(NixlEngine()) as one, closing(NixlEngine(**options)) as two, Port(one):
+    with closing(NixlEngine()) as one, closing(NixlEngine(**options)) as two, EnginePort(one):
         yield one, two
 
 
@@ -196,11 +179,11 @@ SERVING = """
 import sys
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
-from tests.server.test_nixl_nodes import Port
+from tests.support.engine_port import EnginePort
 from resharder.server.node.nixl import NixlEngine
 content, engine = np.full(64 << 20, 5, np.uint8), NixlEngine()
 engine.register(byte_bounds(content))
-with Port(engine):
+with EnginePort(engine):
     print(engine.session, byte_bounds(content)[0], flush=True)
     sys.stdin.read()
 """
@@ -237,13 +220,16 @@ def test_nothing_is_written_once_a_read_has_failed(sign: signal.Signals) -> None
 
 
 def test_without_nixl_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    def missing() -> None:
+        raise ImportError("No module named 'nixl'")
+
+    monkeypatch.setattr("resharder.converters.wire.nixl.bindings", missing)
     with pytest.raises(EngineFailed, match=r"NIXL cannot be imported: .*'\.\[nixl\]'"):
         NixlEngine()
 
 
 def test_tcp_is_taken_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("UCX_TLS")
-    monkeypatch.setattr("resharder.server.node.nixl._RDMA", tmp_path)
+    monkeypatch.setattr("resharder.converters.wire.nixl._RDMA", tmp_path)
     with pytest.raises(EngineFailed, match="this host has no RDMA device"):
         NixlEngine()

@@ -210,9 +210,10 @@ class Reference:
         for kind, expected in (("versions", ready), ("pool", pool), ("staging", set()), ("retired", set())):
             found = set(files.names(f"{MODEL_FOLDER}/{kind}"))
             assert found == expected, f"{kind}/ has {sorted(found)}, expected {sorted(expected)}"
-        small = files.names(f"{MODEL_FOLDER}/files")  # older folders that could not be removed stay until the next registration
+        small = files.names(f"{MODEL_FOLDER}/files")  # other folders that could not be removed stay until the next registration
         assert len(small) == 1 or self._medium.counts, f"files/ has {small}"
-        parts = [path for path, _ in files.walk(STORE) if path.endswith(".part")]
+        left = f"{MODEL_FOLDER}/files/new.part"
+        parts = [path for path, _ in files.walk(STORE) if path.endswith(".part") and not path.startswith(left)]
         assert not parts, f"unfinished files are left: {parts}"
         tensors = sum(len(inode.data) for path, inode in files.walk(STORE) if path.endswith(".safetensors"))
         assert model.used() == tensors, f"the model takes {tensors} bytes, and counts {model.used()}"

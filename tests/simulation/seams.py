@@ -17,6 +17,7 @@ from typing import Any
 from resharder.converters.storage import files as storage_files
 from resharder.converters.storage import writable_files
 from resharder.converters.wire import pieces
+from resharder.server.holding import held_files
 from resharder.server.infra import change_signal
 from resharder.server.ingest import intake, publisher, released_files, upload
 from resharder.server.store import (
@@ -29,9 +30,6 @@ from resharder.server.store import (
     manifest,
     renames,
     restore,
-)
-from resharder.server.store import (
-    partial as partial_version,
 )
 
 from tests.simulation.filesystem import FIRST_DESCRIPTOR, ROOT
@@ -211,7 +209,7 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
 
     lock = partial(SimulatedLock, schedule)
     threading = SimpleNamespace(Condition=lock, RLock=lock, Thread=Thread)
-    waiting = (intake, released_files, upload, change_signal, partial_version)
+    waiting = (intake, released_files, upload, change_signal, held_files)
     yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
     yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, file_pool, digests, manifest))

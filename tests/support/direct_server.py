@@ -22,6 +22,7 @@ from tests.support.daemon import Daemon
 from tests.support.namespaces import Hosts
 from tests.support.observing import SERVING, servers, versions, wait_serving, wait_until
 from tests.support.ports import free_port
+from tests.support.tensor_hashes import Held, hashes, new_socket
 from tests.support.tiny_hf import save_tokenizer
 from tests.support.vllm_server import VllmServer
 
@@ -179,3 +180,18 @@ def running(
         finally:
             built.trainer.kill()
             server.stop()
+
+
+def alone(folder: Path, like: VllmServer, plugins: str = "") -> tuple[Held, tuple[Any, Any]]:
+    """Return the hashes, and the answer, of a server like `like` that has loaded a folder and knows nothing of Resharder."""
+    arguments = [each for each in like.args if each not in ("--load-format", "resharder")]
+    environment: dict[str, str | None] = {
+        "RESHARDER_ENDPOINT": None,
+        "VLLM_PLUGINS": f"raw_mode,raw_experts{plugins},tensor_hashes",
+        "PYTHONPATH": str(PLUGINS),
+        "TENSOR_HASHES": new_socket(),
+    }
+    with VllmServer(folder, arguments, environment, dtype=like.dtype) as server:
+        answer = server.generate(PROMPT, 12)
+        assert answer.version is None
+        return hashes(str(environment["TENSOR_HASHES"]), workers=2), (answer.token_ids, answer.logprobs)

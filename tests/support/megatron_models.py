@@ -28,6 +28,8 @@ from resharder.converters.models.megatron.build import Spec, build_chunks
 from resharder.converters.models.megatron.layout import local_layout
 from resharder.converters.models.tensor_io import write_piece
 
+from tests.support.tiny_hf import text_of
+
 __all__ = [
     "LEGACY_EXPERTS",
     "UNBUILT",
@@ -125,7 +127,7 @@ def logits(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tens
     if tp > 1:
         dist.all_gather(parts, output.contiguous(), group=state.get_tensor_model_parallel_group())
     by_depth = torch.cat(parts, -1).unflatten(1, (-1, 1 + (predictions or 0), part))  # sequence parallel ranks come first
-    return by_depth[:, :, depth].flatten(1, 2)[:, :length, : config["vocab_size"]]
+    return by_depth[:, :, depth].flatten(1, 2)[:, :length, : text_of(config)["vocab_size"]]
 
 
 @contextmanager

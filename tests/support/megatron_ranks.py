@@ -32,6 +32,7 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in pipeline": ("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
     "latent attention": ("deepseek_v2", {"tp": 4, "spec": "te", "moe_token_dispatcher_type": "allgather"}),
     "latent attention, no low rank": ("deepseek_v2_lite", {"tp": 2, "ep": 2, "pp": 2}),
+    "latent attention, dense layers by their kinds": ("glm4_moe_lite", {"tp": 2, "ep": 2, "pp": 2}),
     "biases and a layer that predicts": ("glm4_moe", {"tp": 2, "ep": 4}),
     "halves of a projection": ("mimo", {"tp": 4}),
     "a layer that predicts": ("deepseek_v3", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
@@ -53,6 +54,13 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "norms over all heads": ("olmoe", {"tp": 2, "ep": 2, "spec": "te"}),
     "latent attention, many experts": ("kimi_k2", {"tp": 2, "ep": 4}),
     "delta nets, experts cut": ("qwen3_5_moe", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
+    "a tower of Megatron's": ("qwen3_vl", {"tp": 4, "spec": "te"}),
+    "a tower of Megatron's, stacked and transposed experts": ("qwen3_vl_moe", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
+    "a tower of transformers'": ("qwen2_5_vl", {"tp": 2, "pp": 2}),
+    "a tower and delta nets": ("qwen3_5_vl", {"tp": 2, "pp": 2, "spec": "te"}),
+    "a tower, delta nets and stacked experts": ("qwen3_5_moe_vl", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
+    "a tower, a projector and windows": ("gemma3_vl", {"tp": 2, "pp": 2, "vocab_multiple": 64, "spec": "te"}),
+    "a tower, biases and experts": ("glm4v_moe", {"tp": 2, "ep": 4}),
     "experts cut by tensor parallelism": (  # the all-to-all dispatcher gathers unevenly there, which gloo cannot
         "qwen3_moe",
         {"tp": 4, "ep": 2, "etp": 2, "spec": "te", "moe_token_dispatcher_type": "allgather"},
@@ -66,7 +74,7 @@ FAMILY = "qwen3_tied"
 def forward_difference(folder: Path, layout: dict[str, Any]) -> float:
     """Largest difference of a logit to transformers' over all ranks, after filling every parameter through the layout."""
     config = json.loads((folder / "config.json").read_text())
-    tokens = torch.randint(0, config["vocab_size"], (2, 31), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(0, tiny_hf.words(config), (2, 31), generator=torch.Generator().manual_seed(7))
     chunks = build_model(config, **layout)
     fill_from_hf(chunks, config, tiny_hf.load_checkpoint(folder))
     worst = torch.tensor(reference.difference(chunks, config, folder, tokens))

@@ -25,6 +25,7 @@ MODULES = (
     "tests.client.dtensor_ranks",
     "tests.client.megatron_ranks",
     "tests.client.save_ranks",
+    "tests.client.vision_ranks",
     "tests.client.home_ranks",
     "tests.support.megatron_ranks",
 )

@@ -5,14 +5,21 @@ confused differ. With torch.distributed initialised transformers saves on rank 0
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 _COMMON = {
     "vocab_size": 1003,
@@ -94,6 +101,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     | {key: _LATENT[key] for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor")}
     | {"model_type": "glm4_moe", "first_k_dense_replace": 1, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1}
     | {"use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": _LATENT
+    | {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] + 3 * ["sparse"]},
     "glm": _COMMON | {"model_type": "glm", "attention_bias": True},
     "glm4": _COMMON | {"model_type": "glm4", "attention_bias": True},
     "gpt_oss": _COMMON
@@ -137,14 +146,117 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": _COMMON | _DELTA | {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": _COMMON | _EXPERTS | _DELTA | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
 }
-del _FAMILIES["olmoe"]["head_dim"]
+del _FAMILIES["olmoe"]["head_dim"], _FAMILIES["glm4_moe_lite"]["first_k_dense_replace"]
 FAMILIES = tuple(_FAMILIES)
+_TOWER = {
+    "depth": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 8,
+    "out_hidden_size": 128,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_TOWER = _TOWER | {"num_position_embeddings": 16}
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+_INTERLEAVED = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 5e6}
+_IMAGE_TOKENS = {"image_token_id": 990, "video_token_id": 991, "vision_start_token_id": 992, "vision_end_token_id": 993}
+
+
+def _text(family: str, **changes: Any) -> dict[str, Any]:
+    """The settings of a family's text model, as part of a wrapper."""
+    settings = _FAMILIES[family] | changes
+    without = ("model_type", "use_qk_norm", "num_nextn_predict_layers")  # which no text model in a wrapper has
+    return {name: value for name, value in settings.items() if name not in without}
+
+
+_PARTIAL = _INTERLEAVED | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+_WRAPPED: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": _text(
+            "qwen2", rope_parameters={"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6}, hidden_size=128
+        ),
+        "vision_config": _TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+    }
+    | _IMAGE_TOKENS,
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": _text("qwen3", rope_parameters=_INTERLEAVED),
+        "vision_config": _QWEN3_TOWER | {"deepstack_visual_indexes": [0, 2]},
+    }
+    | _IMAGE_TOKENS,
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "text_config": _text("qwen3_moe", rope_parameters=_INTERLEAVED, moe_intermediate_size=48),  # twice it is not hidden_size
+        "vision_config": _QWEN3_TOWER | {"deepstack_visual_indexes": [1]},
+    }
+    | _IMAGE_TOKENS,
+    "qwen3_5_vl": {
+        "model_type": "qwen3_5",
+        "text_config": _text("qwen3_5", rope_parameters=_PARTIAL),
+        "vision_config": _QWEN3_TOWER,
+    }
+    | _IMAGE_TOKENS,
+    "qwen3_5_moe_vl": {
+        "model_type": "qwen3_5_moe",
+        "text_config": _text("qwen3_5_moe", rope_parameters=_PARTIAL),
+        "vision_config": _QWEN3_TOWER,
+    }
+    | _IMAGE_TOKENS,
+    "gemma3_vl": {
+        "model_type": "gemma3",
+        "text_config": _text("gemma3"),
+        "vision_config": _SIGLIP,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 990,
+        "boi_token_index": 992,
+        "eoi_token_index": 993,
+    },
+    "glm4v_moe": {
+        "model_type": "glm4v_moe",
+        "text_config": _text(
+            "glm4_moe",
+            n_group=1,
+            topk_group=1,
+            rope_parameters={
+                "rope_type": "default",
+                "mrope_section": [2, 3, 3],
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e4,
+            },
+        ),
+        "vision_config": _TOWER | {"image_size": 16},
+    }
+    | _IMAGE_TOKENS,
+}
+WRAPPED = tuple(_WRAPPED)
+"""Families whose language model is in a wrapper with a tower."""
+ALL = FAMILIES + WRAPPED
 _NAMES = {
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "gemma3": "Gemma3",
+    "glm4v_moe": "Glm4vMoe",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
     "glm": "Glm",
     "glm4": "Glm4",
     "gpt_oss": "GptOss",
@@ -171,14 +283,41 @@ _STANDS_IN = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 def tolerance(family: str) -> float:
     """How far float32 logits of two programs may be apart. With gated delta nets (found: up to 8.5e-5) each of them is 1e-4 off
     what it computes in float64."""
-    return 2e-4 if "linear_num_key_heads" in _FAMILIES[family] else 2e-5
+    return 2e-4 if "linear_num_key_heads" in text_of(tiny_config(family)) else 2e-5
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny model, with `changes`."""
+    """The config.json of a tiny model, with `changes`; those of a family in a wrapper are changes of its language model."""
+    if family in _WRAPPED:
+        wrapper = _WRAPPED[family]
+        text = wrapper["text_config"] | changes
+        tied = text.get("tie_word_embeddings", False)
+        settings = {"dtype": "float32"} | wrapper | {"text_config": text, "tie_word_embeddings": tied}
+        name = f"{_NAMES[settings['model_type']]}ForConditionalGeneration"
+        return _transformers_config(settings | {"architectures": [name]}).to_dict()
     settings = {"dtype": "float32"} | _FAMILIES[family] | changes
     name = f"{_NAMES[settings['model_type']]}ForCausalLM"
     return {**_transformers_config(settings | {"architectures": [name]}).to_dict(), "model_type": settings["model_type"]}
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model, in a wrapper or not."""
+    found: Mapping[str, Any] = config.get("text_config", config)
+    return found
+
+
+def words(config: Mapping[str, Any]) -> int:
+    """How many token ids, from 0 on, stand for text."""
+    first = config.get("image_token_id") or config.get("image_token_index")
+    return int(first or text_of(config)["vocab_size"])
+
+
+def family_of(model_type: str) -> str:
+    """The tiny family of a `model_type`."""
+    return next(
+        (family for family, settings in _WRAPPED.items() if settings["model_type"] == model_type),
+        model_type.removesuffix("_text"),
+    )
 
 
 def _transformers_config(config: dict[str, Any]) -> PretrainedConfig:
@@ -202,7 +341,7 @@ def save_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0, dtyp
     """A folder that `load_model` and vLLM open. Weights are large enough that logits differ clearly between seeds."""
     model_config = _transformers_config(config)
     model_config.dtype = dtype
-    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="eager").to(dtype)
+    model = _auto_class(config).from_config(model_config, attn_implementation="eager").to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -211,11 +350,44 @@ def save_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0, dtyp
             if name.endswith("bias"):  # of experts: in fp32 whatever the rest is in
                 buffer.data = _random(name, tuple(buffer.shape), generator)
     model.save_pretrained(directory)
+    if "vision_config" in config:
+        save_file(_released(load_checkpoint(directory)), directory / "model.safetensors", metadata={"format": "pt"})
     if config.get("num_nextn_predict_layers"):
         _add_mtp(directory, config, generator, dtype)
     (directory / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
-    save_tokenizer(directory, config["vocab_size"])
+    save_tokenizer(directory, text_of(config)["vocab_size"])
     return directory
+
+
+def _auto_class(config: dict[str, Any]) -> Any:
+    return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+
+
+def _released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors as released checkpoints have them, where transformers saves a new model otherwise: experts of Qwen3-VL-MoE
+    transposed, those of Qwen3.5-MoE stacked, and SigLIP under `vision_model`."""
+    found: dict[str, torch.Tensor] = {}
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        stem, experts, rest = name.partition(".mlp.experts.")
+        if experts and "linear_attn" not in name and _stacks(tensors):
+            stacked.setdefault(f"{stem}{experts}{rest.split('.')[1]}", []).append(tensors[name])
+        elif experts and rest in ("gate_up_proj", "down_proj"):
+            found[name] = tensors[name].transpose(1, 2).contiguous()
+        else:
+            found[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors[name]
+    for name, downs in stacked.items():
+        stem, _, kind = name.rpartition(".")
+        if kind == "down_proj":
+            gates, ups = stacked[f"{stem}.gate_proj"], stacked[f"{stem}.up_proj"]
+            found[f"{stem}.down_proj"] = torch.stack(downs)
+            found[f"{stem}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+    return found
+
+
+def _stacks(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether these are Qwen3.5's: GLM-4.5V's experts are not stacked."""
+    return any(".linear_attn." in name for name in tensors)
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -257,9 +429,8 @@ def _add_mtp(directory: Path, config: dict[str, Any], generator: torch.Generator
 def load_model(directory: Path) -> PreTrainedModel:
     """The model that transformers loads from a folder, in FP32."""
     config = _transformers_config(json.loads((directory / "config.json").read_text()))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=torch.float32, attn_implementation="eager"
-    )
+    kind = _auto_class(json.loads((directory / "config.json").read_text()))
+    model: PreTrainedModel = kind.from_pretrained(directory, config=config, dtype=torch.float32, attn_implementation="eager")
     return model
 
 

@@ -23,6 +23,27 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture
+def all_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block freezes, as one of many objects."""
+    monkeypatch.setattr(gc_pauses, "_FEW", -1)
+
+
+def test_blocks_of_few_objects_freeze_nothing_and_need_no_full_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection stops all threads: a trainer that waits for this server, and every stream."""
+    collect_and_freeze()
+    frozen, full = gc.get_freeze_count(), list[int]()
+    monkeypatch.setattr(gc_pauses, "collect_and_freeze", lambda: full.append(1))
+    for _ in range(3 * gc_pauses._OFTEN):
+        with gc_paused():
+            gone = weakref.ref(Thing(circular=True))
+    assert not full
+    assert gc.get_freeze_count() <= frozen
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("all_freeze")
 def test_what_is_made_while_gc_is_paused_is_not_looked_at_and_goes_with_its_last_reference() -> None:
     collect_and_freeze()
     with gc_paused():
@@ -36,6 +57,7 @@ def test_what_is_made_while_gc_is_paused_is_not_looked_at_and_goes_with_its_last
     assert gone() is None
 
 
+@pytest.mark.usefixtures("all_freeze")
 def test_garbage_of_that_time_goes_with_the_next_collection() -> None:
     with gc_paused():
         gone = weakref.ref(Thing(circular=True))
@@ -45,6 +67,7 @@ def test_garbage_of_that_time_goes_with_the_next_collection() -> None:
     assert gone() is None
 
 
+@pytest.mark.usefixtures("all_freeze")
 def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
     collect_and_freeze()
@@ -60,6 +83,7 @@ def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(alive) <= 4
 
 
+@pytest.mark.usefixtures("all_freeze")
 def test_before_a_sleep_garbage_is_collected_only_if_there_is_much_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection takes most of the time of a sleep."""
     monkeypatch.setattr(gc_pauses, "_BEFORE_SLEEP", 5_000)
@@ -73,6 +97,7 @@ def test_before_a_sleep_garbage_is_collected_only_if_there_is_much_of_it(monkeyp
         assert (seen() is None) == gone
 
 
+@pytest.mark.usefixtures("all_freeze")
 def test_what_was_in_use_during_an_install_goes_too_though_it_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the engine's objects of requests, which are frozen with all others and refer to memory that is not counted."""
     monkeypatch.setattr(gc_pauses, "_OFTEN", 10)
@@ -89,6 +114,7 @@ def test_what_was_in_use_during_an_install_goes_too_though_it_is_little(monkeypa
     assert sum(alive) <= 11
 
 
+@pytest.mark.usefixtures("all_freeze")
 def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes all threads' time."""
     collect_and_freeze()

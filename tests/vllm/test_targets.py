@@ -22,7 +22,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, Tens
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
 
-from tests.support.tiny_hf import FAMILIES, tiny_config
+from tests.support.tiny_hf import ALL, tiny_config
 from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
@@ -32,6 +32,8 @@ EXPERTS = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSize
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "kimi_k2": {"topk_method": "noaux_tc"},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "glm4v_moe": {"use_qk_norm": False},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "mimo": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen2_moe": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -39,11 +41,17 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What published configs have and transformers' classes do not know; and heads as wide as vLLM takes them to be in families whose
 configs do not say it."""
 
-DRAFTERS = {"deepseek_v3": "model.layers.4.", "glm4_moe": "model.layers.4.", "mimo": "model.mtp_layers."}
+DRAFTERS = {
+    "deepseek_v3": "model.layers.4.",
+    "glm4_moe": "model.layers.4.",
+    "mimo": "model.mtp_layers.",
+}
 """Tensors that only a drafter loads: layers that predict further tokens."""
 
 IMPURE = {
     "glm4_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},  # published in bf16
+    "glm4_moe_lite": {"mlp.gate.weight": "the loader stores it as torch.float32"},
+    "glm4v_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},
     "minimax_m2": {"block_sparse_moe.gate.weight": "the loader stores it as torch.float32"},
     # Zero on all ranks but the first.
     "gpt_oss": {"mlp.experts.down_proj_bias": "the loader computes with it before it stores it"},
@@ -60,6 +68,8 @@ KINDS = (
     "qwen3_next",
     "glm4_moe",
     "minimax_m2",
+    "qwen3_vl_moe",
+    "gemma3_vl",
 )
 """One family of each kind: dense and tied, experts, latent attention, delta nets, drafters, and those of `IMPURE`."""
 
@@ -70,8 +80,8 @@ _ABSENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2",
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _qwen3_5() -> None:
-    """vLLM's Qwen3.5 imports the vision models beside it, which import torchvision and do not use it here."""
+def _vision_models() -> None:
+    """vLLM's vision models import torchvision, and do not use it here."""
     if find_spec("torchvision") is not None:
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +89,8 @@ def _qwen3_5() -> None:
             module = ModuleType(name)
             module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
             patch.setitem(sys.modules, name, module)
-        import_module("vllm.model_executor.models.qwen3_5")
+        for name in ("qwen3_5", "qwen2_5_vl", "qwen3_vl_moe", "gemma3_mm", "glm4_1v"):
+            import_module(f"vllm.model_executor.models.{name}")
 
 
 def published_config(family: str) -> dict[str, Any]:
@@ -109,7 +120,7 @@ def whole(specs: Mapping[str, TensorSpec], names: Any) -> tuple[Piece, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sampled(FAMILIES, KINDS))
+@pytest.mark.parametrize("family", sampled(ALL, KINDS))
 def test_workers_load_what_was_recorded_and_together_all_of_the_checkpoint(family: str) -> None:
     config = published_config(family)
     weights = published_weights(config)
@@ -119,7 +130,7 @@ def test_workers_load_what_was_recorded_and_together_all_of_the_checkpoint(famil
     for server in EXPERTS if any(".experts." in name for name in specs) else DENSE:
         recordings = [proven_recording(config, weights, specs, server, worker) for worker in range(server.workers)]
         for recording in recordings:
-            impure |= {name.split(".", 3)[3]: why for name, why in recording.impure.items()}
+            impure |= {re.sub(r".*layers\.\d+\.", "", name): why for name, why in recording.impure.items()}
         replica = server.workers if server.ep else server.tp * server.pp
         for first in range(0, server.workers, replica):
             left = not_needed(specs, recordings[first : first + replica])
@@ -191,7 +202,7 @@ def one_of_each_kind(names: Iterable[str]) -> list[str]:
     return [chance.choice(of_kind) for of_kind in kinds.values()]
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2_moe"]))
+@pytest.mark.parametrize("family", sampled(ALL, ["qwen2_moe"]))
 def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters_that_it_would_fill(family: str) -> None:
     """One tensor, the half of one, an expert, or all experts of one of two workers."""
     config = published_config(family)

@@ -79,6 +79,8 @@ class TransferLink:
                 connect(group, device, sorted(sends & others), sorted(receives & others), message.seconds)
             own = memory(message.staging_bytes) if memory is not None and found.staging else None
             self._transfer = Transfer(found, JoinedGroup(message.rank, groups), device, own, pairs)
+            self.shares_device = bool(pairs.on_device)
+            """Whether a peer that shares memory runs on this process's GPU, or CPUs."""
         except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
             pairs.close()
             for group in groups:

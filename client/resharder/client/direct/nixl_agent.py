@@ -1,53 +1,32 @@
-"""NIXL's agent of one process in one group, over UCX: registered memory, messages, and reads of other processes' memory.
+"""NIXL's agent of one process in one group, over UCX: registered memory, messages, and reads of other processes' memory."""
 
-NIXL's bindings are called without its `nixl_agent`, whose thread for progress occupies half a core while nothing happens.
-"""
-
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.wire import nixl
 
 T = TypeVar("T")
-_BACKEND = "UCX"
-_POLL_MICROSECONDS = 1000  # the thread for progress sleeps until something happens, and looks this often besides
-
-
-_RDMA = Path("/sys/class/infiniband")  # also of EFA
 NO_RDMA = (
     "this host has no RDMA device, and over TCP UCX ends a process that answers a reader which is gone, as after it was stopped: "
     "RESHARDER_NIXL=on takes that"
 )
 
 
-def has_rdma() -> bool:
-    """Return whether this host has a device that reads memory without its process."""
-    return _RDMA.is_dir() and any(_RDMA.iterdir())
-
-
 @cache
 def unavailable() -> str:
     """Return why this process cannot use NIXL; empty if it can."""
-    raises = logging.raiseExceptions
     try:
-        import nixl._bindings  # noqa: F401
+        nixl.bindings()
     except (ImportError, OSError, RuntimeError) as error:
         return f"pip install 'resharder[nixl]': {error}"
-    finally:
-        logging.raiseExceptions = raises  # which NIXL changes for the whole process
-    own = logging.getLogger("nixl")
-    own.handlers.clear()  # it prints to stdout
-    own.propagate = True
-    own.setLevel(logging.WARNING)
     return ""
 
 
@@ -66,7 +45,7 @@ class NixlAgent:
         self._kind, self._device = ("VRAM_SEG", device.index or 0) if device.type == "cuda" else ("DRAM_SEG", 0)
         self._registered: Any = None
         self._reads: dict[str, tuple[list[int], list[int]]] = {}  # by the other agent: lists of boxes, and reads
-        self._agent, self._backend = _told(lambda: _started(name))
+        self._agent, self._backend = _told(lambda: nixl.started(name))
 
     @property
     def place(self) -> int:
@@ -86,7 +65,7 @@ class NixlAgent:
 
         def register() -> bytes:
             self._deregister()
-            wanted = _bindings().nixlRegDList(self._memory, self._rows(ranges[:, 0], ranges[:, 1], self._device))
+            wanted = nixl.bindings().nixlRegDList(self._memory, self._rows(ranges[:, 0], ranges[:, 1], self._device))
             self._agent.registerMem(wanted, [self._backend])
             self._registered = wanted
             return bytes(self._agent.getLocalPartialMD(wanted, False, [self._backend]))
@@ -110,13 +89,13 @@ class NixlAgent:
             self._drop(peer)
             joined = np.concatenate(boxes)
             lists, reads = self._reads[peer] = [], []
-            for agent, side, place in ((_bindings().NIXL_INIT_AGENT, 1, self._device), (peer, 0, device)):
-                rows = _bindings().nixlXferDList(self._memory, self._rows(joined[:, side], joined[:, 2], place))
+            for agent, side, place in ((nixl.bindings().NIXL_INIT_AGENT, 1, self._device), (peer, 0, device)):
+                rows = nixl.bindings().nixlXferDList(self._memory, self._rows(joined[:, side], joined[:, 2], place))
                 lists.append(self._agent.prepXferDlist(agent, rows, [self._backend]))
             here, there = lists
             for begin, end in pairwise(np.cumsum([0, *map(len, boxes)]).tolist()):
                 which = np.arange(begin, end, dtype=np.int32)
-                read = self._agent.makeXferReq(_bindings().NIXL_READ, here, which, there, which, b"", [self._backend], False)
+                read = self._agent.makeXferReq(nixl.bindings().NIXL_READ, here, which, there, which, b"", [self._backend], False)
                 reads.append(read)
 
         self._call(prepare)
@@ -165,7 +144,7 @@ class NixlAgent:
 
     @property
     def _memory(self) -> Any:
-        return getattr(_bindings(), self._kind)
+        return getattr(nixl.bindings(), self._kind)
 
     @staticmethod
     def _rows(at: Ints, sizes: Ints, device: int) -> Any:
@@ -178,29 +157,11 @@ class NixlAgent:
             return _told(act)
 
 
-def _bindings() -> Any:
-    from nixl import _bindings
-
-    return _bindings
-
-
-def _started(name: str) -> tuple[Any, Any]:
-    nixl = _bindings()
-    config = nixl.nixlAgentConfig()
-    config.useProgThread, config.pthrDelay = True, _POLL_MICROSECONDS
-    agent = nixl.nixlAgent(name, config)
-    options, _ = agent.getPluginParams(_BACKEND)
-    try:
-        return agent, agent.createBackend(_BACKEND, options)
-    except nixl.nixlBackendError as error:
-        raise RuntimeError("UCX does not start, its own lines before say why: look at UCX_TLS and UCX_NET_DEVICES") from error
-
-
 def _has_ended(state: Any) -> bool:
     """Return whether a read has ended. Raises RuntimeError if it has failed."""
-    if state not in (_bindings().NIXL_SUCCESS, _bindings().NIXL_IN_PROG):
+    if state not in (nixl.bindings().NIXL_SUCCESS, nixl.bindings().NIXL_IN_PROG):
         raise RuntimeError(f"a read has failed: {state}")
-    return bool(state == _bindings().NIXL_SUCCESS)
+    return bool(state == nixl.bindings().NIXL_SUCCESS)
 
 
 def _told(act: Callable[[], T]) -> T:

@@ -2,8 +2,9 @@
 
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,6 +31,36 @@ from resharder.v1 import direct_pb2, direct_pb2_grpc
 logger = logging.getLogger(__name__)
 _UNKNOWN, _NOT_OFFERED = "MEMORY_UNKNOWN", "NOT_OFFERED"
 _GIVEN_UP = 5.0  # seconds until the daemon notices that a version is ABORTED
+_HELD = 2.0  # longest time that a delivery is held, in seconds
+
+
+class Hold:
+    """Time for which the delivery to the daemon is held: until workers on the rank's own device have the version.
+
+    Kernels of two processes share a GPU by slices of its time: the delivery's slow down the server's staging and its pause, and
+    the transfer itself. Only groups that have taken the version before are waited for, twice as long as they took for it at most.
+    """
+
+    def __init__(self, took: Mapping[str, float] | None = None) -> None:
+        """`took`: seconds from the last offer until each group had its version; none without such a group."""
+        self._left, self._over = set(took or ()), threading.Event()
+        self._seconds = min(_HELD, 2 * max((took or {}).values(), default=0.0))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a group is waited for."""
+        return bool(self._left)
+
+    def end(self, groups: Iterable[str] | None = None) -> None:
+        """End the wait for groups that have the version, or will not take it; None for all."""
+        self._left.difference_update(list(self._left) if groups is None else groups)
+        if not self._left:
+            self._over.set()
+
+    def wait(self) -> None:
+        """Return when no group is left, or at the end of the bound."""
+        if self._left:
+            self._over.wait(self._seconds)
 
 
 class Offering:
@@ -38,13 +69,18 @@ class Offering:
     Its work follows the current stream's pending work, and runs beside later work of that stream, which delivers to the daemon.
     """
 
-    def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest) -> None:
+    def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest, hold: Hold) -> None:
         stream = sender.beside()
         self._calls: list[Any] = []
+        self.hold = hold
+        """The hold of this version's delivery."""
 
         def run() -> None:
-            with stream:
-                sender.serve(request, self._calls)
+            try:
+                with stream:
+                    sender.serve(request, self._calls, hold)
+            finally:
+                hold.end()
 
         self._thread = threading.Thread(target=run, name="resharder-offer", daemon=True)
         self._thread.start()
@@ -75,6 +111,8 @@ class Sender:
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
         self._sent: dict[str, SentDigests] = {}  # by group, from its first DIGEST task on
         self._due: set[str] = set()  # groups whose digests are due with the next transfer
+        self._hold, self._offered_at = Hold(), 0.0
+        self._took: dict[str, float] = {}  # seconds until groups on this device had the last version, ahead of READY
         self._buffers: torch.Tensor | None = None
         self._allocating = threading.Lock()
         self._stream: Any = None
@@ -114,7 +152,7 @@ class Sender:
             ahead_only=ahead_only,
             host=host_identity() if own_host else "",
         )
-        return Offering(self, request)
+        return Offering(self, request, Hold(self._took if ahead_only and not servers_sleep else None))
 
     def beside(self) -> AbstractContextManager[Any]:
         """Return the context of a separate stream, ordered after the current stream's pending work."""
@@ -125,11 +163,12 @@ class Sender:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return on_stream(self._stream)
 
-    def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
+    def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any], hold: Hold) -> None:
         """Execute the tasks of an offer, beside the delivery's Python code.
 
-        Its calls are appended to `calls`, for cancellation by other threads.
+        Its calls are appended to `calls`, for cancellation by other threads. `hold` ends as groups have the version.
         """
+        self._hold, self._offered_at, self._took = hold, time.monotonic(), {}
         try:
             with short_switch_interval():
                 try:
@@ -179,16 +218,19 @@ class Sender:
 
     def _run(self, request: direct_pb2.OfferVersionRequest, group: str) -> None:
         """Send over a group. Digests that are due are computed and reported once all boxes are posted."""
-        report = partial(self._report, request, group) if group in self._due else None
+        ahead = group in self._due
         self._due.discard(group)
         try:
             failpoint("sender.run")
             link = self._links.get(group)
             with DRIVER_LOCK.priority():  # over the delivery, which continues
-                took = link.run(meanwhile=report)
+                took = link.run(meanwhile=partial(self._report, request, group) if ahead else None)
         except DirectFailed as error:
             self._failed(request.member, group, error)
             return
+        if ahead and link.shares_device:
+            self._took[group] = time.monotonic() - self._offered_at
+        self._hold.end([group])
         logger.debug("sent over group %s: %s", group, took)
         finish(self._channel, request.member, group, seconds=took.total)
 
@@ -227,6 +269,7 @@ class Sender:
     def _drop(self, group: str) -> None:
         self._sent.pop(group, None)
         self._due.discard(group)
+        self._hold.end([group])
         self._links.drop(group)
 
     def release(self) -> None:

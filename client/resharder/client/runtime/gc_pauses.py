@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 _MORE = 1_000_000  # objects, some 100 MB
 _BEFORE_SLEEP = 250_000  # objects
-_OFTEN = 200  # blocks, of which an install has one or two
+_FEW = 20_000  # objects, which a collection visits in a millisecond or two
+_OFTEN = 200  # blocks that froze, of which an install has one or two
 _frozen = 0  # objects frozen by the last `collect_and_freeze`
 _made = 0  # upper bound on the objects frozen since then by `gc_paused`
-_blocks = 0  # blocks of `gc_paused` since then
+_blocks = 0  # blocks of `gc_paused` that froze since then
 
 
 def collect_and_freeze() -> None:
@@ -47,11 +48,12 @@ def _collect_if_more(most: int) -> None:
 
 @contextmanager
 def gc_paused(*, collect: bool = True) -> Iterator[None]:
-    """Disable collections inside the block, and freeze all objects that there are at its end.
+    """Disable collections inside the block, and freeze all objects that there are at its end, unless the block made few.
 
     Frozen objects are freed by reference count alone: those created inside, and those of other threads, such as the engine's of
     requests in progress. Their cycles, and the memory to which these refer, remain until the next `collect_and_freeze`. It runs
-    here once a million objects were added since the last one, or after some hundred blocks, unless `collect` is False.
+    here once a million objects were added since the last one, or after some hundred blocks that froze, unless `collect` is False.
+    It stops all threads, an install that is awaited among them: versions of some hundred tensors never come to it.
     """
     global _made, _blocks
     was_enabled = gc.isenabled()
@@ -64,8 +66,10 @@ def gc_paused(*, collect: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        _made += gc.get_count()[0]  # since `gc.collect(1)`: nothing resets it while collections are disabled
-        _blocks += 1
-        gc.freeze()
+        made = gc.get_count()[0]  # since `gc.collect(1)`: nothing resets it while collections are disabled
+        if made > _FEW:
+            _made += made
+            _blocks += 1
+            gc.freeze()
         if was_enabled:
             gc.enable()

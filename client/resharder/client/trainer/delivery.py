@@ -35,7 +35,7 @@ from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
     import torch
-    from resharder.client.direct.sender import Sender
+    from resharder.client.direct.sender import Offering, Sender
     from resharder.client.trainer.transfer_copy import BackgroundUpload, TransferCopy
     from resharder.client.transport.base import Item
     from resharder.converters.geometry.layout import Layout
@@ -195,9 +195,12 @@ class Delivery:
             handle: Handle | None = None
             try:
                 self._prepared(version, slot.rank, timings)
-                with self._offered(version, direct, servers_sleep=wake is not None):
+                with self._offered(version, direct, servers_sleep=wake is not None) as offering:
                     copied = self._copied(slot, positions, version, read, timings)
                     if copied is None:
+                        if offering is not None and offering.hold.is_due and slot.boxes:
+                            with tracing.timed(timings, "hold"):
+                                offering.hold.wait()
                         made = Handle(self._channel, version)
                         self._send(slot, version, partial(read, positions), timings, made)
                         handle = made  # until here a restarted daemon does not know the version, and the delivery starts over
@@ -283,10 +286,10 @@ class Delivery:
                     raise
 
     @contextmanager
-    def _offered(self, version: resources_pb2.Version, direct: bool, *, servers_sleep: bool) -> Iterator[None]:
+    def _offered(self, version: resources_pb2.Version, direct: bool, *, servers_sleep: bool) -> "Iterator[Offering | None]":
         """Offer the rank's memory to servers during the block, and afterwards until no server is expected to read it."""
         if not direct or self._sender is None or version.state == State.ABORTED:
-            yield
+            yield None
             return
         name, wait, default = self._session.registration.name, self._direct_wait, self._direct_wait is None
         early = self._copy is not None and not servers_sleep
@@ -299,7 +302,7 @@ class Delivery:
             own_host=default,
         )
         try:
-            yield
+            yield offering
             offering.wait(_LONGEST_HOLD if wait is None else self._staging_timeout + wait)
         except BaseException:
             offering.give_up()

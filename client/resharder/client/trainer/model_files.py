@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "generation_config.json",
+    "chat_template*", "generation_config.json", "processor_config.json", "preprocessor_config.json",
+    "video_preprocessor_config.json", "image_processor_config.json",
 )  # fmt: skip
+"""Files of a tokenizer, and those of the processor of images and videos beside it."""
 
 
 class Saved(Protocol):

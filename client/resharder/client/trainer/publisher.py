@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from resharder.client.trainer.rank_layout import (
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.selection import CHOICES, SHARING, TransportSelector
 from resharder.converters.allowances import collecting
+from resharder.converters.architectures.wrapped import language_config
 from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.v1 import resources_pb2
@@ -123,6 +125,7 @@ class Publisher:
         ranks: Sequence[int] | None = None,
         check_replicas: bool = False,
         adapter: str | None = None,
+        frozen: str | Path | None = None,
         wait: bool = True,
     ) -> None:
         """Register this rank's layout of a model, and wait for the other ranks unless `wait` is False.
@@ -142,6 +145,8 @@ class Publisher:
                 all.
             check_replicas: Compare all ranks' replicas first, a collective of torch's default process group.
             adapter: Name of the adapter, for a model that has several.
+            frozen: Checkpoint whose tower is published with a language model that is trained without one, under the config of
+                both: a folder, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER`. Rank 0 reads it, once.
             wait: Wait for all ranks to register.
 
         Raises:
@@ -154,12 +159,14 @@ class Publisher:
         from resharder.converters.models import megatron_chunks
 
         with self._alone(), collecting() as warnings:
+            if self.base and frozen is not None:
+                raise UsageError("frozen is for models, and an adapter has no tower: leave frozen out")
             if self.base:
                 layout, tensors = self._adapter_layout(model, hf_config, tokenizer, adapter, rename=rename, ranks=ranks)
             elif adapter is not None:
                 raise UsageError(f"adapter={adapter!r} needs the name of its base: connect(…, base=…)")
             else:
-                layout, tensors = self._model_layout(model, hf_config, tokenizer, rename=rename, ranks=ranks)
+                layout, tensors = self._model_layout(model, hf_config, tokenizer, rename=rename, ranks=ranks, frozen=frozen)
             if check_replicas:
                 LiveTensors(layout, tensors).check()
                 compare_replicas(layout, tensors, self.identity.world_size)
@@ -186,13 +193,20 @@ class Publisher:
         *,
         rename: "Rename | None",
         ranks: Sequence[int] | None,
+        frozen: str | Path | None,
     ) -> "tuple[Layout, LookedUp]":
+        from resharder.client.trainer.frozen import refuse_without_tower, with_tower
         from resharder.converters.models import local_layout, vocabulary_rows
 
         self._set_files(hf_config, tokenizer, model)
         config = plain_config(hf_config)
-        found = local_layout(model, config, rename=rename, ranks=ranks, fp8=bool(self._scheme))
-        refuse_ids_in_padding(tokenizer, self._files, config.get("vocab_size", 0), vocabulary_rows(model))
+        if frozen is not None:
+            refuse_without_tower(config)
+        found = local_layout(model, config, rename=rename, ranks=ranks, fp8=bool(self._scheme), tower=frozen is None)
+        rows = language_config(config).get("vocab_size", 0)
+        refuse_ids_in_padding(tokenizer, self._files, rows, vocabulary_rows(model))
+        if frozen is not None and self.identity.rank == 0:
+            return with_tower(*found, config, frozen)
         return found
 
     def _adapter_layout(

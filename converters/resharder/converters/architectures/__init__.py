@@ -12,9 +12,12 @@ from resharder.converters.architectures import (
     deepseek_v3,
     gemma2,
     gemma3,
+    gemma3_vl,
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
+    glm4v_moe,
     gpt_oss,
     llama,
     mimo,
@@ -24,15 +27,19 @@ from resharder.converters.architectures import (
     nemotron,
     olmoe,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
 )
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import HFConfig, Table, hf_shapes
+from resharder.converters.architectures.wrapped import NESTED
 from resharder.converters.errors import UnsupportedModel
 
 
@@ -50,6 +57,9 @@ class Architecture:
         recipe: Function from the config to the arguments with which megatron-core builds the model.
         proof: `logits` if Megatron's forward pass is compared with that of transformers on the exported checkpoint, else
             `layout` with the reason.
+        modules: First part of the names of transformers' modules, with that on disk, where they differ.
+        language: The same for transformers' language model alone, without its wrapper.
+        turned: Whether transformers 5 has the stacked experts in memory with the last two dimensions in reverse order.
     """
 
     model_type: str
@@ -57,8 +67,12 @@ class Architecture:
     table: Callable[[HFConfig], Table]
     recipe: Callable[[HFConfig], Recipe]
     proof: str = "logits"
+    modules: tuple[tuple[str, str], ...] = ()
+    language: tuple[tuple[str, str], ...] = ()
+    turned: bool = False
 
 
+_NESTED = tuple(NESTED.items())
 ARCHITECTURES = (
     Architecture("deepseek_v2", "DeepseekV2ForCausalLM", deepseek_v2.table, deepseek_v2.recipe),
     Architecture("deepseek_v3", "DeepseekV3ForCausalLM", deepseek_v3.table, deepseek_v3.recipe),
@@ -68,6 +82,7 @@ ARCHITECTURES = (
     Architecture("glm", "GlmForCausalLM", glm.table, glm.recipe),
     Architecture("glm4", "Glm4ForCausalLM", glm4.table, glm4.recipe),
     Architecture("glm4_moe", "Glm4MoeForCausalLM", glm4_moe.table, glm4_moe.recipe),
+    Architecture("glm4_moe_lite", "Glm4MoeLiteForCausalLM", glm4_moe_lite.table, glm4_moe_lite.recipe),
     Architecture("gpt_oss", "GptOssForCausalLM", gpt_oss.table, gpt_oss.recipe),
     Architecture("llama", "LlamaForCausalLM", llama.table, llama.recipe),
     Architecture("mimo", "MiMoForCausalLM", mimo.table, mimo.recipe),
@@ -83,6 +98,44 @@ ARCHITECTURES = (
     Architecture("qwen3_next", "Qwen3NextForCausalLM", qwen3_next.table, qwen3_next.recipe),
     Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", qwen3_5.table, qwen3_5.recipe),
     Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen3_5_moe.table, qwen3_5_moe.recipe),
+    Architecture(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        qwen2_5_vl.table,
+        qwen2_5_vl.recipe,
+        modules=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+    ),
+    Architecture("qwen3_vl", "Qwen3VLForConditionalGeneration", qwen3_vl.table, qwen3_vl.recipe, language=_NESTED),
+    Architecture(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        qwen3_vl_moe.table,
+        qwen3_vl_moe.recipe,
+        language=_NESTED,
+        turned=True,
+    ),
+    Architecture("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5.released_table, qwen3_5.released_recipe, language=_NESTED),
+    Architecture(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        qwen3_5_moe.released_table,
+        qwen3_5_moe.released_recipe,
+        language=_NESTED,
+    ),
+    Architecture(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        gemma3_vl.table,
+        gemma3_vl.recipe,
+        modules=(
+            ("model.vision_tower.", "vision_tower.vision_model."),
+            ("model.multi_modal_projector.", "multi_modal_projector."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+        language=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+    ),
+    Architecture("glm4v_moe", "Glm4vMoeForConditionalGeneration", glm4v_moe.table, glm4v_moe.recipe, language=_NESTED),
 )
 
 NOT_BUILT: dict[str, str] = {}
@@ -92,17 +145,17 @@ NOT_BUILT: dict[str, str] = {}
 def architecture_of(config: HFConfig) -> Architecture:
     """Return the family of a config.json.
 
-    Raises UnsupportedModel for a family without a table, a multimodal model, and a quantised checkpoint.
+    Raises UnsupportedModel for a family without a table and a quantised checkpoint.
     """
     model_type, names = config.get("model_type"), config.get("architectures") or ()
-    if "text_config" in config:
+    found = next((a for a in ARCHITECTURES if a.model_type == model_type), None)
+    if found is None and "text_config" in config:
         inner = (config["text_config"] or {}).get("model_type")
         has_table = any(a.model_type == inner for a in ARCHITECTURES)
         advice = "attach its language model alone, with its text_config" if has_table else "nor has that of its language model"
         raise UnsupportedModel(
             f"config: model_type {model_type!r} is multimodal and has no table; {advice} (model_type {inner!r})"
         )
-    found = next((a for a in ARCHITECTURES if a.model_type == model_type), None)
     if found is None or (names and found.name not in names):
         known = ", ".join(a.name for a in ARCHITECTURES)
         raise UnsupportedModel(f"config: model_type {model_type!r} with architectures {list(names)} has no table; known: {known}")

@@ -171,6 +171,22 @@ def expert_mlp(size: Sizes, ffn: int, experts: int, prefix: str = "mlp", names: 
     }
 
 
+def stacked(mixture: Layer, *, transposed: bool) -> Layer:
+    """Return a layer of `expert_mlp` whose experts HF stacks in one tensor for gate and up, and in one for down.
+
+    `mlp.experts.gate_up_proj` is [experts, 2 ffn, hidden], `mlp.experts.down_proj` [experts, hidden, ffn]; with `transposed`, the
+    last two dimensions are in reverse order.
+    """
+    found = dict(mixture)
+    for part, name in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+        key = f"mlp.experts.experts.{part}.weight"
+        found[key] = tuple(
+            Weight(weight.shape, (Rows(0, weight.shape[0], f"mlp.experts.{name}", index=expert),), transpose=transposed)
+            for expert, weight in enumerate(mixture[key])
+        )
+    return found
+
+
 def shared_expert(name: str, hidden: int, ffn: int, gate: str | None = None) -> Layer:
     """Return the gated MLP that all tokens pass beside the routed experts.
 

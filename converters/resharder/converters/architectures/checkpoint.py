@@ -5,6 +5,7 @@ from typing import Protocol
 
 from resharder.converters.architectures import table_of
 from resharder.converters.architectures.table import HFConfig as HFConfig
+from resharder.converters.architectures.wrapped import is_wrapped, tower_weights
 
 
 class PretrainedConfig(Protocol):
@@ -27,3 +28,14 @@ def expected_shapes(config: HFConfig | PretrainedConfig) -> dict[str, tuple[int,
     """
     _, shapes = table_of(config_dict(config))
     return dict(shapes)
+
+
+def tower_shapes(config: HFConfig | PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a model's tower by name; empty for a language model alone.
+
+    Raises UnsupportedModel for a family without a table.
+    """
+    table, shapes = table_of(config_dict(config))
+    if not is_wrapped(table):
+        return {}
+    return {run.tensor: shapes[run.tensor] for weight in tower_weights(table) for run in weight.runs}

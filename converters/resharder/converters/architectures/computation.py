@@ -60,6 +60,7 @@ DEFAULTS: Values = {
     "mup_embedding_mult": 1.0,
     "mup_output_mult": 1.0,
     "moe_router_force_biased": None,
+    "mrope_section": None,
 }
 """megatron-core's defaults of attributes that recipes need not set, and Megatron-Bridge's of its own."""
 
@@ -118,6 +119,10 @@ def _scores(values: Values) -> str:
     return str(values["moe_router_score_function"])
 
 
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value
+
+
 _ATTENTION = (
     Aspect("query_pre_attn_scalar or head_dim, by which scores are scaled,", ("softmax_scale", "query_pre_attn_scalar"), _scale),
     Aspect("sliding_window", ("window_size",), _width),
@@ -158,6 +163,9 @@ _EXPERTS = (
 )
 """Aspects of models with experts."""
 
+_IMAGES = (Aspect("mrope_section", ("mrope_section",), lambda values: _listed(values["mrope_section"])),)
+"""Aspects of models with a tower: how channels are divided over the positions of images. Those of text are the same in each."""
+
 
 def aspects(recipe: Recipe) -> Iterator[Aspect]:
     """Yield what is compared for a recipe, rotary embeddings aside."""
@@ -166,6 +174,8 @@ def aspects(recipe: Recipe) -> Iterator[Aspect]:
         yield from _ATTENTION
     if recipe.transformer.get("num_moe_experts"):
         yield from _EXPERTS
+    if recipe.tower is not None:
+        yield from _IMAGES
 
 
 def differences(recipe: Recipe, built: Values, same_function: Callable[[Any, Any], bool]) -> list[str]:
@@ -435,7 +445,6 @@ NOT_COMPARED: Mapping[str, tuple[str, ...]] = {
         "moe_expert_rank_capacity_factor",
     ),
     "routing is replayed from recorded choices": ("moe_enable_routing_replay",),
-    "positions of images; those of text are the same": ("mrope_section",),
     "megatron-core sets the two group options from it": ("moe_router_topk_limited_devices",),
     "no family has sparse attention, and its kind is compared": (
         "dsa_indexer_topk",
@@ -558,7 +567,7 @@ A model with another value than the default is refused.
 
 def known_arguments() -> frozenset[str]:
     """Return the arguments of megatron-core that are compared, refused or known not to matter."""
-    aspects = {name for aspect in (*_ALWAYS, *_ATTENTION, *_EXPERTS) for name in aspect.attributes}
+    aspects = {name for aspect in (*_ALWAYS, *_ATTENTION, *_EXPERTS, *_IMAGES) for name in aspect.attributes}
     listed = {name for names in NOT_COMPARED.values() for name in names}
     return frozenset({*aspects, *FIELDS, *SWITCHES, *ROTARY, *listed, *PARALLELISM, *UNSUPPORTED})
 
@@ -579,6 +588,18 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "is_encoder_decoder",
         "chunk_size_feed_forward",
         "architectures",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "image_start_token_id",
+        "image_end_token_id",
+        "video_start_token_id",
+        "video_end_token_id",
+        "image_token_index",
+        "boi_token_index",
+        "eoi_token_index",
+        "mm_tokens_per_image",
     ),
     "training only": ("attention_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise"),
     "the longest sequence, which a server bounds by `--max-model-len`": ("max_position_embeddings",),
@@ -588,6 +609,7 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "nemotron.rms_norm_eps",
         "gpt_oss.hidden_act",
         "qwen3_5_moe_text.decoder_sparse_step",
+        "qwen3_5_moe.decoder_sparse_step",
     ),
     "another field decides": (
         "partial_rotary_factor",
@@ -597,16 +619,21 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "deepseek_v3.head_dim",
         "deepseek_v3.qk_head_dim",
         "kimi_k2.head_dim",
+        "glm4_moe_lite.head_dim",
         "kimi_k2.qk_head_dim",
+        "glm4_moe_lite.qk_head_dim",
         "deepseek_v2.num_key_value_heads",
         "deepseek_v3.num_key_value_heads",
         "kimi_k2.num_key_value_heads",
+        "glm4_moe_lite.num_key_value_heads",
     ),
     "no dense MLP is in the model": (
         "qwen2_moe.intermediate_size",
         "qwen3_moe.intermediate_size",
         "qwen3_next.intermediate_size",
         "qwen3_5_moe_text.intermediate_size",
+        "qwen3_5_moe.intermediate_size",
+        "qwen3_vl_moe.intermediate_size",
     ),
     "there is no window": (
         "qwen2.use_sliding_window",
@@ -623,20 +650,30 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "mimo.use_sliding_window",
         "mimo.sliding_window",
         "mimo.max_window_layers",
+        "qwen2_5_vl.use_sliding_window",
+        "qwen2_5_vl.sliding_window",
+        "qwen2_5_vl.max_window_layers",
+        "qwen3_vl_moe.sliding_window",
     ),
     "there is one group, or no limit to groups": (
         "deepseek_v2.n_group",
         "deepseek_v2.topk_group",
         "glm4_moe.n_group",
         "glm4_moe.topk_group",
+        "glm4v_moe.n_group",
+        "glm4v_moe.topk_group",
         "kimi_k2.n_group",
+        "glm4_moe_lite.n_group",
         "kimi_k2.topk_group",
+        "glm4_moe_lite.topk_group",
     ),
     "megatron-core has no argument for it; compared in models of Megatron-Bridge": (
         "gemma2.attn_logit_softcapping",
         "gemma2.final_logit_softcapping",
         "gemma3_text.rope_theta",
+        "gemma3.rope_theta",
+        "mrope_interleaved",
     ),
-    "megatron-core has no argument for it, nor has Megatron-Bridge": ("gemma3_text.rope_type",),
+    "megatron-core has no argument for it, nor has Megatron-Bridge": ("gemma3_text.rope_type", "gemma3.rope_type"),
 }
 """Fields of config.json of which another value is taken, by the reason; after a model type, for it alone."""

@@ -1,6 +1,6 @@
 """Qwen3.5, the text model: Qwen3-Next with separate input projections for gates and decays, and a dense MLP.
 
-A multimodal checkpoint (`Qwen3_5ForConditionalGeneration`, its language model under `model.language_model.`) has no table.
+The released checkpoints have it in a wrapper with a tower (`Qwen3_5ForConditionalGeneration`).
 """
 
 from resharder.converters.architectures.blocks import Layer, Sizes, decoder, dense_mlp, integer, placed, refuse, whole
@@ -15,6 +15,15 @@ from resharder.converters.architectures.gated_delta_net import (
 )
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import HFConfig, Table
+from resharder.converters.architectures.wrapped import (
+    NESTED,
+    language_config,
+    qwen3_tower,
+    qwen3_tower_recipe,
+    vision_config,
+    wrapped_recipe,
+    wrapped_table,
+)
 
 
 def table(config: HFConfig) -> Table:
@@ -23,13 +32,13 @@ def table(config: HFConfig) -> Table:
     return hybrid(config, dense_mlp(size, integer(config, "intermediate_size")))
 
 
-def hybrid(config: HFConfig, mlp: Layer) -> Table:
-    """Return layers of gated delta nets and gated attention, all with `mlp`, and the MTP layer."""
+def hybrid(config: HFConfig, mlp: Layer, predicting: Layer | None = None) -> Table:
+    """Return layers of gated delta nets and gated attention, all with `mlp`, and the MTP layer with `predicting` or the same."""
     refuse(config, "attention_bias", "mtp_use_dedicated_embeddings")
     size, linear, delta = Sizes.of(config, gain=0.0), linear_layers(config), DeltaSizes.of(config)
     mixers = (gated_attention(size), delta_net(size, delta, projections(delta)))
     layers = decoder(size, lambda n: mixers[linear[n]] | mlp)
-    return {**layers, **shared_prediction(size, mixers[False] | mlp, predictions(config))}
+    return {**layers, **shared_prediction(size, mixers[False] | (predicting or mlp), predictions(config))}
 
 
 def projections(delta: DeltaSizes) -> Layer:
@@ -51,3 +60,13 @@ def predictions(config: HFConfig) -> int:
 def recipe(config: HFConfig) -> Recipe:
     """Return `hybrid_recipe` with the number of MTP layers."""
     return hybrid_recipe(config, mtp_num_layers=predictions(config) or None)
+
+
+def released_table(config: HFConfig) -> Table:
+    """Return the table of the released form, with Qwen3-VL's tower."""
+    return wrapped_table(table(language_config(config)), NESTED, qwen3_tower(vision_config(config)))
+
+
+def released_recipe(config: HFConfig) -> Recipe:
+    """Return the recipe of the released form."""
+    return wrapped_recipe(config, recipe(language_config(config)), qwen3_tower_recipe(vision_config(config)))

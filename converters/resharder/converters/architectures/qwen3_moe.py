@@ -1,17 +1,27 @@
 """Qwen3-MoE: Qwen3 with routed experts in all or some layers."""
 
-from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, expert_mlp, integer, refuse
+from resharder.converters.architectures.blocks import Layer, Sizes, attention, decoder, dense_mlp, expert_mlp, integer, refuse
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, optional_window, routed
 from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
     """Return Qwen3's attention, with routed experts or a dense MLP as `sparse_layers` has it."""
+    return with_experts(config, mixture(config))
+
+
+def mixture(config: HFConfig) -> Layer:
+    """Return routed experts, with a tensor for each expert and projection."""
+    return expert_mlp(Sizes.of(config), integer(config, "moe_intermediate_size"), experts(config))
+
+
+def with_experts(config: HFConfig, mixture: Layer) -> Table:
+    """Return Qwen3's attention in every layer, with `mixture` or a dense MLP as `sparse_layers` has it."""
     refuse(config, "attention_bias")
     size, sparse = Sizes.of(config), sparse_layers(config)
-    dense_layer = attention(size, head_norms=True) | dense_mlp(size, integer(config, "intermediate_size"))
-    sparse_layer = attention(size, head_norms=True) | expert_mlp(size, integer(config, "moe_intermediate_size"), experts(config))
-    return decoder(size, lambda n: sparse_layer if sparse[n] else dense_layer)
+    attend = attention(size, head_norms=True)
+    dense_layer = attend | dense_mlp(size, integer(config, "intermediate_size"))
+    return decoder(size, lambda n: attend | mixture if sparse[n] else dense_layer)
 
 
 def recipe(config: HFConfig) -> Recipe:

@@ -34,6 +34,23 @@ class Extras:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """Part of a model that sees images, beside its language model.
+
+    Attributes:
+        module: Name of the module with Megatron's own layers; empty for modules of transformers.
+        transformer: Arguments of TransformerConfig for these layers, in its form in `Recipe`.
+        config: The `vision_config`.
+        interleaved: Whether the language model rotates channels by the three positions of an image in turn (`mrope_interleaved`).
+    """
+
+    module: str = ""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Arguments with which megatron-core builds a model.
 
@@ -44,6 +61,7 @@ class Recipe:
         attributes: Attributes that GPTModel reads from its config although no argument sets them (those of YaRN).
         extras: Features for which megatron-core has no argument.
         beyond: Values of the config that megatron-core cannot compute with, such as `clip_qkv=8.0`.
+        tower: The tower of a model whose language model is in a wrapper; None for a language model alone.
     """
 
     transformer: dict[str, Any]
@@ -51,6 +69,7 @@ class Recipe:
     attributes: dict[str, Any] = field(default_factory=dict)
     extras: Extras = Extras()
     beyond: tuple[str, ...] = ()
+    tower: Tower | None = None
 
     def but(self, model: dict[str, Any] | None = None, **transformer: Any) -> "Recipe":
         """Return the same recipe with some arguments changed or added."""

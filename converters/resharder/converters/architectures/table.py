@@ -74,6 +74,15 @@ class Weight:
         runs = (Rows(run.at, run.count, prefix + run.tensor, run.first, run.step, run.index) for run in self.runs)
         return replace(self, runs=tuple(runs))
 
+    def renamed(self, names: Mapping[str, str]) -> "Weight":
+        """Return the same weight with the first part of each HF name replaced as `names` has it."""
+
+        def name_of(tensor: str) -> str:
+            return next((new + tensor.removeprefix(old) for old, new in names.items() if tensor.startswith(old)), tensor)
+
+        runs = (Rows(run.at, run.count, name_of(run.tensor), run.first, run.step, run.index) for run in self.runs)
+        return replace(self, runs=tuple(runs))
+
     def in_hf_order(self, dimensions: Sequence[T], stacked: T | None) -> tuple[T, ...]:
         """Return one item per HF dimension, from one per Megatron dimension.
 

@@ -24,6 +24,7 @@ def local_layout(
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
     fp8: bool = False,
+    tower: bool | None = None,
 ) -> tuple[Layout, LookedUp]:
     """Return this rank's layout, and its local tensors by the names in the layout's pieces, live rather than copied.
 
@@ -33,13 +34,14 @@ def local_layout(
         rename: For models with DTensors only, as in `dtensor.local_layout`.
         ranks: For models with DTensors only, as in `dtensor.local_layout`.
         fp8: For Megatron models only, as in `megatron.layout.local_layout`.
+        tower: Whether the model has to have the config's tower, or must not have it; None for either.
 
     Raises ConversionError; see `megatron.layout.local_layout` and `dtensor.local_layout` for its subclasses.
     """
     chunks = megatron_chunks(model)
     if not chunks:
         refuse_other_config(model, config_dict(hf_config))
-        return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks)
+        return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks, tower=tower)
     if rename is not None or ranks is not None:
         raise UnsupportedModel("rename and ranks are not for Megatron models: their table and process groups have both")
     from resharder.converters.models.megatron.release import refuse_untested_release
@@ -47,7 +49,7 @@ def local_layout(
     refuse_untested_release()
     from resharder.converters.models.megatron import layout
 
-    return layout.local_layout(chunks, hf_config, fp8=fp8)
+    return layout.local_layout(chunks, hf_config, fp8=fp8, tower=tower)
 
 
 def megatron_chunks(model: Model) -> list[torch.nn.Module]:
@@ -61,7 +63,8 @@ def megatron_chunks(model: Model) -> list[torch.nn.Module]:
 
 def vocabulary_rows(model: Model) -> int:
     """Return the number of rows of a Megatron model's embeddings over all ranks, padding included; 0 for any other model."""
-    return max((getattr(_innermost(chunk), "vocab_size", 0) for chunk in megatron_chunks(model)), default=0)
+    found = (_innermost(chunk) for chunk in megatron_chunks(model))
+    return max((getattr(getattr(module, "language_model", module), "vocab_size", 0) for module in found), default=0)
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:

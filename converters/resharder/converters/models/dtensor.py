@@ -28,6 +28,7 @@ def local_layout(
     *,
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
+    tower: bool | None = None,
 ) -> tuple[Layout, LocalTensors]:
     """Return this rank's layout, and its local tensors by their names in memory, live rather than copied.
 
@@ -38,6 +39,7 @@ def local_layout(
         ranks: Global ranks that together have the whole of `model`, if these are not all ranks, as in a
             pipeline stage. The lowest of them owns plain tensors. If several equal meshes have copies of
             a DTensor, the mesh with that rank owns it.
+        tower: Whether the model has to have the config's tower, or must not have it; None for either.
 
     Raises:
         UnknownTensor: Names that are not those on disk.
@@ -48,7 +50,7 @@ def local_layout(
     first = min(ranks) if ranks else 0
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
-    for name, parts in stored_tensors(tensors, config_dict(hf_config), whole=ranks is None).items():
+    for name, parts in stored_tensors(tensors, config_dict(hf_config), whole=ranks is None, tower=tower).items():
         tensor, local = tensors[name], local_of(tensors[name])
         dtype, box = _dtype(name, local), _box(name, tensor)
         whole = None if box is None else Piece(name, box, name, 0, local.stride(), not _owns(tensor, first))
@@ -65,7 +67,9 @@ def _moved(piece: Piece, part: Stored) -> Piece:
     """Return the piece of an HF tensor, given the piece of the tensor in memory that contains it."""
     box = tuple(have._replace(start=have.start - all_.start) for have, all_ in zip(piece.box, part.box, strict=True))
     skip = int(part.stacked)
-    return piece._replace(tensor=part.name, box=box[skip:], strides=piece.strides[skip:])
+    return piece._replace(
+        tensor=part.name, box=part.in_hf_order(box[skip:]), strides=part.in_hf_order(tuple(piece.strides[skip:]))
+    )
 
 
 def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from resharder.converters.allowances import VARIABLE, refuse
 from resharder.converters.architectures.checkpoint import HFConfig
+from resharder.converters.architectures.wrapped import language_config
 from resharder.converters.errors import LayoutError
 from resharder.converters.models.hf_names import Model
 
@@ -26,6 +27,8 @@ COMPUTED_WITH = frozenset(
         "scale_attn_weights", "scoring_func", "sliding_window", "sliding_window_pattern", "swiglu_limit", "tie_word_embeddings",
         "topk_group", "topk_method", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm", "use_sliding_window",
         "vocab_size",
+        "deepstack_visual_indexes", "fullatt_block_indexes", "mm_tokens_per_image", "num_heads", "spatial_merge_size",
+        "tokens_per_second", "window_size",
     }
 )  # fmt: skip
 """Fields of config.json that change what a model computes. Others are of tokens, training, generation and files."""
@@ -37,7 +40,12 @@ def refuse_other_config(model: Model, config: HFConfig) -> None:
     Models without such a config are not compared, nor is one of another model type: names and shapes tell those apart.
     """
     own = _own_config(model)
-    if own is None or own.to_dict().get("model_type") != config.get("model_type"):
+    if own is None:
+        return
+    text, kind = config.get("text_config"), own.to_dict().get("model_type")
+    if isinstance(text, Mapping) and kind == text.get("model_type"):
+        config = language_config(config)
+    if kind != config.get("model_type"):
         return
     if differing := list(_differences(_completed(own, config), own.to_dict())):
         error = LayoutError(
@@ -51,9 +59,10 @@ def _differences(ours: HFConfig, theirs: HFConfig) -> Iterator[str]:
     for name in sorted(COMPUTED_WITH & theirs.keys() & ours.keys()):
         if not _same(ours[name], theirs[name]):
             yield f"{name} is {ours[name]!r} in the config, the model has {theirs[name]!r}"
-    our_text, their_text = ours.get("text_config"), theirs.get("text_config")
-    if isinstance(our_text, Mapping) and isinstance(their_text, Mapping):
-        yield from _differences(our_text, their_text)
+    for part in ("text_config", "vision_config"):
+        our_part, their_part = ours.get(part), theirs.get(part)
+        if isinstance(our_part, Mapping) and isinstance(their_part, Mapping):
+            yield from _differences(our_part, their_part)
 
 
 def _own_config(model: Model) -> Any:

@@ -5,18 +5,22 @@ transformers 5 stacks in memory (transformers/conversion_mapping.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from resharder.converters.allowances import refuse
-from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.architectures import architecture_of
+from resharder.converters.architectures.checkpoint import expected_shapes, tower_shapes
 from resharder.converters.architectures.table import HFConfig
+from resharder.converters.architectures.wrapped import refuse_tower
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Box, Range, box_shape, full_box
 from resharder.converters.models.live import local_of, memory_of
 
 Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tensor]
 """A module, its parts (pipeline stages of this rank), or a state dict."""
+
+T = TypeVar("T")
 
 Rename: TypeAlias = Callable[[str], str | None]
 """Function from a name in memory to the name on disk, or to None for a tensor outside of the checkpoint."""
@@ -25,22 +29,30 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 _EXPERTS = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
 
 
 class Stored(NamedTuple):
-    """HF tensor `name` that is `box` of a tensor in memory. With `stacked`, the box has a leading
-    dimension that the HF tensor lacks.
+    """HF tensor `name` that is `box` of a tensor in memory.
+
+    With `stacked`, the box has a leading dimension that the HF tensor lacks; with `transposed`, the HF tensor has the last two
+    dimensions in reverse order.
     """
 
     name: str
     box: Box
     stacked: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the HF tensor."""
-        return box_shape(self.box)[int(self.stacked) :]
+        return self.in_hf_order(box_shape(self.box)[int(self.stacked) :])
+
+    def in_hf_order(self, dimensions: tuple[T, ...]) -> tuple[T, ...]:
+        """Return one item per dimension of the HF tensor, from one per dimension in memory that it has."""
+        return (*dimensions[:-2], dimensions[-1], dimensions[-2]) if self.transposed else dimensions
 
 
 def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch.Tensor]:
@@ -65,7 +77,9 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
     return found
 
 
-def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole: bool) -> dict[str, list[Stored]]:
+def stored_tensors(
+    found: Mapping[str, torch.Tensor], config: HFConfig, *, whole: bool, tower: bool | None = None
+) -> dict[str, list[Stored]]:
     """Return the HF tensors of each tensor in memory, by the name in memory. A second name of tied embeddings is omitted.
 
     For a family without a table, names in memory are those on disk.
@@ -74,6 +88,7 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
         found: Tensors in memory by name.
         config: Content of config.json.
         whole: Whether `found` is the whole model, so that missing names are an error.
+        tower: Whether it has to have the config's tower, or must not have it; None for either.
 
     Raises:
         UnsupportedModel: A quantised checkpoint.
@@ -89,7 +104,15 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
             raise
         kept = _without_ties(found) if _is_tied(config) else found
         return {name: [Stored(name, full_box(tuple(tensor.shape)))] for name, tensor in kept.items()}
-    stored = {name: _stored(name, tuple(tensor.shape), expected) for name, tensor in found.items()}
+    family = architecture_of(config)
+    named = {name: _on_disk(name, family.modules) for name in found}
+    in_tower = tower_shapes(config)
+    if in_tower and tower is not True and in_tower.keys().isdisjoint(named.values()):
+        named = {name: disk if disk in expected else _on_disk(name, family.language) for name, disk in named.items()}
+        expected = {name: shape for name, shape in expected.items() if name not in in_tower}
+    elif in_tower and tower is False:
+        refuse_tower(wanted=False, found=True)
+    stored = {name: _stored(named[name], tuple(tensor.shape), expected, family.turned) for name, tensor in found.items()}
     held = {memory_of(found[name]) for name, parts in stored.items() if parts}
     unknown = [name for name in stored if memory_of(found[name]) not in held]
     given = {part.name: part for parts in stored.values() for part in parts}
@@ -140,10 +163,23 @@ def _unwrapped(key: str) -> str:
     return name
 
 
-def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int, ...]]) -> list[Stored]:
-    """Return the HF tensors of a tensor in memory; none if its name has no counterpart on disk."""
+def _on_disk(name: str, modules: Sequence[tuple[str, str]]) -> str:
+    """Return a name with its first part as on disk."""
+    return next((disk + name.removeprefix(memory) for memory, disk in modules if name.startswith(memory)), name)
+
+
+def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int, ...]], turned: bool) -> list[Stored]:
+    """Return the HF tensors of a tensor in memory; none if its name has no counterpart on disk.
+
+    Raises UnsupportedModel for stacked experts of which the shape does not say whether they are `turned`.
+    """
     if name in expected:
-        return [Stored(name, full_box(shape))]
+        stacked = turned and name.endswith(_STACKED)
+        if stacked and shape[-1] == shape[-2]:
+            raise UnsupportedModel(
+                f"{name} is {list(shape)}, which does not say whether it is transposed in memory: publish with publish_tensors"
+            )
+        return [Stored(name, full_box(shape), transposed=stacked and expected[name] == (*shape[:-2], shape[-1], shape[-2]))]
     for module, gate, up, down in _EXPERTS:
         there = name.replace(".mlp.", f".{module}.")
         if there in expected:
@@ -168,8 +204,12 @@ def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int,
 
 def _counts_further_layers(config: HFConfig, missing: Sequence[str]) -> str:
     """Return the field of the config without which nothing would be missing: transformers builds no MTP layers. "" for none."""
-    for field in (field for field in _FURTHER_LAYERS if config.get(field)):
-        if expected_shapes({**config, field: 0}).keys().isdisjoint(missing):
+    text = config.get("text_config")
+    for field in _FURTHER_LAYERS:
+        without: HFConfig = {**config, field: 0}
+        if isinstance(text, Mapping):
+            without = {**config, "text_config": {**text, field: 0}}
+        if (text or config).get(field) and expected_shapes(without).keys().isdisjoint(missing):
             return field
     return ""
 

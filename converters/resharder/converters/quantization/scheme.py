@@ -151,7 +151,15 @@ def _refusal(config: object) -> UnsupportedModel:
 
 
 def check_family(config: HFConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raise UnsupportedModel for a model that this format cannot describe: experts stacked in tensors of three dimensions."""
+    """Raise UnsupportedModel for a model that this format cannot describe, or of which no server was seen to load it.
+
+    These are experts stacked in tensors of three dimensions, and models with a tower.
+    """
+    if "vision_config" in config:
+        raise UnsupportedModel(
+            f"{config.get('model_type')!r} has a tower, and casts of such models are not supported: publish without "
+            "quantization_config"
+        )
     stacked = next((name for name, shape in shapes if len(shape) == 3 and ".experts." in name), None)
     if stacked is not None:
         raise UnsupportedModel(

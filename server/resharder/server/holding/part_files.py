@@ -15,8 +15,6 @@ from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, co
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.converters.wire.boxes import box_from_proto, boxes_to_proto
 from resharder.server.infra.filesystem import write_header, write_zeros
-from resharder.server.state.version import UPLOADING, VersionRecord
-from resharder.server.store.manifest import Manifest
 from resharder.v1 import node_pb2
 
 AHEAD = 2
@@ -90,15 +88,6 @@ class FilesOnNode:
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files) + sum(part.size for part in self.parts)
-
-    def manifest_of_parts(self, model: str, number: int) -> Manifest | None:
-        """Return a manifest by which boxes of the parts of an UPLOADING version are read; None without parts."""
-        if not self.parts:
-            return None
-        files = tuple(part.layout for part in self.parts)
-        size, tensors = sum(file.size for file in files), sum(len(file.tensors) for file in files)
-        record = VersionRecord(model, number, UPLOADING, 0, 0, "", size, tensors, 0.0)
-        return Manifest(record, files, {}, (), whole=False)
 
 
 def write_parts(folder: Path, parts: Iterable[PartFile]) -> None:

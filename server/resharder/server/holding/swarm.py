@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.pieces import Bitmap
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.sources import (
     LIMITS,
     PeerOffer,
@@ -25,7 +26,7 @@ from resharder.server.holding.sources import (
     after_failure,
     choose,
 )
-from resharder.server.holding.transfers import PieceBusy, PieceFailed, PieceSource, PieceTarget, PieceTransfer, ReceivedBytes
+from resharder.server.holding.transfers import PieceBusy, PieceFailed, PieceSource, PieceTransfer, ReceivedBytes
 from resharder.v1 import resources_pb2
 
 MOST_LINKS = 64
@@ -148,7 +149,7 @@ class Swarm:
         with self._lock:
             return sum(map(len, self._requests.values()))
 
-    def fill(self, version: PieceTarget, offers: PieceOffers) -> int:
+    def fill(self, version: HeldFiles, offers: PieceOffers) -> int:
         """Start as many requests for pieces of a version as the limits allow, and return their number."""
         held, now = version.held(), self._clock()
         with self._lock:
@@ -179,7 +180,7 @@ class Swarm:
             self._pool.submit(self._fetch, id, version, choice, offers.sources[choice.peer])
         return len(started)
 
-    def _fetch(self, id: int, version: PieceTarget, choice: PieceChoice, source: PieceSource) -> None:
+    def _fetch(self, id: int, version: HeldFiles, choice: PieceChoice, source: PieceSource) -> None:
         began, failure, size, busy = self._clock(), "", 0, False
         try:
             failpoint("node.piece")

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from resharder.converters.storage.digest import Array
-from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.range_client import (
     BROKEN,
     DataAddress,
@@ -21,53 +21,10 @@ from resharder.converters.wire.range_client import (
     WrongBytes,
 )
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.memory import PieceClaims, PieceTaken, VersionMemory
+from resharder.server.holding.held_files import HeldFiles
+from resharder.server.holding.memory import PieceTaken
 from resharder.server.holding.tls import NodeTls
 from resharder.server.infra.addresses import parse_listen
-
-
-class PieceTarget(Protocol):
-    """A version's files, and the pieces of them that are wanted and held. Thread-safe."""
-
-    @property
-    def name(self) -> str:
-        """Resource name."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the version."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of each file, in the order of the manifest."""
-
-    @property
-    def numbering(self) -> PieceNumbering:
-        """Numbers of its pieces."""
-
-    @property
-    def claims(self) -> PieceClaims:
-        """Fetches in flight."""
-
-    @property
-    def memory(self) -> VersionMemory | None:
-        """The files in the memory of a transfer engine; None without one."""
-
-    def wanted(self) -> Bitmap:
-        """Return the pieces that are needed here."""
-
-    def missing(self) -> Bitmap:
-        """Return the wanted pieces that are not held yet."""
-
-    def held(self) -> Bitmap:
-        """Return the pieces that are held now."""
-
-    def write(self, part: PieceSpan, content: Array) -> None:
-        """Write checked bytes of a piece. Raises OSError."""
-
-    def add(self, piece: int) -> None:
-        """Count a piece as held, all parts of which are written. Raises OSError."""
-
 
 _MOST_IDLE = 32
 _BUSY_SECONDS = 0.05  # until a busy port is asked again for the rest of a piece
@@ -109,7 +66,7 @@ class PieceSource:
 class PieceTransfer(Protocol):
     """Way in which pieces come from a peer, for many threads at once."""
 
-    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+    def fetch(self, version: HeldFiles, piece: int, source: PieceSource) -> int:
         """Bring a piece into the version's files, checked, and return its bytes.
 
         Args:
@@ -154,7 +111,7 @@ class ReceivedBytes:
 class PartChecksums(Protocol):
     """Expected checksums of the parts of pieces."""
 
-    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+    def of(self, version: HeldFiles, part: PieceSpan) -> int:
         """Return the checksum of a part. Raises grpc.RpcError, OSError."""
 
 
@@ -191,7 +148,7 @@ class HttpTransfer:
         self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
         self._buffers: list[Array] = []
 
-    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+    def fetch(self, version: HeldFiles, piece: int, source: PieceSource) -> int:
         """Fetch a piece from a data port, and return its bytes. Raises as `PieceTransfer.fetch` does."""
         try:
             with version.claims.fetching(piece, in_place=False):
@@ -199,7 +156,7 @@ class HttpTransfer:
         except PieceTaken as error:
             raise PieceBusy(str(error)) from error
 
-    def _fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+    def _fetch(self, version: HeldFiles, piece: int, source: PieceSource) -> int:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
             expected = self._checksums.of(version, part)

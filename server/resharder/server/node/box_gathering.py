@@ -21,6 +21,8 @@ from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes, data_address
 from resharder.server.infra.filesystem import MediumRefused, touching
+from resharder.server.state.version import UPLOADING, VersionRecord
+from resharder.server.store.manifest import Manifest
 
 _PATIENCE = 10.0  # seconds without a window from a node
 _PAUSE = 0.05  # at most, until a node that has refused is asked again: READY waits for it
@@ -36,6 +38,16 @@ class _Target:
     folder: Path
     files: WritableFiles
     specs: Mapping[str, TensorSpec]
+
+
+def manifest_of_parts(own: FilesOnNode, model: str, number: int) -> Manifest | None:
+    """Return a manifest by which boxes of the parts of an UPLOADING version are read; None without parts."""
+    if not own.parts:
+        return None
+    files = tuple(part.layout for part in own.parts)
+    size, tensors = sum(file.size for file in files), sum(len(file.tensors) for file in files)
+    record = VersionRecord(model, number, UPLOADING, 0, 0, "", size, tensors, 0.0)
+    return Manifest(record, files, {}, (), whole=False)
 
 
 class BoxGatherer:

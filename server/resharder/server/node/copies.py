@@ -24,7 +24,8 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE, FilePart
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.memory import EngineFailed, MemoryEngine, PieceClaims, VersionMemory
+from resharder.server.holding.held_files import HeldFiles
+from resharder.server.holding.memory import EngineFailed, MemoryEngine, VersionMemory
 from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.state.errors import ResourceExhausted, ResourceNotFound
@@ -34,70 +35,39 @@ _RETRY_SECONDS = 2.0  # until a version that could not be created is tried again
 _log = structlog.get_logger("resharder.node")
 
 
-class HeldVersion:
-    """A version's files, and the pieces of them that are wanted and held. Thread-safe."""
+class HeldVersion(HeldFiles):
+    """A version on this host. The bitmap of its held pieces is in a file that workers read."""
 
     def __init__(self, name: str, fingerprint: str, folder: Path, files: Sequence[FileLayout], reservation: str = "") -> None:
-        self.name, self.fingerprint, self.folder = name, fingerprint, folder
+        super().__init__(name, fingerprint, folder, {file.path: file.size for file in files}, number_pieces(files))
         self.reservation = reservation
         """Reservation under which ranks have written files of it here; empty for none."""
         self.daemon_address = ""
         """Address of the daemon's data port."""
-        self.sizes = {file.path: file.size for file in files}
-        self.numbering = number_pieces(files)
-        self._lock, self._held, self._wanted = threading.Lock(), Bitmap(self.numbering.count), Bitmap(self.numbering.count)
-        self.claims = PieceClaims()
         self._memory: VersionMemory | None = None
-
-    def wanted(self) -> Bitmap:
-        """Return the pieces that workers on this host need."""
-        with self._lock:
-            return self._wanted
-
-    def want(self, pieces: Bitmap) -> None:
-        """Add to the wanted pieces."""
-        with self._lock:
-            self._wanted = self._wanted | pieces
-
-    def missing(self) -> Bitmap:
-        """Return the wanted pieces that are not held yet."""
-        with self._lock:
-            return self._wanted - self._held
-
-    def held(self) -> Bitmap:
-        """Return the pieces that are held now."""
-        with self._lock:
-            return Bitmap(self._held.count, self._held.bits.copy())
 
     def hold(self, pieces: Bitmap) -> None:
         """Want and hold pieces, which are in the files already."""
-        with self._lock:
+        with self._changed:
             self._wanted, self._held = self._wanted | pieces, self._held | pieces
 
     def write(self, part: PieceSpan, content: Array) -> None:
-        """Write checked bytes of a piece. Raises OSError, also for a version that was dropped in the meantime."""
+        """Write checked bytes of a piece. Raises OSError, also once the version was dropped."""
         failpoint("node.write")
-        descriptor = os.open(self.folder / part.file, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            write_at(descriptor, content.data, part.start)
-        finally:
-            os.close(descriptor)
+        super().write(part, content)
 
-    def add(self, piece: int) -> None:
-        """Count a piece as held, and tell the workers on this host: all its parts are written. Raises OSError."""
-        with self._lock:
-            self._held.add(piece)
-            with suppress(FileNotFoundError):  # dropped in the meantime
-                descriptor = os.open(self.folder / HELD_FILE, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    write_at(descriptor, self._held.bits.data, 0)
-                finally:
-                    os.close(descriptor)
+    def _record(self, held: Bitmap) -> None:
+        with suppress(FileNotFoundError):  # dropped in the meantime
+            descriptor = os.open(self.folder / HELD_FILE, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                write_at(descriptor, held.bits.data, 0)
+            finally:
+                os.close(descriptor)
 
     @property
     def memory(self) -> VersionMemory | None:
         """The files in the memory of a transfer engine; None without one, and after `release`."""
-        with self._lock:
+        with self._changed:
             return self._memory
 
     def addresses(self) -> tuple[int, ...]:
@@ -107,14 +77,14 @@ class HeldVersion:
 
     def offer(self, memory: VersionMemory | None) -> None:
         """Offer the version's files in the memory of a transfer engine."""
-        with self._lock:
+        with self._changed:
             self._memory = memory
 
     def release(self) -> bool:
         """Offer the files to the transfer engine no longer. Returns False while it writes to them."""
         if not self.claims.close():
             return False
-        with self._lock:
+        with self._changed:
             memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
@@ -122,8 +92,8 @@ class HeldVersion:
 
     def lacks(self, part: FilePart) -> str:
         """Return why a part of a file cannot be read; empty if it can."""
-        with self._lock:
-            missing = [piece for piece in self.numbering.touched(part.file, part.start, part.end) if piece not in self._held]
+        held = self.held()
+        missing = [piece for piece in self.numbering.touched(part.file, part.start, part.end) if piece not in held]
         return f"this node does not hold piece {missing[0]} of {self.name} yet" if missing else ""
 
 

@@ -13,9 +13,9 @@ from resharder.converters.wire.endpoint import route_options
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.checksums import PieceChecksums
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.part_files import FileProof, FilesOnNode, files_from_proto
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import PieceTarget
 from resharder.v1 import node_pb2, node_pb2_grpc, server_pb2, server_pb2_grpc
 from resharder.v1.revision import user_agent
 
@@ -169,11 +169,11 @@ class CheckedPieces:
     def __init__(self, daemon: DaemonClient) -> None:
         self._daemon, self.known = daemon, PieceChecksums()
 
-    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+    def of(self, version: HeldFiles, part: PieceSpan) -> int:
         """Return the checksum of a part. Raises grpc.RpcError, OSError."""
         return self.known.get((version.fingerprint, part.file, part.start), lambda: self._fetch(version, part))
 
-    def _fetch(self, version: PieceTarget, part: PieceSpan) -> int:
+    def _fetch(self, version: HeldFiles, part: PieceSpan) -> int:
         begin = part.start - part.start % _BATCH_BYTES
         end = min(begin + _BATCH_BYTES, version.sizes[part.file])
         found = self._daemon.checksums(version.name, part.file, begin, end)

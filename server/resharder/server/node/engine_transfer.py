@@ -9,9 +9,10 @@ import xxhash
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.pieces import PieceSpan
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.memory import EngineFailed, MemoryEngine, PieceTaken, VersionMemory
 from resharder.server.holding.sources import LIMITS, PeerRecord, RequestLimits, after_failure
-from resharder.server.holding.transfers import PieceSource, PieceTarget, PieceTransfer, ReceivedBytes
+from resharder.server.holding.transfers import PieceSource, PieceTransfer, ReceivedBytes
 from resharder.server.node.daemon_client import CheckedPieces
 
 _log = structlog.get_logger("resharder.node")
@@ -44,7 +45,7 @@ class EngineTransfer:
         self._lock = threading.Lock()
         self._records: dict[str, PeerRecord] = {}  # of sessions that failed
 
-    def fetch(self, version: PieceTarget, piece: int, source: PieceSource) -> int:
+    def fetch(self, version: HeldFiles, piece: int, source: PieceSource) -> int:
         """Fetch a piece, and return its bytes. Raises as `PieceTransfer.fetch` does."""
         memory = version.memory
         if memory is not None and self._is_usable(source, version):
@@ -64,13 +65,13 @@ class EngineTransfer:
         """Close the idle connections of the other way; the engine keeps its own."""
         self._otherwise.close_idle()
 
-    def _is_usable(self, source: PieceSource, version: PieceTarget) -> bool:
+    def _is_usable(self, source: PieceSource, version: HeldFiles) -> bool:
         if not source.session or len(source.addresses) != len(version.sizes):
             return False
         with self._lock:
             return self._records.get(source.session, PeerRecord()).retry_at <= self._clock()
 
-    def _read(self, memory: VersionMemory, version: PieceTarget, piece: int, source: PieceSource) -> int:
+    def _read(self, memory: VersionMemory, version: HeldFiles, piece: int, source: PieceSource) -> int:
         """Read the parts of a piece, and check them. Raises EngineFailed."""
         size, began = 0, self._clock()
         bases = dict(zip(version.sizes, source.addresses, strict=True))

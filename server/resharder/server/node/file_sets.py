@@ -32,7 +32,7 @@ from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, k
 from resharder.server.holding.transfers import FetchFailed
 from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_zeros
 from resharder.server.ingest.released_files import EarlyDigests
-from resharder.server.node.box_gathering import BoxGatherer
+from resharder.server.node.box_gathering import BoxGatherer, manifest_of_parts
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
@@ -198,7 +198,7 @@ class FileSets:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold {name}")
         reservation, found = served
         sizes = {file.path: file.size for file in found.own.files} if found.proof is not None else {}
-        parts = found.own.manifest_of_parts(model, number)
+        parts = manifest_of_parts(found.own, model, number)
         yield ServedVersion(name, reservation.id, sizes, found.folder, manifest=parts)
 
     # With the lock

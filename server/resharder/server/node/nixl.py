@@ -11,26 +11,23 @@ that is not among them.
 """
 
 import http.client
-import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from resharder.converters.extras import install_line
 from resharder.converters.storage.pages import Span
+from resharder.converters.wire import nixl
 from resharder.converters.wire.ranges import ENGINE_PATH
 from resharder.server.holding.memory import EngineFailed
 from resharder.server.infra.addresses import parse_listen
 
-_KIND, _BACKEND = "nixl", "UCX"
-_RDMA = Path("/sys/class/infiniband")
-_PROGRESS_MICROSECONDS = 1000  # the agents' threads sleep until something happens, and look this often besides
+_KIND = "nixl"
 _KEYS_SECONDS = 3.0
 _READ_SECONDS = 10.0
 _QUICK, _SLOW, _QUICK_POLLS = 0.0005, 0.005, 100
@@ -47,13 +44,13 @@ class NixlEngine:
         EngineFailed: The package is missing, UCX does not start, or it would take TCP without being told to.
     """
 
-    def __init__(self, read_seconds: float = _READ_SECONDS) -> None:
-        if "UCX_TLS" not in os.environ and not (_RDMA.is_dir() and any(_RDMA.iterdir())):
+    def __init__(self, read_seconds: float = _READ_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        if "UCX_TLS" not in os.environ and not nixl.has_rdma():
             raise EngineFailed(
-                f"this host has no RDMA device in {_RDMA}, and over TCP UCX ends a node that answers a reader which is gone, as "
+                "this host has no RDMA device, and over TCP UCX ends a node that answers a reader which is gone, as "
                 "after it was stopped: leave out this option, or set UCX_TLS=tcp to try it"
             )
-        self._name, self._read_seconds = f"resharder-{secrets.token_hex(8)}", read_seconds
+        self._name, self._read_seconds, self._clock = f"resharder-{secrets.token_hex(8)}", read_seconds, clock
         self._memory = _Agent(self._name)
         self._lock, self._closed = threading.Lock(), False
         self._spans: dict[Span, None] = {}
@@ -118,7 +115,7 @@ class NixlEngine:
             if self._closed:
                 raise EngineFailed("this node ends")
             if self._reader is None:
-                reader = _Reader(_Agent(f"{self._name}-{secrets.token_hex(4)}"))
+                reader = _Reader(_Agent(f"{self._name}-{secrets.token_hex(4)}"), self._clock)
                 for span in self._spans:
                     reader.agent.register(span)
                 self._reader = reader
@@ -139,8 +136,8 @@ class _Stalled(Exception):
 class _Reader:
     """Reads of other nodes' memory by one agent, for many threads at once."""
 
-    def __init__(self, agent: "_Agent") -> None:
-        self.agent = agent
+    def __init__(self, agent: "_Agent", clock: Callable[[], float]) -> None:
+        self.agent, self._clock = agent, clock
         self._lock = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}  # by the peer's name
 
@@ -153,11 +150,11 @@ class _Reader:
             with fetching:
                 if not self.agent.knows(peer.name, address, size):
                     self.agent.add(_fetched_keys(peer.address), peer.name)
-        read, deadline, polls = self.agent.begin(peer.name, address, target), time.monotonic() + seconds, 0
+        read, deadline, polls = self.agent.begin(peer.name, address, target), self._clock() + seconds, 0
         try:
             while not self.agent.has_ended(read):
                 polls += 1
-                if time.monotonic() > deadline:
+                if self._clock() > deadline:
                     raise _Stalled(f"the read has not ended after {seconds:g} s")
                 time.sleep(_QUICK if polls < _QUICK_POLLS else _SLOW)
         except EngineFailed:
@@ -183,16 +180,16 @@ def _fetched_keys(address: str) -> bytes:
 
 
 class _Agent:
-    """Agent with UCX. Any thread may call its methods; all raise EngineFailed, also after `close`.
-
-    NIXL's bindings are called without its `nixl_agent`, whose thread for progress occupies half a core while nothing happens.
-    """
+    """Agent with UCX. Any thread may call its methods; all raise EngineFailed, also after `close`."""
 
     def __init__(self, name: str) -> None:
         self._lock = threading.RLock()
-        self._bindings = _bindings()
+        try:
+            self._bindings = nixl.bindings()
+        except (ImportError, OSError, RuntimeError) as error:
+            raise EngineFailed(f"NIXL cannot be imported: {error}; {install_line('nixl')}") from error
         self._registered: dict[Span, Any] = {}
-        self._agent, self._backend = self._call(lambda: self._started(name), started=False)
+        self._agent, self._backend = self._call(lambda: nixl.started(name), started=False)
 
     def keys(self) -> bytes:
         return bytes(self._call(lambda: self._agent.getLocalMD()))
@@ -268,13 +265,6 @@ class _Agent:
         with self._lock:
             self._agent, self._registered = None, {}
 
-    def _started(self, name: str) -> tuple[Any, Any]:
-        config = self._bindings.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, _PROGRESS_MICROSECONDS
-        agent = self._bindings.nixlAgent(name, config)
-        options, _ = agent.getPluginParams(_BACKEND)
-        return agent, agent.createBackend(_BACKEND, options)
-
     def _ended(self, state: Any) -> bool:
         if state not in (self._bindings.NIXL_SUCCESS, self._bindings.NIXL_IN_PROG):
             raise EngineFailed(f"the read failed: {state}")
@@ -298,15 +288,3 @@ class _Agent:
 
 def _row(address: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     return np.array([[address, size, 0]], np.uint64)
-
-
-def _bindings() -> Any:
-    """Return NIXL's bindings. Raises EngineFailed."""
-    raises = logging.raiseExceptions
-    try:
-        from nixl import _bindings
-    except (ImportError, OSError, RuntimeError) as error:
-        raise EngineFailed(f"NIXL cannot be imported: {error}; {install_line('nixl')}") from error
-    finally:
-        logging.raiseExceptions = raises  # which NIXL changes for the whole process
-    return _bindings

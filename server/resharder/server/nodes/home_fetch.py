@@ -3,7 +3,6 @@
 Pieces come as any others do (`swarm.py`), into the files of the UPLOADING version.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,13 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.memory import PieceClaims
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.part_files import FileProof
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import FetchFailed, HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
-from resharder.server.infra.filesystem import touching, write_at
+from resharder.server.holding.transfers import FetchFailed, HttpTransfer, PieceSource, ReceivedBytes
+from resharder.server.infra.filesystem import touching
 
 _PATIENCE = 10.0  # seconds without a piece
 _STEP_SECONDS = 0.1  # until a peer that was busy is asked again
@@ -35,8 +34,8 @@ class HomeSource:
     files: tuple[FileLayout, ...]
 
 
-class HomeCopy:
-    """Files of an UPLOADING version, as pieces are fetched into them: a `PieceTarget`.
+class HomeCopy(HeldFiles):
+    """Files of an UPLOADING version, as pieces are fetched into them.
 
     Args:
         version: Resource name.
@@ -47,66 +46,35 @@ class HomeCopy:
         whole: Whether all pieces are wanted; otherwise, `want` adds some of at most `PIECE_BYTES`.
     """
 
-    memory = None  # of no transfer engine
-
     def __init__(
         self, version: str, tag: str, folder: Path, files: Sequence[FileLayout], proofs: Mapping[str, FileProof], *, whole: bool
     ) -> None:
-        self.name, self.fingerprint, self._folder, self._proofs = version, tag, folder, proofs
-        self.sizes: Mapping[str, int] = {file.path: file.size for file in files}
-        self.numbering = PieceNumbering(self.sizes.items(), None if whole else PIECE_BYTES)
-        self.claims = PieceClaims()
+        sizes = {file.path: file.size for file in files}
+        numbering = PieceNumbering(sizes.items(), None if whole else PIECE_BYTES)
+        wanted = Bitmap.full(numbering.count) if whole else None
+        super().__init__(version, tag, folder, sizes, numbering, wanted=wanted)
+        self._proofs = proofs
         self.failure: OSError | None = None
         """Why a piece could not be written; None if all were."""
-        self._lock, self._held = threading.Lock(), Bitmap(self.numbering.count)
-        self._wanted = Bitmap.full(self.numbering.count) if whole else Bitmap(self.numbering.count)
 
     def pieces_of(self, files: Sequence[FileLayout]) -> Bitmap:
         """Return the pieces of some files."""
         touched = self.numbering.touched
         return Bitmap.of(self.numbering.count, (piece for file in files for piece in touched(file.path, 0, file.size)))
 
-    def want(self, piece: int) -> None:
-        """Add to the wanted pieces."""
-        with self._lock:
-            self._wanted.add(piece)
-
     def checksum(self, part: PieceSpan) -> int:
         """Return the checksum of a part, as its node has reported it."""
         return self._proofs[part.file].checksums[part.start // PIECE_BYTES]
 
-    def wanted(self) -> Bitmap:
-        with self._lock:
-            return Bitmap(self._wanted.count, self._wanted.bits.copy())
-
-    def held(self) -> Bitmap:
-        """Return the pieces that have arrived."""
-        with self._lock:
-            return Bitmap(self._held.count, self._held.bits.copy())
-
-    def missing(self) -> Bitmap:
-        """Return the wanted pieces that have not arrived."""
-        return self.wanted() - self.held()
-
     def write(self, part: PieceSpan, content: Array) -> None:
         """Write checked bytes of a piece. Raises OSError, which `failure` retains."""
-        path = self._folder / part.file
         try:
-            with touching(path, "writing", len(content)):
+            with touching(self.folder / part.file, "writing", len(content)):
                 failpoint("gather.write")
-                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    write_at(descriptor, content.data, part.start)
-                finally:
-                    os.close(descriptor)
+            super().write(part, content)
         except OSError as error:
             self.failure = error
             raise
-
-    def add(self, piece: int) -> None:
-        """Count a piece as held."""
-        with self._lock:
-            self._held.add(piece)
 
 
 class _ProvenChecksums:
@@ -115,7 +83,7 @@ class _ProvenChecksums:
     def __init__(self, copy: HomeCopy) -> None:
         self._copy = copy
 
-    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+    def of(self, version: HeldFiles, part: PieceSpan) -> int:
         return self._copy.checksum(part)
 
 
@@ -142,7 +110,8 @@ def fetch_from_homes(
     pieces = {node: copy.pieces_of(source.files) for node, source in sources.items()}
     if not len(copy.wanted()):
         for held in pieces.values():
-            copy.want(min(held, key=lambda piece: copy.numbering.size_of(Bitmap.of(held.count, [piece]))))
+            of_one = (Bitmap.of(held.count, [piece]) for piece in held)
+            copy.want(min(of_one, key=copy.numbering.size_of))
     changed = threading.Event()
     swarm = Swarm(HttpTransfer(_ProvenChecksums(copy), tls, LIMITS.stalled), ReceivedBytes(), changed.set)
     peers = tuple(PeerOffer(f"nodes/{node}", held) for node, held in pieces.items())

@@ -6,16 +6,15 @@ verifies tensors whose pieces have arrived, and makes complete versions whole.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import structlog
-from resharder.converters.storage.digest import Array
-from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
-from resharder.server.holding.memory import PieceClaims
+from resharder.converters.wire.pieces import Bitmap, PieceSpan
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import HttpTransfer, PieceSource, PieceTarget, ReceivedBytes
+from resharder.server.holding.transfers import HttpTransfer, PieceSource, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
@@ -28,43 +27,13 @@ _LONGEST_RETRY = 30.0
 _log = structlog.get_logger("resharder.node")
 
 
-class StoreCopy:
-    """A version that the daemon's store lacks pieces of, as pieces are fetched into it."""
-
-    def __init__(self, partial: PartialVersion) -> None:
-        self.partial, self.name, self.fingerprint = partial, partial.name, partial.fingerprint
-        self.sizes: Mapping[str, int] = partial.sizes
-        self.numbering: PieceNumbering = partial.numbering
-        self.claims = PieceClaims()
-        self.memory = None  # of no transfer engine
-
-    def wanted(self) -> Bitmap:
-        return Bitmap.full(self.numbering.count)
-
-    def missing(self) -> Bitmap:
-        """Return the pieces that the store lacks."""
-        return self.partial.held().missing()
-
-    def held(self) -> Bitmap:
-        """Return the pieces that the store holds."""
-        return self.partial.held()
-
-    def write(self, part: PieceSpan, content: Array) -> None:
-        """Write checked bytes of a piece, and sync them. Raises OSError."""
-        self.partial.write(part, content)
-
-    def add(self, piece: int) -> None:
-        """Count a piece as held, durably. Raises OSError."""
-        self.partial.add(piece)
-
-
 class CommittedChecksums:
     """Checksums that versions were committed with, for `HttpTransfer`."""
 
     def __init__(self, reader: VersionReader) -> None:
         self._reader = reader
 
-    def of(self, version: PieceTarget, part: PieceSpan) -> int:
+    def of(self, version: HeldFiles, part: PieceSpan) -> int:
         """Return the checksum of a part. Raises OSError if the version is whole or gone."""
         _, model, _, number = version.name.split("/")
         partial = self._reader.partial(model, int(number))
@@ -96,7 +65,7 @@ class StoreFetcher:
         self._lifecycle, self._nodes, self._threads, self._clock = lifecycle, nodes, threads, clock
         self._changed = threading.Condition()
         self._ended = False
-        self._copies: dict[str, StoreCopy] = {}
+        self._partials: dict[str, PartialVersion] = {}
         self._settled: dict[str, tuple[int, float, int]] = {}  # pieces at the last attempt, when the next is due, and failures
         transfer = HttpTransfer(CommittedChecksums(reader), tls, LIMITS.stalled)
         self._swarm = Swarm(transfer, ReceivedBytes(), self._wake)
@@ -122,16 +91,15 @@ class StoreFetcher:
     def fetch(self) -> None:
         """Start requests for missing pieces, as many as the limits allow."""
         partials = {partial.name: partial for partial in self._lifecycle.partials()}
-        for name in self._copies.keys() - partials.keys():
-            del self._copies[name]
+        for name in self._partials.keys() - partials.keys():
             self._swarm.forget(name)
         for name, partial in partials.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.partial is not partial:
-                copy = self._copies[name] = StoreCopy(partial)
-                _log.info("version_lacks_pieces", version=name, pieces=copy.numbering.count, missing=len(copy.missing()))
-            if len(copy.missing()):
-                self._swarm.fill(copy, self._offers(copy))
+            missing = len(partial.missing())
+            if self._partials.get(name) is not partial:
+                _log.info("version_lacks_pieces", version=name, pieces=partial.numbering.count, missing=missing)
+            if missing:
+                self._swarm.fill(partial, self._offers(partial))
+        self._partials = partials
         self._nodes.own.update()
 
     def settle(self) -> None:
@@ -154,12 +122,12 @@ class StoreFetcher:
                 del self._settled[partial.name]
                 self._nodes.own.update()
 
-    def _offers(self, copy: StoreCopy) -> PieceOffers:
+    def _offers(self, partial: PartialVersion) -> PieceOffers:
         """Return the nodes that hold missing pieces. All may be requested: the daemon has to hold each of them."""
-        found = self._nodes.own_sources(copy.name)
+        found = self._nodes.own_sources(partial.name)
         sources = {f"nodes/{peer.offer.peer}": PieceSource(peer.data_address, daemon=False) for peer in found}
         offers = tuple(PeerOffer(f"nodes/{peer.offer.peer}", peer.offer.held, peer.offer.load) for peer in found)
-        return PieceOffers(offers, sources, Bitmap(copy.numbering.count), ())
+        return PieceOffers(offers, sources, Bitmap(partial.numbering.count), ())
 
     def _wake(self) -> None:
         with self._changed:

@@ -116,15 +116,18 @@ class StoredModel:
     def used(self) -> int:
         """Return the bytes that the model occupies."""
         ready = sum(record.size_bytes for record in self.of(READY))
-        held = self.reservation.size * len(self.reservation.held) if self.reservation else 0
-        return ready + self.unpublished() + held + self.leaving + sum(self.stuck.values()) + self.arriving
+        return ready + self.unpublished() + self.held() + self.leaving + sum(self.stuck.values()) + self.arriving
+
+    def held(self) -> int:
+        """Return the bytes of retired sets that a process has open."""
+        return self.reservation.size * len(self.reservation.held) if self.reservation else 0
 
     def lent(self) -> int:
-        """Return the bytes of free and held sets beyond those that are reserved. Others may have them."""
+        """Return the bytes of free, held and pending sets beyond those that are reserved. Others may have them."""
         reserved = self.reservation
         if reserved is None:
             return 0
-        free = len(reserved.pool) + len(reserved.held)
+        free = len(reserved.pool) + len(reserved.held) + reserved.pending
         beyond = self.sets(reserved) + len(reserved.held) - reserved.sets
         return reserved.size * max(0, min(free, beyond))
 

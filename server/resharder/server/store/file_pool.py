@@ -95,7 +95,7 @@ class FilePool:
     def give_up(self) -> bool:
         """Discard free sets beyond their reservations, and held ones for which nobody waits any longer.
 
-        Returns whether capacity becomes free: by these, or by held sets that are released or given up soon.
+        Returns whether capacity becomes free: by these, or soon by held ones, or pending ones beyond a reservation.
         """
         found = False
         for model in self._catalogue.stored():
@@ -109,7 +109,7 @@ class FilePool:
             while reservation.pool and model.lent():
                 self.discard(model, reservation.pool.pop(), reservation.size)
                 found = True
-            found |= bool(reservation.held)
+            found |= bool(reservation.held or model.lent())
         return found
 
     def _next_path(self, model: StoredModel, reservation: Reservation) -> Path:

@@ -11,7 +11,6 @@ by one of format 2, which makes the version whole; only then are the other two f
 
 import json
 import os
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE, FilePart
-from resharder.server.infra.filesystem import sync, touching, write_at, write_file
+from resharder.server.holding.held_files import HeldFiles
+from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DaemonError, ResourceNotFound, Unavailable
 from resharder.server.store import manifest
 from resharder.server.store.digests import TensorBox, digest_boxes
@@ -96,8 +96,8 @@ def remove_leftovers(folder: Path, whole: Manifest) -> None:
                 (folder / name).unlink(missing_ok=True)
 
 
-class PartialVersion:
-    """A READY version of which the store lacks pieces. Thread-safe.
+class PartialVersion(HeldFiles):
+    """A READY version of which the store lacks pieces. Each piece is durable before it counts as held.
 
     Args:
         folder: Its folder, while it is READY.
@@ -105,11 +105,14 @@ class PartialVersion:
         missing: Its pieces.
     """
 
+    synced = True
+
     def __init__(self, folder: Path, found: Manifest, missing: MissingPieces) -> None:
-        self.record, self.folder, self.nodes = found.record, folder, missing.nodes
+        numbering, sizes = number_pieces(found.files), {file.path: file.size for file in found.files}
+        all_of = Bitmap.full(numbering.count)
+        super().__init__(found.record.name, found.record.fingerprint, folder, sizes, numbering, wanted=all_of, held=missing.held)
+        self.record, self.nodes = found.record, missing.nodes
         self.files, self._digests = found.files, found.digests
-        self.sizes: Mapping[str, int] = {file.path: file.size for file in found.files}
-        self.numbering = number_pieces(found.files)
         parts = [part for piece in range(self.numbering.count) for part in self.numbering.parts(piece)]
         self._checksums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums, strict=True)}
         self._pieces = {
@@ -117,23 +120,8 @@ class PartialVersion:
             for file in found.files
             for placed in file.tensors
         }
-        self._changed = threading.Condition()
-        self._held = missing.held
         self._verified: frozenset[str] = frozenset()
         self._whole = self._ended = False
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.record.fingerprint
-
-    def held(self) -> Bitmap:
-        """Return the pieces that the store holds."""
-        with self._changed:
-            return Bitmap(self._held.count, self._held.bits.copy())
 
     def checksum(self, file: str, start: int) -> int:
         """Return the checksum of a part of a piece, by its first byte. Raises KeyError."""
@@ -151,23 +139,10 @@ class PartialVersion:
         computed, expected = xxhash.xxh3_64_intdigest(content.data), self.checksum(part.file, part.start)
         if computed != expected:
             raise ValueError(f"{self.name}: expected checksum {expected:016x} of {part}, got {computed:016x}")
-        path = self.folder / part.file
-        with touching(path, "writing", len(content)):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                write_at(descriptor, content.data, part.start)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        super().write(part, content)
 
-    def add(self, piece: int) -> None:
-        """Count a piece as held, durably, once all its parts are written. Raises OSError; the piece is missing then."""
-        with self._changed:
-            held = Bitmap(self._held.count, self._held.bits.copy())
-            held.add(piece)
-            write_file(self.folder / HELD_FILE, held.to_bytes())
-            self._held = held
-            self._changed.notify_all()
+    def _record(self, held: Bitmap) -> None:
+        write_file(self.folder / HELD_FILE, held.to_bytes())
 
     def verify(self, threads: int) -> str:
         """Digest the tensors whose pieces are all held and that are not verified yet.
@@ -289,9 +264,7 @@ class PartialVersion:
 
     def _drop(self, pieces: Collection[int]) -> None:
         with self._changed:
-            held = self._held - Bitmap.of(self._held.count, pieces)
-            write_file(self.folder / HELD_FILE, held.to_bytes())
-            self._held = held
+            self._set_held(self._held - Bitmap.of(self._held.count, pieces))
 
 
 def _filled(descriptor: int, block: bytearray, start: int) -> int:

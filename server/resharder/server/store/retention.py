@@ -110,8 +110,8 @@ class Capacity:
     def available_bytes(self) -> dict[str, int]:
         """Return the bytes that each model's versions after its READY ones have or can get. Takes the lock."""
         with self._catalogue.changed:
-            models = [(model, model.unpublished()) for model in self._catalogue.stored()]
-            limits = {model.name: self._left_for(model) - model.used() for model, _ in models}
+            models = [(model, model.unpublished() + model.held()) for model in self._catalogue.stored()]
+            limits = {model.name: self._left_for(model, lent=True) - model.used() for model, _ in models}
         try:
             free = self._free()
         except OSError:  # the store is lost

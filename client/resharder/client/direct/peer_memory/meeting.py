@@ -28,6 +28,7 @@ from resharder.client.gpu.table import Tensors
 from resharder.client.runtime.host import host_identity
 from resharder.client.settings import NIXL, PEER_MEMORY
 from resharder.converters.geometry.copy_table import Copies
+from resharder.converters.wire.nixl import has_rdma
 
 logger = logging.getLogger(__name__)
 _CPU = "cpu"
@@ -124,6 +125,7 @@ def meet(
                 if why := reader.accept(deadline):
                     found.readers.pop(source).close()
                     _refused(source, why, own, places[source])
+            found.on_device.update(o for o in (*found.owners, *found.readers) if places[o].device == own.device)
         except BaseException:
             found.close()
             raise
@@ -138,7 +140,7 @@ def may_use_nixl(allowed: bool) -> bool:
     if (setting := NIXL.read()) == "off":
         return False
     why = nixl_agent.unavailable() if allowed else "the daemon has security, and not direct_trusted_fabric"
-    if not why and not setting and not nixl_agent.has_rdma():
+    if not why and not setting and not has_rdma():
         why = nixl_agent.NO_RDMA
     if why:
         logger.log(logging.WARNING if setting else logging.DEBUG, "NIXL is not used: %s", why)

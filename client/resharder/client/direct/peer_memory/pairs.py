@@ -21,6 +21,8 @@ class PeerPairs:
     """Sides of other processes' memory."""
     nixl: set[int] = field(default_factory=set)
     """The other side's rank of each pair that uses NIXL instead."""
+    on_device: set[int] = field(default_factory=set)
+    """The other side's rank of each pair that shares memory and the GPU, or the CPUs."""
 
     @property
     def size(self) -> int:

@@ -5,6 +5,7 @@ version is READY, those digests are compared with the store's, without a read of
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,14 @@ from resharder.client.versions.manifest import BoxDigests, Digests, VersionManif
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.direct import layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger("vllm.resharder.direct")
 _UNKNOWN, _NOT_OFFERED = "MEMORY_UNKNOWN", "NOT_OFFERED"
 _TIMEOUT = 60.0  # seconds; the daemon has shorter bounds
-_POLL_SECONDS = 1.0  # interval of queries whether a version is READY
+_FIRST_POLL, _LONGEST_POLL = 0.1, 1.0  # seconds between queries whether a version is READY, doubling
 
 
 @dataclass(frozen=True)
@@ -360,6 +362,7 @@ def compare_with_store(
     Returns:
         The version's manifest and the difference, empty if there is none; `None` if `is_current` returned false.
     """
+    pauses = Backoff(math.inf, _FIRST_POLL, _LONGEST_POLL)
     while is_current():
         try:
             manifest = get_manifest(channel, early.version)
@@ -367,7 +370,7 @@ def compare_with_store(
         except ResharderError as error:
             if not isinstance(error, NotFound):  # not READY yet
                 logger.warning("cannot compare %s with the store, retrying: %s", early.version, error)
-            time.sleep(_POLL_SECONDS)
+            pauses.wait()
     return None
 
 

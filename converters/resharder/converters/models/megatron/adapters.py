@@ -17,6 +17,7 @@ from resharder.converters.adapter import PREFIX
 from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
 from resharder.converters.architectures.table import Rows, Table, Weight
+from resharder.converters.architectures.wrapped import is_wrapped
 from resharder.converters.errors import UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.models.hf_names import Rename
@@ -76,8 +77,13 @@ def find_adapter(chunks: Chunks, hf_config: HFConfig | PretrainedConfig) -> Mega
         LayoutError: A model that is not built as the config says.
     """
     config = config_dict(hf_config)
-    modules = checked_modules(chunks, architecture_of(config).recipe(config))
     table, _ = table_of(config)
+    if is_wrapped(table):
+        raise UnsupportedModel(
+            f"Megatron-Bridge's adapters of models with a tower ({config.get('model_type')!r}) are not supported: merge the "
+            "adapter and publish the whole model"
+        )
+    modules = checked_modules(chunks, architecture_of(config).recipe(config))
     found = {name: adapter for module in modules for name, adapter in _adapters(module)}
     if not found:
         raise UnsupportedModel(

@@ -20,13 +20,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from resharder.converters.allowances import refuse
-from resharder.converters.architectures import architecture_of
+from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.checkpoint import HFConfig
 from resharder.converters.architectures.recipe import Extras, Recipe
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.models.megatron.computation import activation
 from resharder.converters.models.megatron.extras import change_model, change_specs
 from resharder.converters.models.megatron.release import refuse_untested_release
+from resharder.converters.models.megatron.tower import Wrapped, build_tower
 
 Spec = Literal["local", "te"]
 """Megatron's own layers, or TransformerEngine's."""
@@ -101,7 +102,19 @@ def build_chunks(
     vocab = -(-recipe.model["vocab_size"] // padding) * padding
     model = recipe.model | {"vocab_size": vocab}
     with torch.device(device):
-        return [_chunk(transformer, recipe.extras, model, spec, stage if vpp else None) for stage in range(vpp or 1)]
+        stages = [stage if vpp else None for stage in range(vpp or 1)]
+        chunks = [_chunk(transformer, recipe.extras, model, spec, stage) for stage in stages]
+        if recipe.tower is None:
+            return chunks
+        found = list[torch.nn.Module]()
+        for chunk, stage in zip(chunks, stages, strict=True):
+            has_tower = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
+            table, _ = table_of(config)
+            tower = build_tower(recipe.tower, table, transformer, settings | overrides, spec == "te") if has_tower else None
+            found.append(Wrapped(chunk, dict(tower.named_children()) if tower else {}).eval())
+        for parameter in (parameter for chunk in found for parameter in chunk.parameters()):
+            parameter.data = parameter.data.to(dtype)
+        return found
 
 
 def _set_up_groups(tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int) -> None:

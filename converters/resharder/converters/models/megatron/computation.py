@@ -11,9 +11,11 @@ from megatron.core import activations
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.module import MegatronModule
+from resharder.converters.architectures.agreement import disagreements
 from resharder.converters.architectures.computation import differences
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.rotary import Rotary, plain, rotary_of, softmax_scale, yarn
+from resharder.converters.hf_config import differences as config_differences
 
 GPT_ATTRIBUTES = ("position_embedding_type", "rotary_base", "rotary_percent", "max_sequence_length")
 """Attributes of GPTModel, from its arguments."""
@@ -27,6 +29,28 @@ def other_computation(module: MegatronModule, recipe: Recipe) -> list[str]:
     model = {name: value for name, value in vars(module).items() if name in GPT_ATTRIBUTES}
     built = vars(module.config) | model
     return [*differences(recipe, built, same_activation), *_rotations(module, recipe), *_latent_scales(module, recipe)]
+
+
+def other_tower(module: MegatronModule, recipe: Recipe) -> list[str]:
+    """Return a sentence with both values for each thing in which a wrapper's tower differs from `vision_config`.
+
+    Compared are the config of Megatron's own layers, and those of modules of transformers.
+    """
+    tower = recipe.tower
+    if tower is None:
+        return []
+    if tower.module:
+        own = getattr(module, tower.module, None)
+        expected, built = Recipe(tower.transformer, {}), {} if own is None else vars(own.config)
+        sentences = [*disagreements(expected, built), *differences(expected, built, same_activation)] if built else []
+        return [f"the tower's {sentence}" for sentence in sentences]
+    found = list[str]()
+    for child in module.children():
+        given: Mapping[str, Any] = getattr(getattr(child, "config", None), "to_dict", dict)()
+        for name, ours, theirs in config_differences(tower.config, given):
+            if name in tower.config and name in given and given.get("model_type") == tower.config.get("model_type"):
+                found.append(f"{name} is {ours!r} in vision_config, the tower has {theirs!r}")
+    return found
 
 
 def other_than_default(config: Any) -> dict[str, str]:
@@ -69,6 +93,9 @@ def _rotations(module: MegatronModule, recipe: Recipe) -> Iterator[str]:
         yield f"rotary embeddings are in the config, the model has position_embedding_type={kind!r}"
     for holder in module.modules():
         rotary = getattr(holder, "rotary_pos_emb", None)
+        if isinstance(rotary, MultimodalRotaryEmbedding) and recipe.tower is not None and recipe.tower.interleaved:
+            yield ("mrope_interleaved is True in the config, the model rotates channels in blocks (MultimodalRotaryEmbedding)")
+            return
         found = _measured(rotary)
         if found is not None and not expected.same_as(found):
             yield _sentence(expected, found, recipe, vars(module.config) | vars(holder) | vars(rotary))
@@ -85,10 +112,12 @@ def _measured(rotary: Any) -> Rotary | None:
     if isinstance(rotary, YarnRotaryEmbedding):
         arguments = vars(rotary) | {"rotary_scaling_factor": rotary.scaling_factor}
         return yarn(rotary.dim, rotary.rotary_base, arguments)
-    if not isinstance(rotary, RotaryEmbedding | MultimodalRotaryEmbedding) or rotary.inv_freq.is_meta:
+    frequencies = getattr(rotary, "inv_freq", None)
+    known = isinstance(rotary, RotaryEmbedding | MultimodalRotaryEmbedding) or hasattr(rotary, "mrope_section")  # Bridge's own
+    if not known or not isinstance(frequencies, torch.Tensor) or frequencies.is_meta:
         return None
     linear = rotary.seq_len_interpolation_factor or 1.0
-    return Rotary(tuple(frequency / linear for frequency in rotary.inv_freq.float().tolist()))
+    return Rotary(tuple(frequency / linear for frequency in frequencies.float().tolist()))
 
 
 def _base(rotary: Rotary) -> float:

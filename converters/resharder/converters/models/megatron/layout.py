@@ -6,7 +6,8 @@ without a placement, or without a line in the table, is an error.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,11 +23,12 @@ from resharder.converters.architectures.checkpoint import HFConfig, PretrainedCo
 from resharder.converters.architectures.computation import UNSUPPORTED, known_arguments
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import Table, Weight, hf_shapes
+from resharder.converters.architectures.wrapped import LANGUAGE, is_wrapped, refuse_tower, tower_weights
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.blockwise import BlockwiseTensors, MasterPart, is_blockwise
 from resharder.converters.models.live import LocalTensors
-from resharder.converters.models.megatron.computation import other_computation, other_than_default
+from resharder.converters.models.megatron.computation import other_computation, other_than_default, other_tower
 from resharder.converters.models.megatron.masters import master_part
 from resharder.converters.models.tensor_io import DTYPES, LookedUp, read_piece
 from torch.distributed.tensor import DTensor
@@ -42,7 +44,12 @@ FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in ("BF16", "F16
 
 
 def local_layout(
-    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1, fp8: bool = False
+    model_chunks: Chunks,
+    hf_config: HFConfig | PretrainedConfig,
+    *,
+    padded_for: int = 1,
+    fp8: bool = False,
+    tower: bool | None = None,
 ) -> tuple[Layout, LookedUp]:
     """Return this rank's layout, and its local tensors by the names in its pieces, `CHUNK.NAME`, live rather than copied.
 
@@ -53,6 +60,7 @@ def local_layout(
         hf_config: Content of config.json, or transformers' config.
         padded_for: Largest number of tensor-parallel ranks for which padding may have been added, if more than now.
         fp8: Accept parameters in FP8 blocks. Their pieces are those of the elements, in F8_E4M3.
+        tower: Whether the model has to have the config's tower, or must not have it; None for either.
 
     Raises:
         UnsupportedModel: No table; other quantised, sharded or offloaded parameters; an unknown wrapper.
@@ -68,8 +76,11 @@ def local_layout(
     tensors: dict[str, torch.Tensor] = {}
     parts: dict[str, MasterPart] = {}
     modules = checked_modules(model_chunks, recipe)
+    if tower is not None and recipe.tower is not None:
+        refuse_tower(tower, not all(language_of(module) is module for module in modules))
     for number, (chunk, module) in enumerate(zip(_chunks(model_chunks), modules, strict=True)):
         wrappers = _data_parallel(chunk)
+        keys = table_for(module, table, recipe)
         one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
         for name, (tensor, shards, memory) in _placed(module, number, fp8).items():
             tensors[name] = tensor
@@ -77,13 +88,14 @@ def local_layout(
             if is_blockwise(tensor) and (part := master_part(tensor, shards, wrappers)):
                 parts[name] = part
             for shard in shards:
-                for piece in _shard_pieces(name, memory, shard, table, one, padded_for):
+                for piece in _shard_pieces(name, memory, shard, keys, one, padded_for):
                     spec = TensorSpec(piece.tensor, dtype, shapes[piece.tensor])
                     if specs.setdefault(piece.tensor, spec) != spec:
                         raise LayoutError(
                             f"{name}: holds {piece.tensor} as {dtype}, another parameter as {specs[piece.tensor].dtype}"
                         )
                     pieces.append(piece)
+    _refuse_part_of_tower(table, {piece.tensor for piece in pieces})
     found = LocalTensors(lambda: _state(modules), _state(modules) | tensors, tensors, modules)
     return Layout(specs, tuple(pieces)), BlockwiseTensors(found, parts) if fp8 else found
 
@@ -94,11 +106,30 @@ def checked_modules(model_chunks: Chunks, recipe: Recipe) -> list[MegatronModule
     Raises UnsupportedModel and LayoutError as `local_layout` does.
     """
     modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
-    for number, module in enumerate(modules):
+    if all(language_of(module) is module for module in modules):  # of a wrapper, by itself
+        recipe = replace(recipe, tower=None)
+    languages = [(number, module) for number, module in enumerate(map(language_of, modules)) if module is not None]
+    for number, module in languages:
         _refuse_options(module)
         _refuse_other_sizes(module, number, recipe)
-    _refuse_other_computation(modules, recipe)
+    _refuse_other_computation([module for _, module in languages], recipe)
+    for number, module in enumerate(modules):
+        if different := other_tower(module, recipe):
+            raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
     return modules
+
+
+def language_of(module: MegatronModule) -> MegatronModule | None:
+    """Return the language model in a wrapper, or the module itself; None for a wrapper that has a tower alone."""
+    inner: MegatronModule | None = getattr(module, LANGUAGE.rstrip("."), module)
+    return inner
+
+
+def table_for(module: MegatronModule, table: Table, recipe: Recipe) -> Table:
+    """Return the table under the keys of a module: without the wrapper's, if the module is the language model of one."""
+    if recipe.tower is None or language_of(module) is not module:
+        return table
+    return {key.removeprefix(LANGUAGE): weights for key, weights in table.items() if key.startswith(LANGUAGE)}
 
 
 def adapter_layout(modules: Sequence[MegatronModule], table: Table) -> tuple[Layout, LookedUp]:
@@ -312,6 +343,16 @@ def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> 
     tied = {name: value for name, value in vars(module).items() if name == "share_embeddings_and_output_weights"}
     if different := disagreements(recipe, vars(module.config) | tied):
         raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
+
+
+def _refuse_part_of_tower(table: Table, held: Set[str]) -> None:
+    """Raise LayoutError for a tower with fewer tensors than the config's. Every tensor-parallel rank has a part of each."""
+    tower = {run.tensor for weight in tower_weights(table) for run in weight.runs} if is_wrapped(table) else set[str]()
+    if (missing := sorted(tower - held)) and tower & held:
+        raise LayoutError(
+            f"the config's tower has {len(tower)} tensors, the model's lacks {len(missing)} of them, such as {missing[0]}: "
+            "attach with the config of the model that is trained"
+        )
 
 
 def _refuse_options(module: MegatronModule) -> None:

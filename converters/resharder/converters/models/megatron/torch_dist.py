@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.checkpoint import HFConfig
 from resharder.converters.architectures.table import Table, Weight
+from resharder.converters.architectures.wrapped import is_wrapped
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, box_index
 from resharder.converters.models.megatron.build import build_chunks
@@ -107,6 +108,11 @@ def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
         ConversionError: The checkpoint cannot be read.
         RuntimeError: torch.distributed is initialised already.
     """
+    if is_wrapped(table_of(config)[0]):
+        raise UnsupportedModel(
+            f"{folder}: Megatron checkpoints of models with a tower are not imported: convert it with Megatron-Bridge, and "
+            "import the Hugging Face checkpoint"
+        )
     files = _Files(folder)
     with fake_rank(0, 1):
         chunk = _build(config, files)

@@ -1,6 +1,7 @@
 """Modules with TransformerEngine's constructors, parameters and results."""
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -183,7 +184,7 @@ class LayerNorm(_Norm):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Causal attention over [sequence, batch, heads, channels], to `window_size[0]` tokens back if given, with a sink per head
+    """Attention over [sequence, batch, heads, channels], to `window_size[0]` tokens back if given, with a sink per head
     where `softmax_type` is learnable."""
 
     def __init__(self, num_attention_heads, kv_channels, softmax_scale=None, softmax_type="vanilla", window_size=None, tp_size=1,
@@ -200,10 +201,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         pass
 
     def forward(self, q, k, v, attention_mask=None, attn_mask_type="causal", **kwargs):
+        if kwargs.get("qkv_format") == "thd":  # sequences one after the other, [tokens, heads, channels]
+            ends = kwargs["cu_seqlens_q"].tolist()
+            parts = [tuple(x[first:last, None] for x in (q, k, v)) for first, last in pairwise(ends)]
+            return torch.cat([self._attend(*part, "causal" in attn_mask_type)[:, 0] for part in parts])
+        return self._attend(q, k, v, causal=True)
+
+    def _attend(self, q, k, v, causal):
         length, batch, heads, _ = q.shape
         q, k, v = (x.permute(1, 2, 0, 3).repeat_interleave(heads // x.shape[2], 1) for x in (q, k, v))
         scores = q.float() @ k.float().transpose(-1, -2) * self.scale
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1) & causal
         past = torch.ones_like(future).tril(-self.window_size[0] - 1) if self.window_size else torch.zeros_like(future)
         scores = scores.masked_fill(future | past, float("-inf"))
         if self.softmax_offset is not None:

@@ -1,0 +1,101 @@
+"""A version's files in a folder, and the pieces of them that are wanted and held: what pieces are fetched into.
+
+wanted --a fetch writes and checks all parts of a piece--> recorded --> held
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from resharder.converters.storage.digest import Array
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
+from resharder.server.holding.memory import PieceClaims, VersionMemory
+from resharder.server.infra.filesystem import touching, write_at
+
+
+class HeldFiles:
+    """Files of one version. Thread-safe.
+
+    Attributes:
+        name: Resource name of the version.
+        fingerprint: Its fingerprint, or another tag by which peers name its bytes.
+        folder: Folder of the files.
+        sizes: Bytes of each file, in the order of the manifest.
+        numbering: Numbers of its pieces.
+        claims: Fetches in flight.
+
+    Args:
+        wanted: Pieces that are wanted at first.
+        held: Pieces that the files have already.
+    """
+
+    synced = False
+    """Whether each write is synced."""
+
+    def __init__(
+        self,
+        name: str,
+        fingerprint: str,
+        folder: Path,
+        sizes: Mapping[str, int],
+        numbering: PieceNumbering,
+        *,
+        wanted: Bitmap | None = None,
+        held: Bitmap | None = None,
+    ) -> None:
+        self.name, self.fingerprint, self.folder, self.sizes, self.numbering = name, fingerprint, folder, sizes, numbering
+        self.claims = PieceClaims()
+        self._changed = threading.Condition()
+        self._wanted, self._held = wanted or Bitmap(numbering.count), held or Bitmap(numbering.count)
+
+    @property
+    def memory(self) -> VersionMemory | None:
+        """The files in the memory of a transfer engine; None without one."""
+        return None
+
+    def wanted(self) -> Bitmap:
+        """Return the pieces that are needed here."""
+        with self._changed:
+            return self._wanted
+
+    def want(self, pieces: Bitmap) -> None:
+        """Add to the wanted pieces."""
+        with self._changed:
+            self._wanted = self._wanted | pieces
+
+    def held(self) -> Bitmap:
+        """Return the pieces that are held now."""
+        with self._changed:
+            return self._held
+
+    def missing(self) -> Bitmap:
+        """Return the wanted pieces that are not held yet."""
+        with self._changed:
+            return self._wanted - self._held
+
+    def write(self, part: PieceSpan, content: Array) -> None:
+        """Write checked bytes of a piece. Raises OSError, also once the version was dropped."""
+        path = self.folder / part.file
+        with touching(path, "writing", len(content)):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                write_at(descriptor, content.data, part.start)
+                if self.synced:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def add(self, piece: int) -> None:
+        """Count a piece as held once all its parts are written. Raises OSError; the piece is missing then."""
+        with self._changed:
+            self._set_held(self._held | Bitmap.of(self._held.count, [piece]))
+
+    def _set_held(self, held: Bitmap) -> None:
+        """Replace the held pieces, recorded before. Callers hold the lock."""
+        self._record(held)
+        self._held = held
+        self._changed.notify_all()
+
+    def _record(self, held: Bitmap) -> None:
+        """Record the held pieces outside of this process, if others read them. Raises OSError."""
