@@ -1,10 +1,10 @@
-"""Hand-over of a rank's boxes from its GPU into a version's files, by threads, sizes of their buffers and threads of the digests.
+"""Hand-over of a rank's boxes from its GPU into a version's files: into pages that stay registered, and through buffers.
 
 `python -m benchmarks.hand_over [--gib N] [--tensor-mib N] [--threads 8,16] [--buffers 16,32] [--digest-threads 8,16]`. The store
-is that of `stores.py`. Each setting is measured alone, and beside a process that digests the same files as the daemon does, in a
-loop, once for each number of its threads. There are two limits: a copy between pinned memory and the GPU, and the host's plain
-copies, without a GPU, from buffers of the same size into the same files, alone and beside the digests. Prints GB/s, the medians
-of the rounds after the first.
+is that of `stores.py`. Registered pages, and each setting of threads and buffers, are measured alone, and beside a process that
+digests the same files as the daemon does, in a loop, once for each number of its threads. There are two limits: a copy between
+pinned memory and the GPU, and the host's plain copies, without a GPU, from buffers of the same size into the same files, alone
+and beside the digests. Prints GB/s, the medians of the rounds after the first.
 """
 
 import argparse
@@ -69,16 +69,18 @@ def digests(folder: Path, files: tuple[FileLayout, ...], threads: int) -> Iterat
         beside.join()
 
 
-def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Tensor], setting: Setting) -> float:
-    """Return the median seconds."""
+def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Tensor], setting: Setting | None) -> float:
+    """Return the median seconds, after a first time that registers the pages if there is no `setting` of buffers."""
     pieces = [Piece(spec.name, full_box(spec.shape), spec.name, 0, contiguous_strides(spec.shape)) for spec in specs]
     slot, device = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs), 1 << 20), torch.device("cuda", 0)
-    transport = FromGpu(device, setting.threads, lambda: NotImplemented, setting.buffer_bytes)
+    threads, buffer_bytes = setting or Setting(8, 16 << 20)
+    transport = FromGpu(device, threads, lambda: NotImplemented, keep=setting is None, buffer_bytes=buffer_bytes)
     times = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()
         transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, pieces), ImmediateReleases())
         times.append(time.perf_counter() - began)
+    transport.close()
     return median(times[1:])
 
 
@@ -134,6 +136,8 @@ def main() -> None:
         print("threads of digests; of copies  buffer  from the GPU, GB/s (digests)  plain copies (digests)", flush=True)
         for digest_threads in (0, *map(int, asked.digest_threads.split(","))):
             with digests(store, files, digest_threads) as bytes_read:
+                straight = measure(partial(hand_over, store, specs, tensors, None), total, bytes_read)
+                print(f"{digest_threads:10}  registered pages    {straight}", flush=True)
                 for each in settings(asked.threads, asked.buffers):
                     ours = measure(partial(hand_over, store, specs, tensors, each), total, bytes_read)
                     plain = measure(partial(plain_copies, store, files, each), total, bytes_read)

@@ -10,6 +10,7 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.gpu import move_kernel
 from resharder.client.gpu.device_to_host import DeviceToHost
+from resharder.client.gpu.device_to_pages import DeviceToPages
 from resharder.client.gpu.digest import Digester
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.table import _on_host
@@ -129,6 +130,14 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
         target = np.array([byte_bounds(arrays[name]) for name in copy.targets], np.int64)
         assert copy.run(target, tensors, complete.append) == [wanted[i] for i in chosen]
         assert complete == list(range(1 + max(groups[name] for name in copy.targets)))
+    for size in (64 << 20, 160 << 10):
+        for array in arrays.values():
+            array[...] = 0
+        complete.clear()
+        straight = DeviceToPages(layout, cpu, groups, size)
+        target = np.array([byte_bounds(arrays[name]) for name in straight.targets], np.int64)
+        assert straight.run(target, tensors, complete.append) == [wanted[i] for i in chosen]
+        assert complete == list(range(1 + max(groups[name] for name in straight.targets)))
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for piece in layout.pieces:
         tensors[piece.local].zero_()
@@ -141,19 +150,20 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     assert not any(array.any() for array in arrays.values())
 
 
-def a_slot_goes_into_files_of_any_version_and_place() -> None:
+def a_slot_goes_into_files_of_any_version_and_place(keep: bool) -> None:
     """With the plan of the first version, into other files, from tensors that have moved; constants are added."""
     layout, tensors, _ = some_layout()
     pieces = [piece._replace(plus=float(i % 2 and piece.tensor[0] != "U")) for i, piece in enumerate(layout.pieces[::2])]
     specs = tuple(layout.tensors[piece.tensor] for piece in pieces)
     slot = AssignedSlot(0, tuple(piece.box for piece in pieces), specs, 1 << 20)
-    transport = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented)
+    transport = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented, keep=keep)
     files, plans = lay_out(layout.tensors.values(), 8 << 10), set()
-    for _ in range(3):
-        tensors = {name: tensor.clone().copy_(torch.randint(0, 100, tensor.shape)) for name, tensor in tensors.items()}
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        for folder in (first, second):
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+        for folder in (first, second, first):
+            tensors = {name: tensor.clone().copy_(torch.randint(0, 100, tensor.shape)) for name, tensor in tensors.items()}
             releases = ImmediateReleases()
             found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces), releases).digests
             assert releases.files == [file.path for file in files if file.by_name.keys() & {spec.name for spec in specs}]
@@ -162,8 +172,9 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
                     part = np.array(mapped.arrays[spec.name][box_index(piece.box)])
                     assert bits_of(read_piece(tensors, piece)) == part.tobytes(), piece
                     assert value == digest(part, piece.box, spec.shape), piece
-        plans.add(id(transport._planned))
-    assert len(plans) == 1
+            plans.add(id(transport._planned))
+        assert len(plans) == 1
+        transport.close()
 
 
 class Sent:
@@ -184,7 +195,7 @@ def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
     names = {specs[i].name for i in home}
     home = tuple(i for i, spec in enumerate(specs) if spec.name in names)
     slot = AssignedSlot(0, tuple(piece.box for piece in pieces), specs, 1 << 20, "nodes/a", home)
-    memory, subsets = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented), (PieceSubset(), PieceSubset())
+    memory, subsets = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented, keep=False), (PieceSubset(), PieceSubset())
     files, plans = lay_out([layout.tensors[name] for name in names]), set()
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +219,8 @@ def main(rounds: int) -> None:
         digests_are_those_of_the_host()
         digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
-        a_slot_goes_into_files_of_any_version_and_place()
+        for keep in (False, True):
+            a_slot_goes_into_files_of_any_version_and_place(keep)
     a_slot_is_divided_between_the_files_of_a_node_and_the_daemon()
 
 

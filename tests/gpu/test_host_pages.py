@@ -16,6 +16,7 @@ from resharder.converters.geometry.layout import Box, Layout, Piece, Range, Tens
 from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.server.infra.filesystem import unused_elsewhere
 from resharder.v1 import resources_pb2
 
 from tests.support.released import ImmediateReleases
@@ -43,11 +44,12 @@ DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 
 
 def fill(folder: Path, seed: int) -> None:
-    """Files of these tensors."""
+    """Files of these tensors, or other bytes in those that are there."""
     random = np.random.default_rng(seed)
     files = lay_out(SPECS.values())
     for file in files:
-        with (folder / file.path).open("wb") as opened:
+        path = folder / file.path
+        with path.open("r+b" if path.exists() else "wb") as opened:
             opened.write(file.header)
             opened.write(random.integers(0, 100, file.size - len(file.header), np.uint8).tobytes())
 
@@ -103,14 +105,18 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
     check(folder, layout, tensors, found)
 
 
-def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(folder: Path) -> None:
+@pytest.mark.parametrize("keep", [True, False], ids=["registered pages", "through buffers"])
+def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(keep: bool, folder: Path) -> None:
     layout, tensors = on_device()
     layout = replace(layout, pieces=tuple(p._replace(plus=float(p.tensor == "experts")) for p in layout.pieces))
     slot = AssignedSlot(
         0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20
     )
-    transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"))
-    for seed in (1, 2):  # the second with the plan of the first
+    transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"), keep=keep)
+    folder = folder / "1"
+    folder.mkdir()
+    for seed in (1, 2):  # the second with the plan of the first, into the same files at another place
+        folder = folder.rename(folder.with_name(str(seed)))
         fill(folder, seed)
         before = stored(folder)
         for tensor in tensors.values():
@@ -119,12 +125,14 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
         items = LiveItems(tensors, layout.pieces)
         found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, items, releases).digests
         assert releases.files == [file.path for file in lay_out(SPECS.values())]
+        assert all(unused_elsewhere(folder / file) for file in releases.files)
         check(folder, layout, tensors, found)
         after = stored(folder)
         for piece in layout.pieces:
             for arrays in (before, after):
                 arrays[piece.tensor][box_index(piece.box)] = 0
         assert all(np.array_equal(before[name], after[name]) for name in SPECS)
+    transport.close()
 
 
 def test_torch_copies_from_every_array_that_is_not_said_to_be_split_by_a_registration(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver that torch does not offer: memory that one process allocates and another maps.
+"""Calls of CUDA's driver that torch does not offer: memory that one process allocates and another maps, and plain copies.
 
 Names, numbers and structures are those of `cuda.h` (CUDA 12 and 13).
 """
@@ -69,6 +69,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuMemRelease": [ctypes.c_ulonglong],
     "cuMemAddressReserve": [ctypes.POINTER(_Address), ctypes.c_size_t, ctypes.c_size_t, _Address, ctypes.c_ulonglong],
     "cuMemAddressFree": [_Address, ctypes.c_size_t],
+    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, _Address, ctypes.c_size_t, ctypes.c_void_p],
     "cuMemMap": [_Address, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_ulonglong],
     "cuMemUnmap": [_Address, ctypes.c_size_t],
     "cuMemSetAccess": [_Address, ctypes.c_size_t, ctypes.POINTER(_Access), ctypes.c_size_t],
@@ -188,3 +189,8 @@ def unmap(address: int, size: int) -> None:
 def free_addresses(address: int, size: int) -> None:
     """Return reserved addresses. Raises DriverFailed."""
     _call("cuMemAddressFree", address, size)
+
+
+def copy_to_host(target: int, source: int, size: int, stream: int) -> None:
+    """Begin a copy of `size` bytes from device memory into registered pages, on a stream. Raises DriverFailed."""
+    _call("cuMemcpyDtoHAsync_v2", target, source, size, stream)

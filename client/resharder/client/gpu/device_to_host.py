@@ -3,9 +3,8 @@
 Threads take rounds, a buffer's bytes each, in order and without waiting for each other. Eight with 16 MiB each copied 30 GB/s,
 and 25 beside the daemon's digests; sixteen were no faster and left less to the digests (benchmarks/results/staged_gpu.md).
 
-A kernel could write to the pages directly if they were registered with CUDA for each version. But the verification of the
-version waits for registration and release, and so do other threads' kernels. 61 GB were READY after 7.3 s that way and after
-5.6 s through buffers (benchmarks/results/direct_install.md).
+This is the way for pages that are not registered. A registration for each version takes longer: 61 GB were READY after 7.3 s
+that way and after 5.6 s through buffers (benchmarks/results/direct_install.md). `device_to_pages.py` is for those that stay so.
 """
 
 import threading
@@ -53,10 +52,9 @@ class DeviceToHost:
             buffer_bytes: Size of the buffer of each thread.
         """
         self._device = device
-        copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
-        self._sources, self.targets = copies.source_locals, copies.target_locals
+        self._sources, self.targets, moves = planned(layout)
         of_target = np.array([groups[name] for name in self.targets], np.int64)
-        self._fills, self._empties = through_buffers(schedule(copies, 0, 0).local, buffer_bytes, of_target)
+        self._fills, self._empties = through_buffers(moves, buffer_bytes, of_target)
         self._last = last_rounds(self._empties, of_target)
         self._rounds = int(self._fills.round.max(initial=-1)) + 1
         size = min(buffer_bytes, int((self._fills.target_at + self._fills.rows * self._fills.width).max(initial=0)))
@@ -162,6 +160,12 @@ def _all(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
+def planned(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...], Moves]:
+    """Return the names of the local tensors and of the HF tensors, and the tiles that go from these into whole ones of those."""
+    copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
+    return copies.source_locals, copies.target_locals, schedule(copies, 0, 0).local
+
+
 def _whole(layout: Layout) -> Layout:
     """Return the layout of the same boxes in whole HF tensors."""
     pieces = []
@@ -181,23 +185,27 @@ def through_buffers(moves: Moves, buffer_bytes: int, groups: Ints) -> tuple[Move
     The buffer is the slot of the moves; it must be larger than any box. `groups` has the group of each target, and rounds go
     through the groups in order. Adjacent moves with equal strides are joined.
     """
-    order = np.lexsort((moves.target_at, moves.target, groups[moves.target]))
-    m = Moves(*(column[order] for column in moves))
-    sizes = -(-m.rows * m.width // _ALIGN) * _ALIGN
-    number, at = _rounds(sizes, buffer_bytes)
+    m = in_order(moves, groups)
+    number, at = rounds_of(-(-m.rows * m.width // _ALIGN) * _ALIGN, buffer_bytes)
     slot = np.full(len(at), -1)
     fills = m._replace(round=number, target=slot, target_at=at, target_stride=m.width)
     return fills, _joined(m._replace(round=number, source=slot, source_at=at, source_stride=m.width))
 
 
-def last_rounds(empties: Moves, groups: Ints) -> list[int]:
+def in_order(moves: Moves, groups: Ints) -> Moves:
+    """Return moves in the order of their groups, and of their places there."""
+    order = np.lexsort((moves.target_at, moves.target, groups[moves.target]))
+    return Moves(*(column[order] for column in moves))
+
+
+def last_rounds(moves: Moves, groups: Ints) -> list[int]:
     """Return the last round of each group; of a group without a round, that of the group before it."""
     last = np.full(int(groups.max(initial=-1)) + 1, -1)
-    np.maximum.at(last, groups[empties.target], empties.round)
+    np.maximum.at(last, groups[moves.target], moves.round)
     return [int(each) for each in np.maximum.accumulate(last)]
 
 
-def _rounds(sizes: Ints, most: int) -> tuple[Ints, Ints]:
+def rounds_of(sizes: Ints, most: int) -> tuple[Ints, Ints]:
     """Return the round of each item and its start in the round, with at most `most` bytes per round. Items keep their order."""
     ends = np.cumsum(sizes)
     number, at = np.zeros(len(sizes), np.int64), ends - sizes

@@ -23,8 +23,10 @@ from resharder.converters.storage.pages import Span, forget_pages
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 64 << 20  # bytes per call: other threads' kernels wait during a registration
-_FLAGS = 1 | 2 | 8  # cudaHostRegister's Portable, Mapped and ReadOnly
+WRITABLE = 1 | 2  # cudaHostRegister's Portable and Mapped
+_READ_ONLY = WRITABLE | 8
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_BY_HOST_TABLES = 100  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
 _THREADS = 4  # register 27 GB/s, one 18, eight 23
 _GAP = 16 << 20  # gaps of at most so many bytes are registered as well: each call waits for all running kernels
 Result = TypeVar("Result")
@@ -47,10 +49,11 @@ class Registered:
         device: GPU.
         busy: Whether to leave half of the time to other threads of this process, whose kernels wait while the driver works. Asked
             before each call into the driver.
+        flags: Flags of cudaHostRegister; by default kernels only read the pages.
     """
 
-    def __init__(self, spans: list[Span], device: torch.device, busy: Busy) -> None:
-        self._left, self._device, self._busy = spans, device, busy
+    def __init__(self, spans: list[Span], device: torch.device, busy: Busy, flags: int = _READ_ONLY) -> None:
+        self._left, self._device, self._busy, self._flags = spans, device, busy, flags
         self._spans: list[Span] = []  # registered, in the order of their addresses
 
     def go_on(self, stop: Stop) -> bool:
@@ -62,7 +65,7 @@ class Registered:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
         def one(span: Span) -> int | None:
-            return None if stop() else int(runtime.cudaHostRegister(span[0], span[1] - span[0], _FLAGS))
+            return None if stop() else int(runtime.cudaHostRegister(span[0], span[1] - span[0], self._flags))
 
         left, self._left = self._left, []
         errors = list(zip(left, _call_driver(one, left, self._device, self._busy), strict=True))
@@ -122,19 +125,29 @@ def box_of(array: Array, box: Box) -> Array:
 
 
 def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
-    """Return the first and end address of the arrays' pages, in parts of at most 64 MiB.
+    """Return the first and end address of the arrays' pages, as `pages_of` does."""
+    return pages_of(((*byte_bounds(array), _map_of(array)) for array in arrays if array.nbytes), gap)
+
+
+def pages_of(bounds: Iterable[tuple[int, int, int]], gap: int = 0, most: int = _AT_ONCE) -> list[Span]:
+    """Return the whole pages of bytes, ascending, in parts of at most `most` bytes.
 
     Pages are joined if they touch, or are in one map with at most `gap` bytes between them.
+
+    Args:
+        bounds: First byte, end, and a key that is equal for bytes in one map.
+        gap: Bytes between pages that are joined.
+        most: Bytes of the largest part.
     """
     page = mmap.PAGESIZE
     joined: list[list[int]] = []
-    for low, high, map_ in sorted((*byte_bounds(array), _map_of(array)) for array in arrays if array.nbytes):
+    for low, high, map_ in sorted(bounds):
         first, end = low // page * page, -(-high // page) * page
         if joined and first <= joined[-1][1] + (gap if map_ == joined[-1][2] else 0):
             joined[-1][1:] = max(joined[-1][1], end), map_
         else:
             joined.append([first, end, map_])
-    return [(at, min(at + _AT_ONCE, end)) for begin, end, _ in joined for at in range(begin, end, _AT_ONCE)]
+    return [(at, min(at + most, end)) for begin, end, _ in joined for at in range(begin, end, most)]
 
 
 def _map_of(array: Array) -> int:
@@ -174,10 +187,23 @@ def paced(busy: Busy) -> Iterator[None]:
 
 
 def _same_address(device: torch.device) -> bool:
+    return _attribute(device, _SAME_ADDRESS) == 1
+
+
+def pages_stay_in_place(device: torch.device) -> bool:
+    """Return whether the device writes into registered pages by their physical addresses, also once they are unmapped.
+
+    GPUs that use the host's page tables, such as Grace Hopper's, do not. A CPU writes while they are mapped.
+    """
+    return device.type != "cuda" or (_same_address(device) and _attribute(device, _BY_HOST_TABLES) == 0)
+
+
+def _attribute(device: torch.device, number: int) -> int | None:
+    """Return a CUdevice_attribute of a GPU; None if the driver does not know it."""
     found = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         index = torch.cuda.current_device() if device.index is None else device.index
-        return driver.cuDeviceGetAttribute(ctypes.byref(found), _SAME_ADDRESS, index) == 0 and bool(found.value)
+        return found.value if driver.cuDeviceGetAttribute(ctypes.byref(found), number, index) == 0 else None
     except OSError:
-        return False
+        return None

@@ -152,10 +152,10 @@ class Delivery:
             self._upload.ignore()
 
     def close(self) -> None:
-        """Wait for the upload in progress, `staging_timeout` at most, and close the sender of the direct path."""
-        if self._upload is not None:
-            self._upload.wait(self._staging_timeout)
-        self._upload = None
+        """Wait for the upload in progress, `staging_timeout` at most, and release what the paths keep."""
+        upload, self._upload = self._upload, None
+        if upload is None or upload.wait(self._staging_timeout):
+            self._transports.close()
         self._close_sender()
 
     def _close_sender(self) -> None:

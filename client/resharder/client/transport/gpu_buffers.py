@@ -1,29 +1,32 @@
 """Transport from a GPU on the daemon's host: all boxes of a rank go into the version's files at the speed of the link.
 
-Digests are computed on the GPU. What follows from the layouts of the rank and of the files is computed once.
+Into pages that stay registered they go straight, else through buffers. Digests are computed on the GPU. What follows from the
+layouts of the rank and of the files is computed once.
 """
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from resharder.client.gpu.device_to_host import BUFFER_BYTES, DeviceToHost
-from resharder.client.gpu.pinned_pages import box_of, spans_of
+from resharder.client.gpu.device_to_pages import DeviceToPages
+from resharder.client.gpu.kept_pages import KeptPages
+from resharder.client.gpu.pinned_pages import pages_of
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems, Releases
 from resharder.client.transport.shared_memory import WAY
-from resharder.converters.geometry.layout import Layout, Piece, box_shape, contiguous_strides
+from resharder.converters.geometry.layout import Layout, Piece, box_bytes, box_shape, contiguous_strides
 from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_layout
-from resharder.converters.storage.pages import Span, map_pages
+from resharder.converters.storage.pages import map_pages
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from resharder.client.transport.base import Item, Transport
 
+_GAP = 16 << 20  # bytes between boxes that are registered with them: fewer calls
 logger = logging.getLogger(__name__)
 
 
@@ -39,15 +43,23 @@ class FromGpu:
 
     Args:
         device: GPU of the model's tensors.
-        threads: Threads that copy, each through a buffer of its own.
+        threads: Threads that copy through buffers, each through one of its own.
         otherwise: Creates the transport for tensors on other devices, and for items that come from an iterator.
+        keep: Whether the pages of the store's files stay registered for later versions.
         buffer_bytes: Size of a buffer.
     """
 
     def __init__(
-        self, device: torch.device, threads: int, otherwise: "Callable[[], Transport]", buffer_bytes: int = BUFFER_BYTES
+        self,
+        device: torch.device,
+        threads: int,
+        otherwise: "Callable[[], Transport]",
+        *,
+        keep: bool,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._device, self._threads, self._otherwise, self._buffer_bytes = device, threads, otherwise, buffer_bytes
+        self._kept = KeptPages(device) if keep else None
         self._planned: _Planned | None = None
 
     def deliver(
@@ -58,56 +70,114 @@ class FromGpu:
             return Delivered(self._write(Path(version.folder), slot, items, releases), WAY, mapped=True)
         return self._otherwise().deliver(version, slot, items, releases)
 
+    def close(self) -> None:
+        """Release the pages of the store's files. No delivery may be under way."""
+        if self._kept is not None:
+            self._kept.close()
+
     def _write(self, folder: Path, slot: AssignedSlot, items: LiveItems, releases: Releases) -> list[int]:
         names, began = {spec.name for spec in slot.specs}, time.monotonic()
         files = [file for file in read_layout(folder) if not names.isdisjoint(file.by_name)]
-        with ExitStack() as stack, ThreadPoolExecutor(self._threads) as pool:
-            maps = [stack.enter_context(_Map(folder, file)) for file in files]
-            plan = self._plan(slot, items.pieces, files, [each.files for each in maps])
-            planned, begins = time.monotonic(), [each.files.begins[0] for each in maps]
-            if any(each.files.small_pages for each in maps):  # others are mapped faster by the copy's own few faults
-                list(pool.map(partial(map_pages, write=True), plan.spans(begins)))
-            mapped = time.monotonic()
-            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-                digests = plan.copy.run(
-                    plan.targets(begins), plan.sources(items), lambda i: releases.release(files[i].path, maps[i].take().close)
-                )
+        opened: dict[int, _Writable] = {}
+        with ExitStack() as stack:
+            stack.callback(_close_all, opened)
+            stack.enter_context(torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext())
+            plan = self._plan(slot, items.pieces, files)
+            planned, copy = time.monotonic(), self._open(plan, folder, files, opened)
+            begins, mapped = [each.begin for each in opened.values()], time.monotonic()
+            digests = copy.run(
+                plan.targets(copy.targets, begins),
+                plan.sources(items),
+                lambda i: releases.release(files[i].path, opened.pop(i).close),
+            )
             took = planned - began, mapped - planned, time.monotonic() - mapped
             logger.info("wrote %d boxes: %.3f s to plan, %.3f s to map, %.3f s to copy", len(slot.boxes), *took)
             return digests
 
-    def _plan(self, slot: AssignedSlot, pieces: Sequence[Piece], files: list[FileLayout], maps: list[MappedFiles]) -> "_Planned":
+    def _open(self, plan: "_Planned", folder: Path, files: list[FileLayout], opened: "dict[int, _Writable]") -> "_Copy":
+        """Open the files into `opened`, in order, and return the copy into such files."""
+        kept = None if self._kept is None else self._kept.open(folder, files, plan.registered)
+        if kept is not None:
+            opened |= enumerate(kept)
+            return plan.straight
+        small = False
+        for i, file in enumerate(files):
+            mapped = opened[i] = _Map(folder, file)
+            small |= mapped.small_pages
+        if small:  # others are mapped faster by the copy's own few faults
+            begins = (each.begin for each in opened.values())
+            spans = [(at + first, at + end) for at, some in zip(begins, plan.mapped, strict=True) for first, end in some]
+            with ThreadPoolExecutor(self._threads) as pool:
+                list(pool.map(partial(map_pages, write=True), spans))
+        return plan.through_buffers
+
+    def _plan(self, slot: AssignedSlot, pieces: Sequence[Piece], files: list[FileLayout]) -> "_Planned":
         if self._planned is None or not self._planned.is_for(pieces, files):
             self._planned = None  # its buffers are free before others are made
-            copy = partial(DeviceToHost, device=self._device, threads=self._threads, buffer_bytes=self._buffer_bytes)
-            self._planned = _Planned(slot, pieces, files, maps, copy)
+            self._planned = _Planned(slot, pieces, files, self._device, self._threads, self._buffer_bytes)
         return self._planned
 
 
+class _Copy(Protocol):
+    """Copy into files at any addresses; see `DeviceToPages`."""
+
+    targets: tuple[str, ...]
+
+    def run(self, target: Ints, tensors: Mapping[str, torch.Tensor], complete: Callable[[int], None]) -> list[int]: ...
+
+
+class _Writable(Protocol):
+    """File that is open for writing, with its bytes at `begin`."""
+
+    @property
+    def begin(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def _close_all(opened: dict[int, _Writable]) -> None:
+    while opened:
+        opened.popitem()[1].close()
+
+
 class _Planned:
-    """A slot's copy into files of one layout, at any addresses."""
+    """A slot's copies into files of one layout, at any addresses.
+
+    For each file, `mapped` has the pages of the slot's boxes as offsets in it, and `registered` those to be registered: with gaps
+    among them, and never a box in two parts.
+    """
 
     def __init__(
         self,
         slot: AssignedSlot,
         pieces: Sequence[Piece],
         files: list[FileLayout],
-        maps: list[MappedFiles],
-        plan_copy: Callable[..., DeviceToHost],
+        device: torch.device,
+        threads: int,
+        buffer_bytes: int,
     ) -> None:
-        self._pieces, self._files = pieces, files
+        self._pieces, self._files, self._device = pieces, files, device
+        self._threads, self._buffer_bytes = threads, buffer_bytes
         self._changed = [number for number, piece in enumerate(pieces) if piece.plus]
-        places = {name: (i, placed) for i, file in enumerate(files) for name, placed in file.by_name.items()}
-        self.copy = plan_copy(layout_of(slot, pieces), groups={name: i for name, (i, _) in places.items()})
-        at = [(i, placed.offset, placed.offset + placed.spec.size) for i, placed in map(places.__getitem__, self.copy.targets)]
-        self._places = np.array(at, np.int64).reshape(-1, 3)  # file, first byte, end
-        self._spans: list[tuple[int, int, int]] = []
-        of_file: list[list[tuple[str, int]]] = [[] for _ in files]
-        for number, spec in enumerate(slot.specs):
-            of_file[places[spec.name][0]].append((spec.name, number))
-        for i, each in enumerate(maps):
-            arrays, begin = (box_of(each.arrays[name], slot.boxes[number]) for name, number in of_file[i]), each.begins[0]
-            self._spans += [(i, first - begin, end - begin) for first, end in spans_of(arrays)]
+        self._places = {name: (i, placed) for i, file in enumerate(files) for name, placed in file.by_name.items()}
+        self._layout, self._groups = layout_of(slot, pieces), {name: i for name, (i, _) in self._places.items()}
+        bounds: list[list[tuple[int, int, int]]] = [[] for _ in files]
+        for spec, box in zip(slot.specs, slot.boxes, strict=True):
+            i, placed = self._places[spec.name]
+            first, end = box_bytes(box, spec)
+            bounds[i].append((placed.offset + first, placed.offset + end, i))
+        self.mapped = [pages_of(each) for each in bounds]
+        self.registered = [pages_of(each, _GAP, sys.maxsize) for each in bounds]
+
+    @cached_property
+    def straight(self) -> DeviceToPages:
+        """Copy into registered pages."""
+        return DeviceToPages(self._layout, self._device, self._groups)
+
+    @cached_property
+    def through_buffers(self) -> DeviceToHost:
+        """Copy into any mapped pages."""
+        return DeviceToHost(self._layout, self._device, self._threads, self._groups, self._buffer_bytes)
 
     def is_for(self, pieces: Sequence[Piece], files: list[FileLayout]) -> bool:
         """Return whether the plan is for these pieces and layouts, the same objects as then."""
@@ -118,15 +188,11 @@ class _Planned:
         """Return the local tensors, and by its number each box whose values differ from the local ones by a constant."""
         return {**items.tensors, **{str(n): read_piece(items.tensors, items.pieces[n]).contiguous() for n in self._changed}}
 
-    def targets(self, begins: Sequence[int]) -> Ints:
-        """Return the first and end address of each HF tensor. `begins` has the address of each file."""
-        file, first, end = self._places.T
-        at = np.array(begins, np.int64)[file]
-        return np.column_stack([at + first, at + end])
-
-    def spans(self, begins: Sequence[int]) -> list[Span]:
-        """Return the pages of all boxes. `begins` has the address of each file."""
-        return [(begins[file] + first, begins[file] + end) for file, first, end in self._spans]
+    def targets(self, names: Sequence[str], begins: Sequence[int]) -> Ints:
+        """Return the first and end address of HF tensors. `begins` has the address of each file."""
+        at = [(begins[i] + placed.offset, placed.spec.size) for i, placed in map(self._places.__getitem__, names)]
+        first, size = np.array(at, np.int64).reshape(-1, 2).T
+        return np.column_stack([first, first + size])
 
 
 def layout_of(slot: AssignedSlot, pieces: Sequence[Piece]) -> Layout:
@@ -140,25 +206,20 @@ def layout_of(slot: AssignedSlot, pieces: Sequence[Piece]) -> Layout:
 
 
 class _Map:
-    """Writable map of a file, unmapped at the end of the context unless it was taken."""
+    """Writable map of a file."""
 
     def __init__(self, folder: Path, file: FileLayout) -> None:
-        self.files = MappedFiles(folder, [file], writable=True)
-        self._taken = False
+        self._files = MappedFiles(folder, [file], writable=True)
 
-    def take(self) -> "_Map":
-        """Return this map, which the caller closes."""
-        self._taken = True
-        return self
+    @property
+    def small_pages(self) -> bool:
+        return self._files.small_pages
+
+    @property
+    def begin(self) -> int:
+        return self._files.begins[0]
 
     def close(self) -> None:
         """Unmap the file, which takes long for small pages."""
         with suppress(BufferError):  # frames of an error may still reference arrays; the map ends with these
-            self.files.close()
-
-    def __enter__(self) -> "_Map":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._taken:
-            self.close()
+            self._files.close()

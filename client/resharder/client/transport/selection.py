@@ -15,6 +15,7 @@ from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
     import torch
+    from resharder.client.transport.gpu_buffers import FromGpu
 
 CHOICES = ("auto", "grpc", "http", "shared-memory")
 SHARING = ("auto", "shared-memory")
@@ -32,7 +33,7 @@ class TransportSelector:
 
     def __init__(self, channel: Channel, choice: str, device: "Callable[[], torch.device | None]") -> None:
         self._channel, self._choice, self._device = channel, choice, device
-        self._from_gpu: Transport | None = None
+        self._from_gpu: FromGpu | None = None
         self._subsets = PieceSubset(), PieceSubset()
 
     def select_for(
@@ -67,6 +68,11 @@ class TransportSelector:
         address = data_port(self._channel, data_address)
         return HttpChunks(self._channel, address) if address is not None else GrpcChunks(self._channel, NO_DATA_PORT)
 
+    def close(self) -> None:
+        """Release what transports keep from version to version. No delivery may be under way."""
+        if self._from_gpu is not None:
+            self._from_gpu.close()
+
     def _from_memory(self) -> Transport:
         plain, device = partial(SharedMemory, copy_threads()), self._device()
         if device is None or device.type != "cuda":
@@ -74,5 +80,6 @@ class TransportSelector:
         if self._from_gpu is None:
             from resharder.client.transport.gpu_buffers import FromGpu
 
-            self._from_gpu = FromGpu(device, copy_threads(most=8), plain)
+            # With TLS the daemon has security: no process of another identity keeps pages of its files, registered or not.
+            self._from_gpu = FromGpu(device, copy_threads(most=8), plain, keep=self._channel.tls is None)
         return self._from_gpu

@@ -180,6 +180,16 @@ def run_start(box: Box, spec: TensorSpec) -> int | None:
     return start
 
 
+def box_bytes(box: Box, spec: TensorSpec) -> tuple[int, int]:
+    """Return the first byte of a box in its tensor, and the first after its last one. The box may have gaps."""
+    first, last, stride = 0, 0, ITEM_SIZES[spec.dtype]
+    for r, n in zip(reversed(box), reversed(spec.shape), strict=True):
+        first += r.start * stride
+        last += (r.start + (r.count - 1) * r.step) * stride
+        stride *= n
+    return first, last + ITEM_SIZES[spec.dtype]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Local tensors of one process. `tensors` has at least the HF tensors of `pieces` by name."""

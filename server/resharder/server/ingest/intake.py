@@ -799,7 +799,9 @@ class Intake:
                     )
                 for each, _ in group:
                     self._forget(each)
-        except (ProofFailed, ReplicasShort) as error:
+        except ProofFailed as error:
+            self._abort(upload, str(error), reuse=False)  # where bytes did not arrive once, they may not arrive again
+        except ReplicasShort as error:
             self._abort(upload, str(error))
         except (DaemonError, OSError) as error:
             known = error if isinstance(error, DaemonError) else medium_error(error)
@@ -824,12 +826,12 @@ class Intake:
             record = self.store.catalogue.get(upload.record.model, upload.record.number)
             self.version_ended.emit(upload, record)
 
-    def _abort(self, upload: Upload, reason: str) -> VersionRecord:
-        """Abort a version and the others of its group."""
+    def _abort(self, upload: Upload, reason: str, *, reuse: bool = True) -> VersionRecord:
+        """Abort a version and the others of its group. `reuse`: whether later versions may be written into its files."""
         also = f"{upload.record.name} of the same step was aborted: {reason}"
         for each, why in [(upload, reason), *((other, also) for other in self._others(upload))]:
             each.close(aborted=True)
-            self.store.lifecycle.abort(each.record.model, each.record.number, why)
+            self.store.lifecycle.abort(each.record.model, each.record.number, why, reuse=reuse or each is not upload)
             self._forget(each)
         return self.store.catalogue.get(upload.record.model, upload.record.number)
 

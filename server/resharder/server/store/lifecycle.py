@@ -187,10 +187,11 @@ class VersionLifecycle:
             same = reservation is not None and self._catalogue.get(name, number).epoch == reservation.epoch
             return reservation.pool[0] if reservation is not None and same and reservation.pool else None
 
-    def abort(self, name: str, number: int, reason: str) -> VersionRecord:
+    def abort(self, name: str, number: int, reason: str, *, reuse: bool = True) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
 
-        A failing medium does not prevent the abort. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        With `reuse`, a later version may be written into the files. A failing medium does not prevent the abort. Raises
+        ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
         """
         with self._changed:
             model = self._catalogue.model(name)
@@ -199,7 +200,7 @@ class VersionLifecycle:
                 return record
             failpoint("abort.record")
             done = replace(record, state=ABORTED, reason=reason, end_time=round(self._clock(), 6))
-            self._end(model, record, done)
+            self._end(model, record, done, reuse=reuse)
             self._changed.notify_all()
         self._catalogue.version_changed.emit(done)
         return done
@@ -557,7 +558,7 @@ class VersionLifecycle:
     def _retired(self, record: VersionRecord, reason: str) -> VersionRecord:
         return replace(record, state=RETIRED, reason=reason, end_time=round(self._clock(), 6))
 
-    def _end(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
+    def _end(self, model: StoredModel, record: VersionRecord, done: VersionRecord, *, reuse: bool = True) -> None:
         """Replace `record` by `done`, RETIRED or ABORTED, and free its files.
 
         Raises OSError for a READY version that cannot be moved; it is still READY. Files of an UPLOADING version that cannot be
@@ -584,7 +585,10 @@ class VersionLifecycle:
         self._manifests.remove(model.name, done.number)
         self._history.add(done)
         model.forget_old()
-        self._pool.take_back(model, record.epoch, path, record.size_bytes)
+        if reuse:
+            self._pool.take_back(model, record.epoch, path, record.size_bytes)
+        else:
+            self._pool.discard(model, path, record.size_bytes)
 
 
 def _used(model: StoredModel, number: int) -> bool:
