@@ -133,14 +133,11 @@ class NodeCopies:
         """Give folders of dropped versions, with the id of their reservation, to a function; it returns False to unlink one."""
         self._recycle = recycle
 
-    def check_room(self, size: int) -> None:
-        """Raise ResourceExhausted (STORE_FULL) without memory for `size` bytes, which `reserved_bytes` includes already."""
-        self._check_room(size, self.used_bytes() - size)
-
-    def _check_room(self, needed: int, used: int) -> None:
+    def check_room(self, needed: int) -> None:
+        """Raise ResourceExhausted (STORE_FULL) without memory for `needed` further bytes."""
         found = os.statvfs(self._root)
         promised = sum(other.numbering.size_of(other.missing()) for other in self.all())
-        free = min(self.limit_bytes - used, found.f_bavail * found.f_frsize - promised)
+        free = min(self.limit_bytes - self.used_bytes(), found.f_bavail * found.f_frsize - promised)
         if needed > free:
             raise ResourceExhausted(
                 "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
@@ -213,7 +210,7 @@ class NodeCopies:
         """Add to the wanted pieces of a version. Raises ResourceExhausted (STORE_FULL), ValueError for another version's."""
         if pieces.count != version.numbering.count:
             raise ValueError(f"expected a bitmap of the {version.numbering.count} pieces of {version.name}, got {pieces.count}")
-        self._check_room(version.numbering.size_of(pieces - version.wanted()), self.used_bytes())
+        self.check_room(version.numbering.size_of(pieces - version.wanted()))
         further = pieces - version.wanted()
         version.want(pieces)
         _register(version, further)
