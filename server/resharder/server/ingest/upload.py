@@ -20,8 +20,9 @@ from resharder.converters.storage.digest import MASK
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.converters.wire.pieces import number_pieces
 from resharder.server.holding.file_proofs import EarlyDigests, has_header
+from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.part_files import FileProof
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
@@ -125,9 +126,7 @@ class HomeFiles:
         proofs, numbering = self._proofs(), number_pieces(files)
         own = {file.path: part_checksums(folder / file.path, file.size) for file in files if file.path not in self.paths}
         checksums = [value for file in files for value in own.get(file.path) or proofs[file.path].checksums]
-        held = Bitmap.of(
-            numbering.count, (n for file in files if file.path in own for n in numbering.touched(file.path, 0, file.size))
-        )
+        held = pieces_of(numbering, [file for file in files if file.path in own])
         return MissingPieces(held, tuple(checksums), frozenset(home.node for home in self.homes if home.files))
 
     def _proofs(self) -> Mapping[str, FileProof]:
