@@ -27,7 +27,7 @@ from resharder.client import Publisher, connect
 from resharder.client.trainer.connect import DeclaredTensor
 from resharder.converters.geometry.layout import full_box
 from resharder.converters.storage.digest import compile_for, digest
-from resharder.server.node.file_proofs import THREADS
+from resharder.server.holding.file_proofs import THREADS
 
 from benchmarks.stores import fast_store
 from tests.support.daemon import Daemon

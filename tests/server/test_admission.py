@@ -257,7 +257,7 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
         assert noisy.isdisjoint(path.parts) or ended.wait(60)
         write_zeros(path, header, size)
 
-    monkeypatch.setattr("resharder.server.store.file_pool.write_zeros", held_up)
+    monkeypatch.setattr("resharder.server.holding.set_pool.write_zeros", held_up)
     with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
         intake = Intake(store)
         at_last.callback(ended.set)

@@ -59,7 +59,7 @@ class LocalEngine:
 class Checksums:
     """Checksums of the content."""
 
-    def of(self, version: HeldVersion, part: PieceSpan) -> int:
+    def __call__(self, version: HeldVersion, part: PieceSpan) -> int:
         return xxhash.xxh3_64_intdigest(CONTENT[part.start : part.end])
 
 

@@ -4,6 +4,7 @@ import mmap
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +14,13 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
+from resharder.server.holding import file_proofs, set_pool
+from resharder.server.holding.file_proofs import ProofRefused, prove_files, read_proofs
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
-from resharder.server.node import file_proofs, file_sets
 from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
-from resharder.server.node.file_proofs import ProofRefused, prove_files, read_proofs
 from resharder.server.node.file_sets import FileSet, FileSets
 from resharder.server.store.digests import digest_tensors
 from resharder.v1 import node_pb2
@@ -90,10 +91,10 @@ class Site:
         return version.folder
 
     def of(self, set: str) -> FileSet:
-        return next(found for each in self.sets._reservations.values() for found in each.sets.values() if found.id == set)
+        return next(found for each in self.sets._reservations.values() for found in each.taken.values() if found.id == set)
 
     def _busy(self, set: str) -> bool:
-        return self.of(set).busy
+        return any(found.id == set and found.busy for each in self.sets._reservations.values() for found in each.taken.values())
 
 
 def write(folder: Path) -> None:
@@ -108,7 +109,7 @@ def inodes(folder: Path) -> set[int]:
 
 @pytest.fixture
 def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(file_sets, "_PAUSE", 0.02)
+    monkeypatch.setattr(set_pool, "_PAUSE", 0.02)
     root = Path(tempfile.mkdtemp(prefix="resharder-sets-", dir="/dev/shm"))
     made = Site(root)
     yield made
@@ -208,17 +209,40 @@ def test_files_of_a_dropped_version_are_used_again_once_no_process_has_mapped_th
     assert prove_files(site.reported()[again], OWN)
 
 
-def test_files_that_a_late_rank_keeps_open_are_unlinked_rather_than_used_again(site: Site) -> None:
+def test_files_that_a_late_rank_keeps_open_for_long_are_unlinked_rather_than_used_again(site: Site) -> None:
     set, folder = site.free()
     with (folder / OWN[0].path).open("r+b") as late:
         site.follow((set, State.UPLOADING))
         former = inodes(folder)
         site.follow((set, State.ENDED))
-        wait_until(lambda: not site.sets.work()[0] and not folder.exists())
+
+        def kept() -> bool:
+            site.follow()
+            return any(path.exists() and inodes(path) == former for path in (site.root / "sets").iterdir())
+
+        wait_until(lambda: not folder.exists() and not kept())
         late.write(b"too late")
         late.flush()
-        site.free()
-        assert all(inodes(path).isdisjoint(former) for path in site.reported().values())
+    site.free()
+    assert all(inodes(path).isdisjoint(former) for path in site.reported().values())
+
+
+def test_a_version_does_not_wait_for_files_that_a_late_rank_keeps_open(site: Site) -> None:
+    first, folder = site.free()
+    with (folder / OWN[0].path).open("r+b"):
+        former = inodes(folder)
+        site.follow((first, State.UPLOADING))
+        wait_until(lambda: len(site.reported()) == 2)
+        second = next(id for id in site.reported() if id != first)
+        began = time.monotonic()
+
+        def further() -> set[str]:
+            site.follow((first, State.ENDED), (second, State.UPLOADING))
+            return {*site.reported()} - {first, second}
+
+        wait_until(lambda: bool(further()), "another set is laid out")
+        assert time.monotonic() - began < 2.0
+    wait_until(lambda: any(inodes(path) == former for path in site.reported().values()), "its files are used again")
 
 
 def test_files_of_an_ended_reservation_are_never_used_again(site: Site) -> None:

@@ -10,16 +10,17 @@ import pytest
 import xxhash
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.part_files import FileProof
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.transfers import FetchFailed
 from resharder.server.infra.filesystem import MediumRefused
 from resharder.server.nodes import home_fetch
-from resharder.server.nodes.home_fetch import HomeCopy, HomeSource, fetch_from_homes
+from resharder.server.nodes.home_fetch import HomeSource, fetch_from_homes
 
 from tests.support.ports import free_port
 
@@ -32,11 +33,10 @@ def content_of(file: FileLayout) -> bytes:
 
 
 CONTENT = {file.path: content_of(file) for file in FILES}
-PROOFS = {
-    path: FileProof(
-        (), tuple(xxhash.xxh3_64_intdigest(content[at : at + PIECE_BYTES]) for at in range(0, len(content), PIECE_BYTES))
-    )
+CHECKSUMS = {
+    (path, at): xxhash.xxh3_64_intdigest(content[at : at + PIECE_BYTES])
     for path, content in CONTENT.items()
+    for at in range(0, len(content), PIECE_BYTES)
 }
 
 
@@ -81,7 +81,11 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fetch(folder: Path, one: str, two: str, *, whole: bool = True, tag: str = TAG, gone: str = "") -> dict[str, bytes]:
     """The files of a folder after a fetch from the ports of both nodes."""
     sources = {name: HomeSource(address, (file,)) for name, address, file in zip(("one", "two"), (one, two), FILES, strict=True)}
-    fetch_from_homes(HomeCopy(VERSION, tag, folder, FILES, PROOFS, whole=whole), sources, None, lambda: gone)
+    sizes = {file.path: file.size for file in FILES}
+    numbering = PieceNumbering(sizes.items(), None if whole else PIECE_BYTES)
+    wanted = Bitmap.full(numbering.count) if whole else None
+    copy = HeldFiles(VERSION, tag, folder, sizes, numbering, wanted=wanted, checksums=CHECKSUMS)
+    fetch_from_homes(copy, sources, None, lambda: gone)
     return {file.path: (folder / file.path).read_bytes() for file in FILES}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.server.config import Config
+from resharder.server.holding import set_pool
 from resharder.server.ingest.boxes import pack
 from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
@@ -16,7 +17,6 @@ from resharder.server.state.errors import FailedPrecondition, Unavailable
 from resharder.server.state.server import Worker
 from resharder.server.state.server_events import Attached
 from resharder.server.state.version import READY, VersionRecord
-from resharder.server.store import file_pool
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2
 
@@ -98,14 +98,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def in_between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """`act` is done once, when the small files of a future version are written."""
-    real, todo = file_pool.write_file, [act]
+    real, todo = set_pool.write_file, [act]
 
     def write_file(path: Path, content: bytes) -> None:
         while path.name in FILES and todo:
             todo.pop()()
         real(path, content)
 
-    monkeypatch.setattr(file_pool, "write_file", write_file)
+    monkeypatch.setattr(set_pool, "write_file", write_file)
 
 
 def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def check(life: Life) -> None:
     assert not store.catalogue.model("policy").stuck
     assert len(known) == 2
     assert folders(model / "versions") == {f"{number:08}" for number in known}
-    assert folders(model / "pool") == {path.name for path in room.pool}
+    assert folders(model / "pool") == {path.name for path in room.free}
     assert folders(model / "staging") == folders(model / "retired") == set()
     assert not list(life.root.rglob("*.part"))
     assert life.numbers == sorted(set(life.numbers))

@@ -363,18 +363,18 @@ def test_a_piece_that_no_node_has_reported_yet_is_lost_once_no_expected_node_can
     _, lost = lacking(world, Bitmap.of(PIECES, [0]), ("one", "two"))
     half, rest = Bitmap.of(PIECES, [1, 2]), Bitmap.full(PIECES) - Bitmap.of(PIECES, [0, 1, 2])
     world.nodes.version_changed(world.records[3])
-    assert world.nodes._tracker.table.counts(NAMES[2])[:4] == (0, 1, PIECES - 1, 0)
+    assert world.nodes._table.counts(NAMES[2])[:4] == (0, 1, PIECES - 1, 0)
     pass_time(world, int(LEASE) - 1, report("one", v3=half))
-    assert world.nodes._tracker.table.counts(NAMES[2])[:4] == (0, 3, PIECES - 3, 0), "two may still report"
+    assert world.nodes._table.counts(NAMES[2])[:4] == (0, 3, PIECES - 3, 0), "two may still report"
     pass_time(world, 3, report("one", v3=half), report("two", v3=rest))
-    assert world.nodes._tracker.table.counts(NAMES[2])[:4] == (0, PIECES, 0, 0)
+    assert world.nodes._table.counts(NAMES[2])[:4] == (0, PIECES, 0, 0)
     pass_time(world, 30, report("one", v3=half), report("two", v3=rest))
     assert lost == []
     pass_time(world, int(LEASE) + 1, report("one", v3=half))
-    assert (lost, world.nodes._tracker.table.counts(NAMES[2]).lost) == ([], PIECES - 3), "one may have got them since"
+    assert (lost, world.nodes._table.counts(NAMES[2]).lost) == ([], PIECES - 3), "one may have got them since"
     pass_time(world, 1, report("one", v3=half), report("two", v3=rest))
     pass_time(world, int(LEASE), report("one", v3=half))
-    assert (lost, world.nodes.own.doubts()) == ([], [])
+    assert (lost, world.nodes._table.doubts()) == ([], [])
     pass_time(world, 3, report("one", v3=half))
     assert lost[0] == f"policy/3: neither the daemon nor a node holds {PIECES - 3} of {PIECES} pieces"
 
@@ -387,7 +387,7 @@ def test_a_version_in_doubt_waits_for_a_report_of_each_live_node_that_follows_th
     before, notified = world.seen["two"], world.nodes._nodes["two"].changed.count
     world.nodes.leave("one", "i")
     pass_time(world, 1)
-    assert len(world.nodes.own.doubts()) == 1
+    assert len(world.nodes._table.doubts()) == 1
     assert world.nodes._nodes["two"].changed.count > notified, "it is asked at once"
     world.now += 1
     orders = world.sync(two, seen=before)
@@ -396,7 +396,7 @@ def test_a_version_in_doubt_waits_for_a_report_of_each_live_node_that_follows_th
     world.now += 1
     world.sync(report("two", v3=Bitmap.full(PIECES)), seen=orders.revision)
     world.nodes.expire()
-    assert (lost, world.nodes.own.doubts()) == ([], []), "it got them from the other one"
+    assert (lost, world.nodes._table.doubts()) == ([], []), "it got them from the other one"
     world.nodes.leave("two", "i")
     world.nodes.expire()
     assert len(lost) == 1, "no node is left"
@@ -406,7 +406,7 @@ def test_an_expected_node_that_never_returns_is_not_awaited_beyond_a_lease(world
     _, lost = lacking(world, Bitmap(PIECES), ("gone",))
     world.nodes.version_changed(world.records[3])
     pass_time(world, int(LEASE))
-    assert (lost, world.nodes._tracker.table.counts(NAMES[2]).unknown) == ([], PIECES)
+    assert (lost, world.nodes._table.counts(NAMES[2]).unknown) == ([], PIECES)
     pass_time(world, 1)
     assert len(lost) > 0
 
@@ -415,7 +415,7 @@ def test_a_report_without_a_copy_counts_and_a_lasting_one_alone(world: World) ->
     _, lost = lacking(world, Bitmap(PIECES), ("one",))
     world.nodes.version_changed(world.records[3])
     world.sync(report("one"))
-    assert world.nodes._tracker.table.counts(NAMES[2]).lost == PIECES
+    assert world.nodes._table.counts(NAMES[2]).lost == PIECES
     world.nodes.expire()
     pass_time(world, 30, report("one", v3=Bitmap.full(PIECES)))
     assert lost == [], "a report that was under way is older than the version"
@@ -434,7 +434,7 @@ def test_a_node_keeps_pieces_that_the_daemon_lacks_also_when_it_is_drained_or_fu
     (source,) = world.nodes.own_sources(NAMES[2])
     assert (source.offer.peer, source.data_address, list(source.offer.held)) == ("one", "one:7679", [0, 1])
     found._held = Bitmap.full(PIECES)
-    world.nodes.own.update()
+    world.nodes.count_own()
     assert ordered(world.sync(small)) == []
     assert world.nodes.own_sources(NAMES[2]) == []
 

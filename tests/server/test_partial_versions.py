@@ -115,16 +115,6 @@ def test_a_tensor_can_be_read_once_its_own_pieces_are_there_and_verified(store: 
     assert refused(store, 1).startswith("PIECES_ELSEWHERE")
 
 
-def test_bytes_with_another_checksum_are_never_written(store: Store) -> None:
-    record, content = publish_partial(store, claim(store), 0, [1])
-    before = contents(store.folder.path(record), LAYOUTS)
-    wrong = {path: bytes(len(data)) for path, data in content.items()}
-    with pytest.raises(ValueError, match="expected checksum"):
-        deliver_pieces(partial_of(store), wrong, [1])
-    assert contents(store.folder.path(record), LAYOUTS) == before
-    assert 1 not in partial_of(store).held()
-
-
 def test_a_piece_that_the_medium_has_damaged_is_fetched_again(store: Store) -> None:
     record, content = publish_partial(store, claim(store), 0, [1, 2])
     partial = partial_of(store)

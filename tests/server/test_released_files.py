@@ -15,11 +15,12 @@ from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, lay_out
 from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.holding.file_proofs import EarlyDigests
 from resharder.server.infra.filesystem import read_lease
 from resharder.server.ingest import publisher
 from resharder.server.ingest.boxes import pack
 from resharder.server.ingest.intake import Intake
-from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles
+from resharder.server.ingest.upload import ReleasedFiles
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store

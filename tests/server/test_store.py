@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import lay_out
+from resharder.server.holding import set_pool
 from resharder.server.state.errors import (
     AlreadyExists,
     DaemonError,
@@ -29,7 +30,6 @@ from resharder.server.state.errors import (
     ResourceNotFound,
 )
 from resharder.server.state.version import READY, VersionRecord
-from resharder.server.store import file_pool
 from resharder.server.store.retention import Retention, peak
 from resharder.server.store.store import Store
 
@@ -266,7 +266,7 @@ def test_another_set_is_laid_out_while_a_worker_keeps_one_for_long(store: Store)
         reservation = store.catalogue.model("policy").reservation
         assert reservation is not None
         with store.catalogue.changed:
-            assert store.catalogue.changed.wait_for(lambda: reservation.held and reservation.pool, 10)
+            assert store.catalogue.changed.wait_for(lambda: reservation.held and reservation.free, 10)
 
 
 def test_without_room_for_others_a_version_waits_for_files_that_a_worker_still_maps_and_the_bound_holds(root: Path) -> None:
@@ -290,7 +290,7 @@ def test_without_room_for_others_a_version_waits_for_files_that_a_worker_still_m
 def test_without_room_for_others_a_version_goes_on_without_the_files_of_a_worker_that_hangs(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_pool, "_PATIENCE", 2)
+    monkeypatch.setattr(set_pool, "_PATIENCE", 2)
     store = Store(root / "store", keep_count=2, limit_bytes=3 * SIZE)
     epoch = claim(store)
     for step in range(2):
@@ -344,11 +344,12 @@ def test_a_versions_small_files_are_copied_before_it_begins(store: Store) -> Non
         settle(store)
         reservation = store.catalogue.model("policy").reservation
         assert reservation is not None
-        assert {name: (reservation.pool[0] / name).read_bytes() for name in FILES} == FILES
-        copies = {name: (reservation.pool[0] / name).stat().st_ino for name in FILES}
+        assert reservation.small is not None
+        assert {name: (reservation.free[0] / name).read_bytes() for name in FILES} == FILES
+        copies = {name: (reservation.free[0] / name).stat().st_ino for name in FILES}
         folder = store.folder.path(publish(store, epoch, step))
         assert {name: (folder / name).stat().st_ino for name in FILES} == copies
-        assert not any((reservation.files / name).samefile(folder / name) for name in FILES)
+        assert not any((reservation.small / name).samefile(folder / name) for name in FILES)
 
 
 def test_the_next_version_takes_the_files_that_were_named_for_it(store: Store) -> None:

@@ -181,7 +181,15 @@ class SimulatedFiles:
     def stat(self, inode: Inode) -> SimpleNamespace:
         size = len(inode.data)
         mode = (stat.S_IFDIR | 0o700) if inode.is_folder else (stat.S_IFREG | 0o600)
-        return SimpleNamespace(st_mode=mode, st_size=size, st_uid=os.geteuid(), st_blksize=4096, st_dev=1, st_ino=inode.number)
+        return SimpleNamespace(
+            st_mode=mode,
+            st_size=size,
+            st_blocks=-(-size // 512),
+            st_uid=os.geteuid(),
+            st_blksize=4096,
+            st_dev=1,
+            st_ino=inode.number,
+        )
 
     # Space
 

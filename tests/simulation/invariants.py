@@ -201,7 +201,7 @@ class Reference:
         reservation = model.reservation
         assert reservation is not None, "an ACTIVE publisher has no reservation"
         ready = {f"{record.number:08}" for record in model.of(READY)}
-        pool = {path.name for path in reservation.pool}
+        pool = {path.name for path in reservation.free}
         root = set(files.names(STORE))
         assert root == {"lock", "nonce", "history.jsonl", "models"}, f"the store has {sorted(root)}"
         assert set(files.names(f"{STORE}/models")) == {NAME}

@@ -17,9 +17,9 @@ from typing import Any
 from resharder.converters.storage import files as storage_files
 from resharder.converters.storage import writable_files
 from resharder.converters.wire import pieces
-from resharder.server.holding import held_files
+from resharder.server.holding import file_proofs, held_files, set_pool
 from resharder.server.infra import change_signal
-from resharder.server.ingest import intake, publisher, released_files, upload
+from resharder.server.ingest import intake, publisher, upload
 from resharder.server.store import (
     catalogue,
     digests,
@@ -39,7 +39,7 @@ from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, Simu
 _NEVER = ("claim_unreadable",)
 """Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
 _LOGGING = (
-    file_pool, folder, history, intake, lifecycle, manifest, renames, restore,
+    file_pool, folder, history, intake, lifecycle, manifest, renames, restore, set_pool,
 )  # fmt: skip
 
 
@@ -209,11 +209,11 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
 
     lock = partial(SimulatedLock, schedule)
     threading = SimpleNamespace(Condition=lock, RLock=lock, Thread=Thread)
-    waiting = (intake, released_files, upload, change_signal, held_files)
+    waiting = (intake, file_proofs, upload, change_signal, held_files)
     yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
-    yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, file_pool, digests, manifest))
-    yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, file_pool))
+    yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, set_pool, digests, manifest))
+    yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, set_pool))
 
 
 def _other_calls(log: Log, file_bytes: int, piece_bytes: int) -> Iterator[tuple[Any, str, Any]]:

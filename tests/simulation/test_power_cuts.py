@@ -212,7 +212,7 @@ def test_folders_that_could_not_be_removed_at_the_start_are_removed_later(host: 
     host.publish(host.claim("later"), 2)
     pool = host.store.catalogue.model("policy").reservation
     assert pool is not None
-    assert set(host.files.names(f"{STORE}/models/policy/pool")) == {path.name for path in pool.pool}
+    assert set(host.files.names(f"{STORE}/models/policy/pool")) == {path.name for path in pool.free}
 
 
 def test_a_folder_that_cannot_be_looked_up_is_not_taken_for_removed(host: Host) -> None:

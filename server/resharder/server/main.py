@@ -141,7 +141,7 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.version_ended.connect(traced.version_ended)
             self.fleets.server_stepped.connect(traced.server_stepped)
-        self.fetcher = StoreFetcher(self.store.lifecycle, self.store.reader, self.nodes, tls, config.digest_threads)
+        self.fetcher = StoreFetcher(self.store.lifecycle, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)

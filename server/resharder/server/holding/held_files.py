@@ -5,10 +5,12 @@ wanted --a fetch writes and checks all parts of a piece--> recorded --> held
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from resharder.converters.failpoints import FilePoint, failpoint
 from resharder.converters.storage.digest import Array
+from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
 from resharder.server.holding.memory import PieceClaims, VersionMemory
 from resharder.server.infra.filesystem import touching, write_at
@@ -24,14 +26,15 @@ class HeldFiles:
         sizes: Bytes of each file, in the order of the manifest.
         numbering: Numbers of its pieces.
         claims: Fetches in flight.
+        failure: Why bytes could not be written last; None if they were.
 
     Args:
         wanted: Pieces that are wanted at first.
         held: Pieces that the files have already.
+        checksums: xxh3_64 of each part of a piece, by file and first byte; none where another process has them.
+        synced: Whether each write is synced.
+        point: Failpoint before each write; None for none.
     """
-
-    synced = False
-    """Whether each write is synced."""
 
     def __init__(
         self,
@@ -43,9 +46,14 @@ class HeldFiles:
         *,
         wanted: Bitmap | None = None,
         held: Bitmap | None = None,
+        checksums: Mapping[tuple[str, int], int] | None = None,
+        synced: bool = False,
+        point: FilePoint | None = None,
     ) -> None:
         self.name, self.fingerprint, self.folder, self.sizes, self.numbering = name, fingerprint, folder, sizes, numbering
         self.claims = PieceClaims()
+        self.failure: OSError | None = None
+        self._checksums, self._synced, self._point = checksums or {}, synced, point
         self._changed = threading.Condition()
         self._wanted, self._held = wanted or Bitmap(numbering.count), held or Bitmap(numbering.count)
 
@@ -74,17 +82,27 @@ class HeldFiles:
         with self._changed:
             return self._wanted - self._held
 
+    def checksum(self, part: PieceSpan) -> int:
+        """Return the checksum of a part of a piece. Raises KeyError."""
+        return self._checksums[part.file, part.start]
+
     def write(self, part: PieceSpan, content: Array) -> None:
         """Write checked bytes of a piece. Raises OSError, also once the version was dropped."""
         path = self.folder / part.file
-        with touching(path, "writing", len(content)):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                write_at(descriptor, content.data, part.start)
-                if self.synced:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        try:
+            with touching(path, "writing", len(content)):
+                if self._point is not None:
+                    failpoint(self._point)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    write_at(descriptor, content.data, part.start)
+                    if self._synced:
+                        os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def add(self, piece: int) -> None:
         """Count a piece as held once all its parts are written. Raises OSError; the piece is missing then."""
@@ -99,3 +117,8 @@ class HeldFiles:
 
     def _record(self, held: Bitmap) -> None:
         """Record the held pieces outside of this process, if others read them. Raises OSError."""
+
+
+def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
+    """Return all pieces of some files of a version."""
+    return Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))

@@ -99,7 +99,7 @@ def write_parts(folder: Path, parts: Iterable[PartFile]) -> None:
 def lay_out_again(path: Path, file: FileLayout) -> None:
     """Lay out a file of a set that has been used. A file that lacks pages, as one that ranks did not write, is created anew.
 
-    Raises MediumRefused.
+    Raises OSError.
     """
     found = path.stat()
     if found.st_size == file.size and found.st_blocks * 512 >= file.size:

@@ -108,11 +108,8 @@ class ReceivedBytes:
             self.engine += size
 
 
-class PartChecksums(Protocol):
-    """Expected checksums of the parts of pieces."""
-
-    def of(self, version: HeldFiles, part: PieceSpan) -> int:
-        """Return the checksum of a part. Raises grpc.RpcError, OSError."""
+PartChecksum = Callable[[HeldFiles, PieceSpan], int]
+"""Function that returns the expected checksum of a part of a piece. It may raise grpc.RpcError, OSError."""
 
 
 def data_address(address: str, tls: NodeTls | None, silent_seconds: float, *, daemon: bool) -> DataAddress:
@@ -130,20 +127,20 @@ class HttpTransfer:
     """Fetcher of pieces from data ports. Connections and buffers are reused.
 
     Args:
-        checksums: The expected checksums.
+        checksum: The expected checksums.
         tls: Certificates; None connects without TLS.
         silent_seconds: Time without a byte after which a connection is given up.
     """
 
     def __init__(
         self,
-        checksums: PartChecksums,
+        checksum: PartChecksum,
         tls: NodeTls | None,
         silent_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._checksums, self._tls, self._silent = checksums, tls, silent_seconds
+        self._checksum, self._tls, self._silent = checksum, tls, silent_seconds
         self._lock = threading.Lock()
         self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
         self._buffers: list[Array] = []
@@ -159,7 +156,7 @@ class HttpTransfer:
     def _fetch(self, version: HeldFiles, piece: int, source: PieceSource) -> int:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
-            expected = self._checksums.of(version, part)
+            expected = self._checksum(version, part)
             request = PartRequest(
                 version.name, version.fingerprint, part.file, version.sizes[part.file], part.start, part.end, expected
             )

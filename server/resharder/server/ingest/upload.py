@@ -20,13 +20,14 @@ from resharder.converters.storage.digest import MASK
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.converters.wire.pieces import number_pieces
+from resharder.server.holding.file_proofs import EarlyDigests, has_header
+from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.part_files import FileProof
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, digests_of, has_header
 from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
@@ -125,9 +126,7 @@ class HomeFiles:
         proofs, numbering = self._proofs(), number_pieces(files)
         own = {file.path: part_checksums(folder / file.path, file.size) for file in files if file.path not in self.paths}
         checksums = [value for file in files for value in own.get(file.path) or proofs[file.path].checksums]
-        held = Bitmap.of(
-            numbering.count, (n for file in files if file.path in own for n in numbering.touched(file.path, 0, file.size))
-        )
+        held = pieces_of(numbering, [file for file in files if file.path in own])
         return MissingPieces(held, tuple(checksums), frozenset(home.node for home in self.homes if home.files))
 
     def _proofs(self) -> Mapping[str, FileProof]:
@@ -135,6 +134,28 @@ class HomeFiles:
             return {}
         size = sum(file.size for file in self.files)
         return self._nodes.proofs(self._version, max(_LEAST_SECONDS, size / _BYTES_PER_SECOND))
+
+
+class ReleasedFiles:
+    """Files of a version and the ranks that still write into them. `writers` has these ranks by file."""
+
+    def __init__(self, writers: Mapping[str, Collection[int]]) -> None:
+        self._writers = {file: set(ranks) for file, ranks in writers.items()}
+
+    def release(self, rank: int, files: Sequence[str]) -> list[str]:
+        """Record that a rank has closed files, and return the files whose last writer it was.
+
+        Raises InvalidArgument (MODEL_FILE) for a file that the version does not have; nothing has changed then.
+        """
+        if unknown := [file for file in files if file not in self._writers]:
+            raise InvalidArgument("MODEL_FILE", f"expected files of the version, got {unknown[0][:200]!r}")
+        complete = []
+        for file in files:
+            if rank in self._writers[file]:
+                self._writers[file].remove(rank)
+                if not self._writers[file]:
+                    complete.append(file)
+        return complete
 
 
 class Upload:
@@ -173,7 +194,7 @@ class Upload:
         self._transports: dict[int, str] = {}  # of each rank's last chunk
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
         self._released: ReleasedFiles | None = None  # from the first release on
-        self._early = EarlyDigests(folder, files, lambda folder, some: digests_of(folder, some, threads))
+        self._early = EarlyDigests(folder, files, lambda folder, some: _digests_of(folder, some, threads))
 
     def slot(self, rank: int) -> Slot:
         """Return the boxes and chunks that a rank sends to the daemon, cut at first use."""
@@ -426,6 +447,13 @@ def _compare(found: Mapping[str, int], sent: Mapping[str, int], where: str) -> N
 
 def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
     return np.array(values, np.uint64)
+
+
+def _digests_of(folder: Path, files: Sequence[FileLayout], threads: int) -> dict[str, dict[str, int]]:
+    """Return the digest of each tensor of each file, by file. Raises OSError, and ValueError for a file of another size."""
+    with MappedFiles(folder, files) as maps:
+        found = digest_tensors(maps, threads)
+    return {file.path: {name: found[name] for name in file.by_name} for file in files}
 
 
 def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:

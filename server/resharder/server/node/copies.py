@@ -19,12 +19,11 @@ from pathlib import Path
 
 import structlog
 from resharder.converters.failpoints import failpoint
-from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE, FilePart
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.held_files import HeldFiles
+from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.memory import EngineFailed, MemoryEngine, VersionMemory
 from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at
 from resharder.server.node.daemon_client import RemoteVersion
@@ -39,7 +38,8 @@ class HeldVersion(HeldFiles):
     """A version on this host. The bitmap of its held pieces is in a file that workers read."""
 
     def __init__(self, name: str, fingerprint: str, folder: Path, files: Sequence[FileLayout], reservation: str = "") -> None:
-        super().__init__(name, fingerprint, folder, {file.path: file.size for file in files}, number_pieces(files))
+        sizes = {file.path: file.size for file in files}
+        super().__init__(name, fingerprint, folder, sizes, number_pieces(files), point="node.write")
         self.reservation = reservation
         """Reservation under which ranks have written files of it here; empty for none."""
         self.daemon_address = ""
@@ -50,11 +50,6 @@ class HeldVersion(HeldFiles):
         """Want and hold pieces, which are in the files already."""
         with self._changed:
             self._wanted, self._held = self._wanted | pieces, self._held | pieces
-
-    def write(self, part: PieceSpan, content: Array) -> None:
-        """Write checked bytes of a piece. Raises OSError, also once the version was dropped."""
-        failpoint("node.write")
-        super().write(part, content)
 
     def _record(self, held: Bitmap) -> None:
         with suppress(FileNotFoundError):  # dropped in the meantime
@@ -133,14 +128,11 @@ class NodeCopies:
         """Give folders of dropped versions, with the id of their reservation, to a function; it returns False to unlink one."""
         self._recycle = recycle
 
-    def check_room(self, size: int) -> None:
-        """Raise ResourceExhausted (STORE_FULL) without memory for `size` bytes, which `reserved_bytes` includes already."""
-        self._check_room(size, self.used_bytes() - size)
-
-    def _check_room(self, needed: int, used: int) -> None:
+    def check_room(self, needed: int) -> None:
+        """Raise ResourceExhausted (STORE_FULL) without memory for `needed` further bytes."""
         found = os.statvfs(self._root)
         promised = sum(other.numbering.size_of(other.missing()) for other in self.all())
-        free = min(self.limit_bytes - used, found.f_bavail * found.f_frsize - promised)
+        free = min(self.limit_bytes - self.used_bytes(), found.f_bavail * found.f_frsize - promised)
         if needed > free:
             raise ResourceExhausted(
                 "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
@@ -187,8 +179,8 @@ class NodeCopies:
             raise ValueError(f"{remote.name} has other files than the ones that ranks have written here")
         target = self._path(remote.name)
         version = HeldVersion(remote.name, remote.fingerprint, target, remote.files, reservation)
-        version.daemon_address, touched = remote.data_address, version.numbering.touched
-        version.hold(Bitmap.of(version.numbering.count, (n for file in files for n in touched(file.path, 0, file.size))))
+        version.daemon_address = remote.data_address
+        version.hold(pieces_of(version.numbering, files))
         for path in version.sizes.keys() - {file.path for file in files}:
             _make_file(folder / path, version.sizes[path])
         _make_file(folder / HELD_FILE, len(version.held().bits), version.held().to_bytes())
@@ -213,7 +205,7 @@ class NodeCopies:
         """Add to the wanted pieces of a version. Raises ResourceExhausted (STORE_FULL), ValueError for another version's."""
         if pieces.count != version.numbering.count:
             raise ValueError(f"expected a bitmap of the {version.numbering.count} pieces of {version.name}, got {pieces.count}")
-        self._check_room(version.numbering.size_of(pieces - version.wanted()), self.used_bytes())
+        self.check_room(version.numbering.size_of(pieces - version.wanted()))
         further = pieces - version.wanted()
         version.want(pieces)
         _register(version, further)

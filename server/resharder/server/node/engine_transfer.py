@@ -12,8 +12,7 @@ from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.memory import EngineFailed, MemoryEngine, PieceTaken, VersionMemory
 from resharder.server.holding.sources import LIMITS, PeerRecord, RequestLimits, after_failure
-from resharder.server.holding.transfers import PieceSource, PieceTransfer, ReceivedBytes
-from resharder.server.node.daemon_client import CheckedPieces
+from resharder.server.holding.transfers import PartChecksum, PieceSource, PieceTransfer, ReceivedBytes
 
 _log = structlog.get_logger("resharder.node")
 
@@ -26,7 +25,7 @@ class EngineTransfer:
 
     Args:
         engine: The engine.
-        checksums: The daemon's checksums.
+        checksum: The daemon's checksums.
         otherwise: Fetcher by another way.
         received: Counts the bytes that the engine delivers.
     """
@@ -34,13 +33,13 @@ class EngineTransfer:
     def __init__(
         self,
         engine: MemoryEngine,
-        checksums: CheckedPieces,
+        checksum: PartChecksum,
         otherwise: PieceTransfer,
         received: ReceivedBytes,
         limits: RequestLimits = LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._checksums, self._otherwise, self._received = engine, checksums, otherwise, received
+        self._engine, self._checksum, self._otherwise, self._received = engine, checksum, otherwise, received
         self._limits, self._clock = limits, clock
         self._lock = threading.Lock()
         self._records: dict[str, PeerRecord] = {}  # of sessions that failed
@@ -76,7 +75,7 @@ class EngineTransfer:
         size, began = 0, self._clock()
         bases = dict(zip(version.sizes, source.addresses, strict=True))
         for part in version.numbering.parts(piece):
-            expected = self._checksums.of(version, part)
+            expected = self._checksum(version, part)
             got = self._read_part(memory, part, source.session, bases[part.file])
             if got != expected:
                 raise EngineFailed(

@@ -4,7 +4,7 @@
 
     free --a version takes it--> open --all ranks have sealed--> verified --READY--> `copies.py` has the folder
       ^                            \\--------- the version ends ---------/                      |
-      +------- under another id, once no process has a file open or mapped <-- dropped --------+
+      +-------------------- under another id, as `holding/set_pool.py` has it <--- dropped ----+
 
 The daemon's orders move a set from one state to the next. A set is used again within its reservation alone: the files of one that
 has ended are unlinked.
@@ -28,23 +28,22 @@ from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only, lay_out_again, write_parts
+from resharder.server.holding.file_proofs import EarlyDigests, ProofRefused, SetProof, prove_files, read_proofs
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only
+from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.holding.transfers import FetchFailed
-from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_zeros
-from resharder.server.ingest.released_files import EarlyDigests
+from resharder.server.infra.filesystem import make_folder, matching, move
 from resharder.server.node.box_gathering import BoxGatherer, manifest_of_parts
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
-from resharder.server.node.file_proofs import ProofRefused, SetProof, prove_files, read_proofs
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.v1 import node_pb2
 
 
 @dataclass
 class FileSet:
-    """A set. `version` names the version that has taken it; empty for a free one."""
+    """A set that the version `version` has taken."""
 
-    id: str
     folder: Path
     early: EarlyDigests[FileProof]
     version: str = ""
@@ -59,6 +58,10 @@ class FileSet:
     busy: bool = False  # whether a thread works on it
     ended: bool = False  # whether its version needs it no longer
 
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
 
 @dataclass
 class ReservedSets:
@@ -66,30 +69,25 @@ class ReservedSets:
 
     id: str
     publisher: str
-    layout: FilesOnNode | None = None  # None until the daemon has sent it
-    sets: dict[str, FileSet] = field(default_factory=dict)
-    making: int = 0  # sets that are being laid out, or cleaned to be used again
+    own: FilesOnNode = field(default_factory=FilesOnNode)  # the files of a set
+    pool: SetPool | None = None  # None until the daemon has sent their layout
+    taken: dict[str, FileSet] = field(default_factory=dict)
+    asking: bool = False  # whether the layout is being asked for
     problem: str = ""
     retry: float = 0.0
     ended: bool = False
 
-    @property
-    def own(self) -> FilesOnNode:
-        """The files of a set; none until the daemon has sent their layout."""
-        return self.layout or FilesOnNode()
+    def folders(self) -> list[Path]:
+        """Return the folders of the sets that versions have taken or may take."""
+        return [*(found.folder for found in self.taken.values()), *(self.pool.free if self.pool else ())]
 
-    @property
-    def files(self) -> tuple[FileLayout, ...]:
-        """The files of which the node is the home."""
-        return self.own.files
-
-    @property
     def size(self) -> int:
-        return self.own.size
+        """Return the bytes of all sets."""
+        return self.pool.size * (len(self.taken) + self.pool.count()) if self.pool else 0
 
 
 _RETRY_SECONDS = 2.0  # until a set that could not be laid out is tried again
-_ATTEMPTS, _PAUSE = 20, 0.25  # checks whether the files of a set that has ended are unused, and seconds between them
+_PAUSE = 0.25  # seconds after work that has failed
 _THREADS = 4
 _log = structlog.get_logger("resharder.node")
 State = node_pb2.FileSetOrder.State
@@ -123,7 +121,8 @@ class FileSets:
         self._root, self._copies, self._daemon = make_folder(root / "sets"), copies, daemon
         self._node, self._instance, self._gatherer, self._clock = node, instance, gatherer, clock
         self.changed: Signal[()] = Signal()  # the next report differs
-        self._lock, self._pool, self._closed = threading.Lock(), ThreadPoolExecutor(_THREADS, "sets"), threading.Event()
+        self._lock, self._pool = threading.Condition(), ThreadPoolExecutor(_THREADS, "sets")
+        self._closed, self._drained = threading.Event(), False
         self._reservations: dict[str, ReservedSets] = {}
         for left in matching(self._root, "*"):
             shutil.rmtree(left)
@@ -135,51 +134,50 @@ class FileSets:
                 node_pb2.NodeReservation(
                     id=each.id,
                     problem=each.problem,
-                    sets=[node_pb2.FileSet(id=found.id, folder=str(found.folder)) for found in each.sets.values()],
+                    sets=[node_pb2.FileSet(id=folder.name, folder=str(folder)) for folder in each.folders()],
                 )
                 for each in self._reservations.values()
-                if not each.ended
             ]
 
     def follow(self, orders: Iterable[node_pb2.ReservationOrder], *, drained: bool) -> None:
         """Follow the daemon's orders: start work, and drop the sets of all other reservations."""
         given = {order.id: order for order in orders}
         with self._lock:
+            self._drained, before = drained, self.report()
             for id in [id for id in self._reservations if id not in given]:
-                ended = self._reservations.pop(id)
-                ended.ended = True
-                for found in ended.sets.values():
-                    found.early.drop()
-                    if not found.busy:
-                        self._pool.submit(_remove, found.folder)
-                _log.info("reservation_ended", publisher=ended.publisher, sets=len(ended.sets))
+                self._end(self._reservations.pop(id))
             for order in given.values():
-                if order.id not in self._reservations:
-                    self._reservations[order.id] = ReservedSets(order.id, order.publisher)
-                reservation = self._reservations[order.id]
+                reservation = self._reservations.setdefault(order.id, ReservedSets(order.id, order.publisher))
                 for each in order.sets:
-                    if (taken := reservation.sets.get(each.id)) is not None:
+                    if (taken := self._taken(reservation, each.id)) is not None:
                         taken.ended = each.state == State.ENDED
                         if not taken.busy:
                             self._advance(reservation, taken, each)
-                self._keep_ahead(reservation, drained=drained)
+                self._keep_ahead(reservation)
             self._account()
+            differs = self.report() != before
+        if differs:
+            self.changed.emit()
 
     def work(self) -> tuple[bool, bool]:
         """Return whether a thread works on a set, so that a report soon differs, and whether ranks write into one."""
         with self._lock:
-            sets = [found for each in self._reservations.values() for found in each.sets.values()]
-            unsettled = any(each.making for each in self._reservations.values()) or any(found.busy for found in sets)
-            return unsettled, any(found.version and not found.reported for found in sets)
+            sets = [found for each in self._reservations.values() for found in each.taken.values()]
+            making = any(each.asking or (each.pool and each.pool.pending) for each in self._reservations.values())
+            return making or any(found.busy for found in sets), any(not found.reported for found in sets)
 
     def has(self, version: str) -> bool:
         """Return whether a set is this version's."""
         with self._lock:
-            return any(found.version == version for each in self._reservations.values() for found in each.sets.values())
+            return any(found.version == version for each in self._reservations.values() for found in each.taken.values())
 
     def close(self) -> None:
         """End all work, and remove the sets."""
         self._closed.set()
+        with self._lock:
+            for each in self._reservations.values():
+                if each.pool is not None:
+                    each.pool.over = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self._root, ignore_errors=True)
 
@@ -192,7 +190,7 @@ class FileSets:
         """
         name = f"models/{model}/versions/{number}"
         with self._lock:
-            sets = ((each, found) for each in self._reservations.values() for found in each.sets.values())
+            sets = ((each, found) for each in self._reservations.values() for found in each.taken.values())
             served = next(((e, found) for e, found in sets if found.version == name and found.sealed), None)
         if served is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold {name}")
@@ -204,48 +202,103 @@ class FileSets:
     # With the lock
 
     def _account(self) -> None:
-        sizes = (each.size * (len(each.sets) + each.making) for each in self._reservations.values())
-        self._copies.reserved_bytes = sum(sizes)
+        self._copies.reserved_bytes = sum(each.size() for each in self._reservations.values())
+
+    def _end(self, reservation: ReservedSets) -> None:
+        reservation.ended = True
+        if reservation.pool is not None:
+            reservation.pool.end()
+        for found in reservation.taken.values():
+            found.early.drop()
+            if not found.busy:
+                self._discard(found.folder)
+        _log.info("reservation_ended", publisher=reservation.publisher, sets=len(reservation.taken))
+
+    def _taken(self, reservation: ReservedSets, id: str) -> FileSet | None:
+        """Return a set that a version has taken, now or before; None for one that is not here."""
+        free = reservation.pool.free if reservation.pool else []
+        for folder in [folder for folder in free if folder.name == id]:
+            free.remove(folder)
+            reservation.taken[id] = FileSet(folder, EarlyDigests(folder, reservation.own.files, _read_early))
+        return reservation.taken.get(id)
 
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
-        found.version = order.version or found.version or "ended"
+        found.version = order.version or found.version
         found.own = reservation.own if order.gathers else reservation.own.whole
         if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
             found.closed |= closed
-            found.early.begin([file.path for file in reservation.files if file.path in closed])
+            found.early.begin([file.path for file in reservation.own.files if file.path in closed])
         if order.state == State.VERIFYING and not found.reported:
             found.sealed, found.sources = True, {each.node.removeprefix("nodes/"): each.data_address for each in order.sources}
             self._work(self._verify, reservation, found)
         elif order.state == State.READY and found.proof is not None:
             self._work(self._hand_over, reservation, found)
         elif order.state == State.ENDED or (order.state == State.READY and found.proof is None):
-            del reservation.sets[found.id]
-            found.early.drop()
-            self._recycle_soon(reservation, found.folder)
+            self._dispose(reservation, found)
 
     def _work(self, do: Callable[[ReservedSets, FileSet], None], reservation: ReservedSets, found: FileSet) -> None:
         found.busy = True
         self._pool.submit(self._guarded, do, reservation, found)
 
-    def _keep_ahead(self, reservation: ReservedSets, *, drained: bool) -> None:
-        """Have one free set, or none if the node is drained."""
-        free = [found for found in reservation.sets.values() if not found.version]
-        for found in free if drained else ():
-            del reservation.sets[found.id]
-            self._pool.submit(_remove, found.folder)
-            self.changed.emit()
-        if not free and not drained and not reservation.making and self._clock() >= reservation.retry:
-            reservation.making += 1
-            self._pool.submit(self._make, reservation)
-
-    def _recycle_soon(self, reservation: ReservedSets, folder: Path) -> None:
-        """Use the files of a set again, or unlink them if enough sets are free: more have ended together than have begun."""
-        free = sum(not found.version for found in reservation.sets.values())
-        if free + reservation.making >= AHEAD:
-            self._pool.submit(_remove, folder)
+    def _keep_ahead(self, reservation: ReservedSets) -> None:
+        """Have one free set, or none on a drained node. Held sets that are in use for long are unlinked."""
+        pool = reservation.pool
+        if pool is not None:
+            pool.give_up()
+            while self._drained and pool.free:
+                self._discard(pool.free.pop())
+        if self._drained or self._clock() < reservation.retry:
             return
-        reservation.making += 1
-        self._pool.submit(self._recycle, reservation, folder)
+        if pool is None and not reservation.asking:
+            reservation.asking = True
+            self._pool.submit(self._ask, reservation)
+        elif pool is not None and not pool.free and not pool.pending:
+            try:
+                self._copies.check_room(pool.size)
+            except DaemonError as error:
+                self._failed(reservation, str(error))
+            else:
+                pool.make()
+                self._account()
+
+    def _failed(self, reservation: ReservedSets, problem: str) -> None:
+        """Record why a set could not be laid out, and log it once. It is tried again after a while."""
+        if problem != reservation.problem:
+            _log.warning("layout_failed", publisher=reservation.publisher, reason=problem)
+        reservation.problem, reservation.retry = problem, self._clock() + _RETRY_SECONDS
+
+    def _settled(self, reservation: ReservedSets, pool: SetPool, failure: OSError | None) -> None:
+        if failure is not None:
+            self._failed(reservation, str(failure))
+        elif pool.free:
+            reservation.problem = ""
+        self._account()
+        self._pool.submit(self.changed.emit)  # without the lock
+
+    def _discard(self, folder: Path) -> None:
+        self._pool.submit(_remove, folder)
+
+    def _dispose(self, reservation: ReservedSets, found: FileSet) -> None:
+        """Use the files of a set again that no version needs any longer, or unlink them."""
+        del reservation.taken[found.id]
+        found.early.drop()
+        if not self._clean(reservation, found.folder):
+            self._discard(found.folder)
+
+    def _clean(self, reservation: ReservedSets, folder: Path) -> bool:
+        """Use files again. Returns False if their reservation has ended."""
+        pool = reservation.pool
+        if pool is None or pool.over:
+            return False
+        target = pool.new_path()
+        try:
+            move(folder, target)  # from here on, no worker and no late rank finds it
+        except OSError as error:
+            _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
+            return False
+        pool.take_back(target)
+        self._account()
+        return True
 
     # On the threads of the pool
 
@@ -260,50 +313,38 @@ class FileSets:
             _log.error("set_failed", set=found.id, version=found.version, exc_info=error)
         with self._lock:
             found.busy = False
-            if reservation.ended and found.id in reservation.sets:
+            if reservation.ended and found.id in reservation.taken:
                 _remove(found.folder)
         self.changed.emit()
 
-    def _make(self, reservation: ReservedSets) -> None:
-        """Lay out a set. A failure is the problem of the reservation until the next attempt."""
-        folder, problem = self._root / secrets.token_hex(8), ""
+    def _ask(self, reservation: ReservedSets) -> None:
+        """Ask for the layout of the files of a set. A failure is the problem of the reservation until the next attempt."""
+        problem, own = "", FilesOnNode()
         try:
-            if reservation.layout is None:
-                layout = self._daemon.reserved_files(reservation.publisher, reservation.id, self._node)
-                with self._lock:
-                    reservation.layout = layout
-                    self._account()
-            self._copies.check_room(reservation.size)
-            failpoint("node.reserve")
-            make_folder(folder)
-            for file in reservation.files:
-                write_zeros(folder / file.path, file.header, file.size)
-                compile_for(ITEM_SIZES[placed.spec.dtype] for placed in file.tensors)  # now rather than in the first proof
-            write_parts(folder, reservation.own.parts)
+            own = self._daemon.reserved_files(reservation.publisher, reservation.id, self._node)
+            compile_for(ITEM_SIZES[placed.spec.dtype] for file in own.files for placed in file.tensors)  # not in the first proof
         except grpc.RpcError as error:
             problem = f"the daemon: {error.details() or error.code().name}"
-        except (OSError, DaemonError, ValueError) as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
         except Exception as error:
             problem = repr(error)
             _log.error("layout_failed", publisher=reservation.publisher, exc_info=error)
-        if problem:
-            _remove(folder)
-            if problem != reservation.problem:
-                _log.warning("layout_failed", publisher=reservation.publisher, reason=problem)
-        self._made(reservation, folder if not problem else None, problem)
-
-    def _made(self, reservation: ReservedSets, folder: Path | None, problem: str = "") -> None:
         with self._lock:
-            reservation.making -= 1
-            reservation.problem = problem
-            reservation.retry = self._clock() + _RETRY_SECONDS if problem else 0.0
-            if folder is not None and reservation.ended:
-                _remove(folder)
-            elif folder is not None:
-                early = EarlyDigests(folder, reservation.files, _read_early)
-                reservation.sets[folder.name] = FileSet(folder.name, folder, early)
-            self._account()
+            reservation.asking = False
+            if problem:
+                self._failed(reservation, problem)
+            elif not reservation.ended:
+                host = SetHost(
+                    lambda: pool.count() < AHEAD,
+                    self._discard,
+                    lambda: self._keep_ahead(reservation),
+                    lambda failure: self._settled(reservation, pool, failure),
+                )
+                path = self._root / secrets.token_hex(8)
+                pool = SetPool(self._lock, self._pool, path, "node.reserve", host, own.files, own.parts)
+                reservation.own, reservation.pool = own, pool
+                self._keep_ahead(reservation)
         self.changed.emit()
 
     def _verify(self, reservation: ReservedSets, found: FileSet) -> None:
@@ -343,9 +384,10 @@ class FileSets:
             held = True
             _log.error("set_refused", set=found.id, version=found.version, reason=str(error))
         with self._lock:
-            reservation.sets.pop(found.id, None)
             if held:
-                self._recycle_soon(reservation, found.folder)
+                self._dispose(reservation, found)
+            else:
+                del reservation.taken[found.id]
             self._account()
         _log.info("version_written_here", version=found.version, files=len(found.own.files))
 
@@ -353,49 +395,7 @@ class FileSets:
         """Use the files of a dropped version again. Returns False if its reservation has ended."""
         with self._lock:
             reservation = self._reservations.get(reservation_id)
-            if reservation is None or self._closed.is_set():
-                return False
-            target = self._root / secrets.token_hex(8)
-            try:
-                move(folder, target)  # from here on, no worker finds it
-            except OSError as error:
-                _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
-                return False
-            self._recycle_soon(reservation, target)
-            self._account()
-            return True
-
-    def _recycle(self, reservation: ReservedSets, folder: Path) -> None:
-        """Make a free set of the files of one that has ended, once no process has them open; unlink them after some seconds."""
-        target, kept = self._root / secrets.token_hex(8), {file.path: file for file in reservation.files}
-        try:
-            move(folder, target)  # a late rank does not find it
-            safe = _become_unused(reservation, target, self._closed)
-            for path in target.iterdir() if safe else ():
-                if path.name not in kept:
-                    path.unlink()  # parts as well, which are laid out anew
-            for name, file in kept.items() if safe else ():
-                lay_out_again(target / name, file)
-            if safe:
-                write_parts(target, reservation.own.parts)
-        except OSError as error:
-            safe = False
-            _log.warning("recycling_failed", publisher=reservation.publisher, reason=str(error))
-        if not safe:
-            _remove(target)
-            _remove(folder)
-        self._made(reservation, target if safe else None)
-
-
-def _become_unused(reservation: ReservedSets, folder: Path, closed: threading.Event) -> bool:
-    """Wait until no process has the files of a set open or mapped. False after some seconds, or without further need of them."""
-    for _ in range(_ATTEMPTS):
-        if reservation.ended or closed.is_set():
-            return False
-        if all(unused_elsewhere(folder / file.path) for file in reservation.files):
-            return True
-        closed.wait(_PAUSE)
-    return False
+            return reservation is not None and self._clean(reservation, folder)
 
 
 def _read_early(folder: Path, files: Sequence[FileLayout]) -> SetProof:

@@ -190,11 +190,11 @@ class Node:
                 f"--listen: cannot listen on {config.listen}: {why_not_bound(config.listen) or error.strerror}"
             ) from error
         self.address = _address(config, self.port.port)
-        transfer: PieceTransfer = HttpTransfer(checksums, tls, LIMITS.stalled)
+        transfer: PieceTransfer = HttpTransfer(checksums.of, tls, LIMITS.stalled)
         session = ""
         if self.engine is not None:
             session = self.engine.at(self.address)
-            transfer = EngineTransfer(self.engine, checksums, transfer, received)
+            transfer = EngineTransfer(self.engine, checksums.of, transfer, received)
         self.agent = NodeAgent(
             NodeIdentity(
                 config.name,

@@ -5,22 +5,16 @@ Pieces come as any others do (`swarm.py`), into the files of the UPLOADING versi
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from resharder.converters.failpoints import failpoint
-from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan
-from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.held_files import HeldFiles
-from resharder.server.holding.part_files import FileProof
+from resharder.converters.wire.pieces import Bitmap
+from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed, HttpTransfer, PieceSource, ReceivedBytes
-from resharder.server.infra.filesystem import touching
 
 _PATIENCE = 10.0  # seconds without a piece
 _STEP_SECONDS = 0.1  # until a peer that was busy is asked again
@@ -34,61 +28,8 @@ class HomeSource:
     files: tuple[FileLayout, ...]
 
 
-class HomeCopy(HeldFiles):
-    """Files of an UPLOADING version, as pieces are fetched into them.
-
-    Args:
-        version: Resource name.
-        tag: `ETag` by which the nodes name the version's bytes.
-        folder: Folder of the version.
-        files: The files.
-        proofs: Their proofs, by path.
-        whole: Whether all pieces are wanted; otherwise, `want` adds some of at most `PIECE_BYTES`.
-    """
-
-    def __init__(
-        self, version: str, tag: str, folder: Path, files: Sequence[FileLayout], proofs: Mapping[str, FileProof], *, whole: bool
-    ) -> None:
-        sizes = {file.path: file.size for file in files}
-        numbering = PieceNumbering(sizes.items(), None if whole else PIECE_BYTES)
-        wanted = Bitmap.full(numbering.count) if whole else None
-        super().__init__(version, tag, folder, sizes, numbering, wanted=wanted)
-        self._proofs = proofs
-        self.failure: OSError | None = None
-        """Why a piece could not be written; None if all were."""
-
-    def pieces_of(self, files: Sequence[FileLayout]) -> Bitmap:
-        """Return the pieces of some files."""
-        touched = self.numbering.touched
-        return Bitmap.of(self.numbering.count, (piece for file in files for piece in touched(file.path, 0, file.size)))
-
-    def checksum(self, part: PieceSpan) -> int:
-        """Return the checksum of a part, as its node has reported it."""
-        return self._proofs[part.file].checksums[part.start // PIECE_BYTES]
-
-    def write(self, part: PieceSpan, content: Array) -> None:
-        """Write checked bytes of a piece. Raises OSError, which `failure` retains."""
-        try:
-            with touching(self.folder / part.file, "writing", len(content)):
-                failpoint("gather.write")
-            super().write(part, content)
-        except OSError as error:
-            self.failure = error
-            raise
-
-
-class _ProvenChecksums:
-    """Checksums of the proofs of one copy, for `HttpTransfer`."""
-
-    def __init__(self, copy: HomeCopy) -> None:
-        self._copy = copy
-
-    def of(self, version: HeldFiles, part: PieceSpan) -> int:
-        return self._copy.checksum(part)
-
-
 def fetch_from_homes(
-    copy: HomeCopy,
+    copy: HeldFiles,
     sources: Mapping[str, HomeSource],
     tls: NodeTls | None,
     gone: Callable[[], str],
@@ -107,13 +48,13 @@ def fetch_from_homes(
         FetchFailed: No piece arrives for some seconds, or `gone` returns a reason. No piece is written afterwards.
         OSError: A piece cannot be written.
     """
-    pieces = {node: copy.pieces_of(source.files) for node, source in sources.items()}
+    pieces = {node: pieces_of(copy.numbering, source.files) for node, source in sources.items()}
     if not len(copy.wanted()):
         for held in pieces.values():
             of_one = (Bitmap.of(held.count, [piece]) for piece in held)
             copy.want(min(of_one, key=copy.numbering.size_of))
     changed = threading.Event()
-    swarm = Swarm(HttpTransfer(_ProvenChecksums(copy), tls, LIMITS.stalled), ReceivedBytes(), changed.set)
+    swarm = Swarm(HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled), ReceivedBytes(), changed.set)
     peers = tuple(PeerOffer(f"nodes/{node}", held) for node, held in pieces.items())
     addresses = {f"nodes/{node}": PieceSource(source.address, daemon=False) for node, source in sources.items()}
     offers = PieceOffers(peers, addresses, Bitmap(copy.numbering.count), ())

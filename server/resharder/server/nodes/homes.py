@@ -19,11 +19,13 @@ from secrets import token_hex
 from typing import NamedTuple
 
 from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed
-from resharder.server.nodes.home_fetch import HomeCopy, HomeSource, fetch_from_homes
+from resharder.server.nodes.home_fetch import HomeSource, fetch_from_homes
 from resharder.server.nodes.records import LostNodes, nonce_id
 from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -570,9 +572,15 @@ class HomeRegister:
 
         with self._state.changed:
             tag, sources = self._state.sources(version)
-        files = [file for source in sources.values() for file in source.files]
+        sizes = {file.path: file.size for source in sources.values() for file in source.files}
+        numbering = PieceNumbering(sizes.items(), None if whole else PIECE_BYTES)
+        parts = ((path, number * PIECE_BYTES, value) for path in sizes for number, value in enumerate(proofs[path].checksums))
+        checksums = {(path, start): value for path, start, value in parts}
+        wanted = Bitmap.full(numbering.count) if whole else None
+        given = version, tag, folder, sizes, numbering
+        copy = HeldFiles(*given, wanted=wanted, checksums=checksums, point="gather.write")
         try:
-            fetch_from_homes(HomeCopy(version, tag, folder, files, proofs, whole=whole), sources, self._tls, gone)
+            fetch_from_homes(copy, sources, self._tls, gone)
         except FetchFailed as error:
             if error.node:
                 with self._state.changed:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 import xxhash
-from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal
@@ -148,11 +147,6 @@ def copies_of(
         wanted, problem = len(node.pieces.get(version, ())), copy.problem if copy else ""
         copies.append(CopyView(version, held.get(version, 0), wanted, count, version in chosen, problem, servers))
     return copies
-
-
-def pieces_of(numbering: PieceNumbering, files: Iterable[FileLayout]) -> Bitmap:
-    """Return all pieces of some files of a version."""
-    return Bitmap.of(numbering.count, (n for file in files for n in numbering.touched(file.path, 0, file.size)))
 
 
 def notify(nodes: Iterable[KnownNode]) -> None:

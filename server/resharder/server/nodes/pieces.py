@@ -1,9 +1,8 @@
-"""The daemon's table: which node holds which piece of which version.
+"""The daemon's table: which node holds which piece of which version. The daemon itself is a node in it, `DAEMON`.
 
 Nodes report the pieces that they hold and have checked. The table keeps one row of packed bits for each node and version, and how
 many nodes hold each piece. A daemon that restarts has no rows: it adds its READY versions with the nodes that it awaits, and a
-piece that has not been reported is UNKNOWN until they have. `OwnPieces` is the daemon's own row: all pieces of most READY
-versions, and what the store holds so far of the others.
+piece that has not been reported is UNKNOWN until they have.
 
 A piece without a holder is lost once every node that is expected to hold it has reported, or its lease has ended. A report may be
 older than the piece. A version is therefore in doubt first, which changes the orders of all nodes, so that they report at once;
@@ -12,17 +11,13 @@ it is lost once all live nodes have reported after these orders, and none has th
 Not thread-safe: callers hold a lock.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, Bits, bytes_of, unpack
-from resharder.server.state.version import DAEMON, parse_name
-from resharder.server.store.partial import PartialVersion
 
 
 class PieceState(IntEnum):
@@ -57,10 +52,13 @@ class VersionPieces:
         seen: Flag for each piece: held by a node at some time.
         awaited: Nodes that held pieces before the daemon restarted and have not reported since.
         sources: Nodes that the version's ranks write into.
+        known_at: Time at which the version was added.
+        lost_at: Time since which a piece has no holder: the version is in doubt; None if it is not.
     """
 
-    def __init__(self, count: int, seen: bool, awaited: Iterable[str]) -> None:
-        self.count = count
+    def __init__(self, count: int, seen: bool, awaited: Iterable[str], now: float) -> None:
+        self.count, self.known_at = count, now
+        self.lost_at: float | None = None
         self.nodes: list[str] = []
         self.index: dict[str, int] = {}
         self.rows: Bits = np.zeros((4, bytes_of(count)), np.uint8)
@@ -119,7 +117,9 @@ class PieceTable:
         """Bytes of all rows and counts: of a version about a quarter of a byte for each piece and node."""
         return sum(v.rows.nbytes + v.wanted.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
 
-    def add_version(self, version: str, pieces: int, *, ready: bool = False, awaited: Iterable[str] = ()) -> None:
+    def add_version(
+        self, version: str, pieces: int, *, ready: bool = False, awaited: Iterable[str] = (), now: float = 0.0
+    ) -> None:
         """Add a version. A no-op if it is there.
 
         Args:
@@ -127,9 +127,10 @@ class PieceTable:
             pieces: Number of its pieces.
             ready: Whether it was READY before the daemon restarted: then a piece that no node holds is unknown or lost.
             awaited: Nodes that held pieces of it before the daemon restarted.
+            now: Seconds of a monotonic clock.
         """
         if version not in self._versions:
-            self._versions[version] = VersionPieces(pieces, ready, awaited)
+            self._versions[version] = VersionPieces(pieces, ready, awaited, now)
 
     def drop_version(self, version: str) -> None:
         """Remove a version and what nodes hold of it. A no-op if it is not there."""
@@ -192,6 +193,18 @@ class PieceTable:
         found = self._versions[version]
         return Bitmap(found.count, np.packbits(found.copies == 1, bitorder="little"))
 
+    def lacks(self, version: str, node: str) -> int:
+        """Return the number of pieces that a node does not hold."""
+        return self._versions[version].count - len(self.bitmap(version, node))
+
+    def has_more(self, version: str, node: str, other: str) -> bool:
+        """Return whether a node holds pieces that another one does not."""
+        return len(self.bitmap(version, node) - self.bitmap(version, other)) > 0
+
+    def lacking(self, node: str) -> list[str]:
+        """Return the versions of which a node does not hold all pieces."""
+        return [version for version in self._versions if self.lacks(version, node)]
+
     def states(self, version: str) -> npt.NDArray[np.uint8]:
         """Return the `PieceState` of each piece."""
         found = self._versions[version]
@@ -211,101 +224,25 @@ class PieceTable:
         """Return the pieces that were held and that no node holds, once all awaited nodes have reported or are gone."""
         return tuple(np.flatnonzero(self.states(version) == PieceState.LOST).tolist())
 
-
-@dataclass
-class _Partial:
-    known_at: float
-    lost_at: float | None = None
-    """Time since which a piece has no holder: the version is in doubt."""
-
-
-class OwnPieces:
-    """READY versions as the daemon's store holds them. Callers of methods other than `update` and `missing` hold the lock.
-
-    Args:
-        table: The table, in which this has the row `DAEMON`.
-        lock: The register's lock, which guards the table.
-        partial: Function that returns what the store lacks of a READY version; None for a whole one.
-        lease_seconds: Time for which the nodes that hold pieces of a version may be silent after it has become known.
-    """
-
-    def __init__(
-        self,
-        table: PieceTable,
-        lock: threading.Lock,
-        partial: Callable[[str, int], PartialVersion | None],
-        lease_seconds: float,
-    ) -> None:
-        self._table, self._lock, self._partial, self._lease = table, lock, partial, lease_seconds
-        self._partials: dict[str, _Partial] = {}
-
-    def __contains__(self, version: str) -> bool:
-        return version in self._partials
-
-    def partials(self) -> list[str]:
-        """Return the versions of which the store lacks pieces."""
-        return list(self._partials)
-
-    def add(self, version: str, pieces: int, partial: PartialVersion | None, held: Bitmap, now: float) -> bool:
-        """Add a READY version with the pieces that the store holds, and return whether it is new and lacks some."""
-        self._table.add_version(version, pieces, ready=partial is not None, awaited=partial.nodes if partial is not None else ())
-        self._table.add_source(version, DAEMON)
-        self._table.report(version, DAEMON, held, whole=True)
-        if partial is None or version in self._partials:
-            return False
-        self._partials[version] = _Partial(now)
-        return True
-
-    def update(self) -> None:
-        """Record the pieces that the store holds now. Takes the lock."""
-        with self._lock:
-            versions = list(self._partials)
-        for version in versions:
-            found = self._partial(*parse_name(version, "versions"))
-            held = found.held() if found is not None else None
-            with self._lock:
-                if version in self._partials:
-                    pieces = held if held is not None else Bitmap.full(self._table[version].count)
-                    self._table.report(version, DAEMON, pieces, whole=True)
-                    if held is None:
-                        del self._partials[version]
-
-    def drop(self, version: str) -> None:
-        """Forget a version that is no longer READY."""
-        self._partials.pop(version, None)
-
-    def is_source(self, node: str, version: str) -> bool:
-        """Return whether a node holds pieces that the store lacks."""
-        return version in self._partials and len(self._table.bitmap(version, node) - self._table.bitmap(version, DAEMON)) > 0
-
-    def is_sole_holder(self, node: str, version: str) -> bool:
-        """Return whether a node holds pieces that neither the store nor another node has."""
-        held = self._table.bitmap(version, node)
-        return version in self._partials and len(held & self._table.scarce(version)) > 0
-
-    def missing(self) -> int:
-        """Return the number of pieces of READY versions that the store lacks. Takes the lock."""
-        with self._lock:
-            return sum(self._table[version].count - len(self._table.bitmap(version, DAEMON)) for version in self._partials)
-
     def doubts(self) -> list[tuple[str, float]]:
         """Return the versions in doubt, and since when each is."""
-        found = [(version, partial.lost_at) for version, partial in self._partials.items()]
-        return [(version, since) for version, since in found if since is not None]
+        return [(name, version.lost_at) for name, version in self._versions.items() if version.lost_at is not None]
 
-    def lost(self, now: float, live: Mapping[str, float]) -> Iterable[tuple[str, str]]:
-        """Yield the versions that have lost pieces for good, and why.
+    def settle(self, now: float, live: Mapping[str, float], lease_seconds: float) -> list[tuple[str, str]]:
+        """Record which versions are in doubt, and return those that have lost pieces for good, and why.
 
         Args:
-            now: Seconds of a monotonic clock, the one of `add`.
+            now: Seconds of a monotonic clock.
             live: Nodes that have reported to this daemon and have a lease, and the time of orders that each has reported after.
+            lease_seconds: Time for which awaited nodes may be silent after a version has become known.
         """
-        for version, partial in self._partials.items():
-            pieces = self._table[version]
-            if now - partial.known_at > self._lease:
-                for node in [node for node in pieces.awaited if node not in live]:
-                    pieces.remove(node)
-            lost = self._table.counts(version).lost
-            partial.lost_at = (now if partial.lost_at is None else partial.lost_at) if lost else None
-            if partial.lost_at is not None and all(follows > partial.lost_at for follows in live.values()):
-                yield version, f"neither the daemon nor a node holds {lost} of {pieces.count} pieces"
+        found = []
+        for name, version in self._versions.items():
+            if now - version.known_at > lease_seconds:
+                for node in [node for node in version.awaited if node not in live]:
+                    version.remove(node)
+            lost = 0 if (version.copies > 0).all() else self.counts(name).lost
+            version.lost_at = None if not lost else now if version.lost_at is None else version.lost_at
+            if version.lost_at is not None and all(follows > version.lost_at for follows in live.values()):
+                found.append((name, f"neither the daemon nor a node holds {lost} of {version.count} pieces"))
+        return found

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
+from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.event_log import Kind
@@ -23,13 +24,12 @@ from resharder.server.nodes.known_node import (
     host_copy_of,
     model_of,
     notify,
-    pieces_of,
     readers_of,
     reading,
     revision_of,
     source_of,
 )
-from resharder.server.nodes.pieces import OwnPieces, PieceTable
+from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
 from resharder.server.nodes.reports import (
@@ -100,8 +100,8 @@ class NodeRegistry:
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
         self._partial, self._lose = partial, lose
-        self.own = OwnPieces(self._tracker.table, self._lock, partial, lease_seconds)
-        shared = self._nodes, self._numberings, self._readers, self._tracker.table, self.homes, self._lock
+        self._table = self._tracker.table
+        shared = self._nodes, self._numberings, self._readers, self._table, self.homes, self._lock
         self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
 
     # Calls of nodes
@@ -229,23 +229,40 @@ class NodeRegistry:
         for id, node in lost:
             node.changed.emit()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
-        self.own.update()
+        self.count_own()
         with self._lock:
-            live, doubts = {id: node for id, node in self._nodes.items() if not node.lost}, self.own.doubts()
-            gone = list(self.own.lost(now, {id: node.follows for id, node in live.items()}))
-            changed = live.values() if self.own.doubts() != doubts else ()
+            live, doubts = {id: node for id, node in self._nodes.items() if not node.lost}, self._table.doubts()
+            gone = self._table.settle(now, {id: node.follows for id, node in live.items()}, self.lease_seconds)
+            changed = live.values() if self._table.doubts() != doubts else ()
         notify(changed)
         for version, reason in gone:
             self._lose(*parse_name(version, "versions"), reason)
         self.replication.renew()
+
+    def count_own(self) -> None:
+        """Record the pieces that the daemon's store holds now."""
+        with self._lock:
+            versions = self._table.lacking(DAEMON)
+        for version in versions:
+            partial = self._partial(*parse_name(version, "versions"))
+            with self._lock:
+                if version in self._table:
+                    held = partial.held() if partial is not None else Bitmap.full(self._table[version].count)
+                    self._table.report(version, DAEMON, held, whole=True)
+
+    def missing(self) -> int:
+        """Return the number of pieces of READY versions that the daemon's store lacks."""
+        with self._lock:
+            return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
 
     def own_sources(self, version: str) -> list[PeerSource]:
         """Return the live nodes with pieces that the daemon's store lacks of a version."""
         if self._known(version) is None:
             return []
         with self._lock:
-            live = [(id, node) for id, node in self._nodes.items() if not node.lost and self.own.is_source(id, version)]
-            held = [self._tracker.table.bitmap(version, id) for id, _ in live]
+            nodes = self._nodes.items()
+            live = [(id, node) for id, node in nodes if not node.lost and self._table.has_more(version, id, DAEMON)]
+            held = [self._table.bitmap(version, id) for id, _ in live]
             offers = [PeerOffer(id, has, node.report.transfers) for (id, node), has in zip(live, held, strict=True)]
             return [self._source(offer, version) for offer in offers]
 
@@ -261,7 +278,6 @@ class NodeRegistry:
                 self._known(record.name)
             return
         with self._lock:
-            self.own.drop(record.name)
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
             changed = [node for node in self._nodes.values() if node.forget(record.name)]
@@ -277,7 +293,7 @@ class NodeRegistry:
             if node is None or node.lost or version not in self._numberings:
                 return
             node.want(version, (), pieces)
-            self._tracker.table.report(version, id, pieces, whole=True)
+            self._table.report(version, id, pieces, whole=True)
         node.changed.emit()
 
     def _known(self, version: str) -> PieceNumbering | None:
@@ -295,8 +311,11 @@ class NodeRegistry:
         held = partial.held() if partial is not None else Bitmap.full(numbering.count)
         with self._lock:
             self._numberings[version] = numbering
-            lacking = self.own.add(version, numbering.count, partial, held, self._clock())
-            changed = list(self._nodes.values()) if lacking else []
+            awaited = partial.nodes if partial is not None else ()
+            self._table.add_version(version, numbering.count, ready=partial is not None, awaited=awaited, now=self._clock())
+            self._table.add_source(version, DAEMON)
+            self._table.report(version, DAEMON, held, whole=True)
+            changed = list(self._nodes.values()) if partial is not None else []
         notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
             self.version_changed(record)  # retired in the meantime, perhaps before the table had it
@@ -340,11 +359,11 @@ class NodeRegistry:
         reported, written = {copy.version: copy for copy in report.copies}, self.homes.not_adopted(report)
         written = {version: files for version, files in written.items() if not self.replication.waits(version)}  # other `ETag`
         for version, numbering in self._numberings.items():
-            copy, known = reported.get(version), self._tracker.table[version]
+            copy, known = reported.get(version), self._table[version]
             if copy is not None or version in written or report.node in known.index or report.node in known.awaited:
                 held = bitmap_of(numbering.count, copy) | pieces_of(numbering, written.get(version, ()))
-                self._tracker.table.report(version, report.node, held, whole=True)
-                if version in self.own and version not in node.wants and len(held):
+                self._table.report(version, report.node, held, whole=True)
+                if len(held) and version not in node.wants and self._table.lacks(version, DAEMON):
                     node.want(version, (), held)
 
     def _orders(self, id: str) -> Orders:
@@ -358,13 +377,15 @@ class NodeRegistry:
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self.own.doubts()])
+            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self._table.doubts()])
             soonest = min((self._longest, *(seconds for _, seconds in answers)))
             return Orders(stamp, tuple(order for order, _ in answers), node.drained, soonest, reservations)
 
     def _chosen(self, node: KnownNode) -> list[str]:
         id = node.report.node
-        return chosen_of(node, self._numberings, lambda version: self.own.is_source(id, version), self.homes.reserved_bytes(id))
+        return chosen_of(
+            node, self._numberings, lambda version: self._table.has_more(version, id, DAEMON), self.homes.reserved_bytes(id)
+        )
 
     def _copy_order(self, id: str, node: KnownNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
         held = bitmap_of(self._numberings[version].count, copy)
@@ -374,7 +395,7 @@ class NodeRegistry:
         peers = [self._source(offer, version) for offer in answer.offers]
         readers = tuple(sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())))
         given = version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers
-        return CopyOrder(*given, self.own.is_sole_holder(id, version)), answer.interval
+        return CopyOrder(*given, len(held & answer.scarce) > 0), answer.interval
 
     def _source(self, offer: PeerOffer, version: str) -> PeerSource:
         return PeerSource(offer, "") if offer.peer == DAEMON else source_of(self._nodes[offer.peer].report, offer, version)
@@ -386,7 +407,7 @@ class NodeRegistry:
     def _view(self, node: KnownNode) -> NodeView:
         state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
         chosen = set(self._chosen(node)) if state != resources_pb2.Node.LOST else set()
-        held = {name: len(self._tracker.table.bitmap(name, node.report.node)) for name in self._numberings}
+        held = {name: len(self._table.bitmap(name, node.report.node)) for name in self._numberings}
         copies = copies_of(node, chosen, self._numberings, held)
         for version, (own, files) in self.homes.uploading(node.report.node).items():
             pieces = number_pieces(own).count, number_pieces(files).count

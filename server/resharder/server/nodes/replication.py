@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
+from resharder.server.holding.held_files import pieces_of
 from resharder.server.nodes.homes import HomeRegister
-from resharder.server.nodes.known_node import KnownNode, model_of, pieces_of
+from resharder.server.nodes.known_node import KnownNode, model_of
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.state.version import DAEMON
 from resharder.server.store.manifest import VerifiedVersion

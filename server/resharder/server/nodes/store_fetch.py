@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import structlog
-from resharder.converters.wire.pieces import Bitmap, PieceSpan
+from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.sources import LIMITS, PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
@@ -20,26 +20,10 @@ from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.partial import PartialVersion
-from resharder.server.store.reader import VersionReader
 
 _STEP_SECONDS = 0.25
 _LONGEST_RETRY = 30.0
 _log = structlog.get_logger("resharder.node")
-
-
-class CommittedChecksums:
-    """Checksums that versions were committed with, for `HttpTransfer`."""
-
-    def __init__(self, reader: VersionReader) -> None:
-        self._reader = reader
-
-    def of(self, version: HeldFiles, part: PieceSpan) -> int:
-        """Return the checksum of a part. Raises OSError if the version is whole or gone."""
-        _, model, _, number = version.name.split("/")
-        partial = self._reader.partial(model, int(number))
-        if partial is None:
-            raise OSError(f"{version.name} no longer lacks pieces")
-        return partial.checksum(part.file, part.start)
 
 
 class StoreFetcher:
@@ -47,7 +31,6 @@ class StoreFetcher:
 
     Args:
         lifecycle: The store's versions, some of which lack pieces.
-        reader: Their checksums.
         nodes: The register of nodes.
         tls: Certificates with which the daemon calls nodes; None connects without TLS.
         threads: Threads that digest.
@@ -56,7 +39,6 @@ class StoreFetcher:
     def __init__(
         self,
         lifecycle: VersionLifecycle,
-        reader: VersionReader,
         nodes: NodeRegistry,
         tls: NodeTls | None,
         threads: int,
@@ -67,8 +49,7 @@ class StoreFetcher:
         self._ended = False
         self._partials: dict[str, PartialVersion] = {}
         self._settled: dict[str, tuple[int, float, int]] = {}  # pieces at the last attempt, when the next is due, and failures
-        transfer = HttpTransfer(CommittedChecksums(reader), tls, LIMITS.stalled)
-        self._swarm = Swarm(transfer, ReceivedBytes(), self._wake)
+        self._swarm = Swarm(HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled), ReceivedBytes(), self._wake)
         self._loops = [
             threading.Thread(target=self._loop, args=(step,), name=name, daemon=True)
             for name, step in (("store-pieces", self.fetch), ("store-verify", self.settle))
@@ -100,7 +81,7 @@ class StoreFetcher:
             if missing:
                 self._swarm.fill(partial, self._offers(partial))
         self._partials = partials
-        self._nodes.own.update()
+        self._nodes.count_own()
 
     def settle(self) -> None:
         """Verify the tensors whose pieces have arrived since, and make complete versions whole."""
@@ -120,7 +101,7 @@ class StoreFetcher:
             self._settled[partial.name] = held, 0.0, 0
             if done:
                 del self._settled[partial.name]
-                self._nodes.own.update()
+                self._nodes.count_own()
 
     def _offers(self, partial: PartialVersion) -> PieceOffers:
         """Return the nodes that hold missing pieces. All may be requested: the daemon has to hold each of them."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
@@ -79,7 +80,7 @@ class NodeService:
             pieces = _pieces(request.start, request.end, size)
             with open(served.folder / request.file, "rb", buffering=0) as file:
                 found = [
-                    served.partial.checksum(request.file, start)
+                    served.partial.checksum(PieceSpan(request.file, start, end))
                     if served.partial is not None
                     else self._checksums.get((served.fingerprint, request.file, start), _reading(file.fileno(), start, end))
                     for start, end in pieces

@@ -11,6 +11,7 @@ from threading import Condition
 from resharder.converters.json_input import check_fields, is_count, is_text, parse_json
 from resharder.converters.signal import Signal
 from resharder.converters.storage.files import FileLayout
+from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.infra.filesystem import make_durable_folder, write_file
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound, Unavailable
 from resharder.server.state.version import (
@@ -37,20 +38,22 @@ class Claim:
     world_size: int
 
 
-@dataclass
-class Reservation:
-    """Files and capacity reserved for the versions of one epoch."""
+class Reservation(SetPool):
+    """Files and capacity reserved for the versions of `epoch`, which uses `sets` sets of files in turn."""
 
-    epoch: int
-    files: Path  # config.json, tokenizer, index
-    layouts: tuple[FileLayout, ...]
-    size: int  # bytes of one version's safetensors files
-    sets: int  # sets of files used in turn
-    pool: list[Path] = field(default_factory=list)
-    pending: int = 0  # sets being laid out or recycled
-    held: dict[Path, int] = field(default_factory=dict)  # retired sets that a process has open, and looks at each since
-    looking: bool = False  # whether a thread looks at the held sets
-    failure: OSError | None = None  # of the last set that was laid out
+    def __init__(
+        self,
+        epoch: int,
+        sets: int,
+        model: "StoredModel",
+        changed: Condition,
+        host: SetHost,
+        layouts: tuple[FileLayout, ...],
+        small: Path,
+    ) -> None:
+        path = model.folder / "pool" / str(epoch)
+        super().__init__(changed, model.background, path, "pool.write", host, layouts, small=small)
+        self.epoch, self.sets = epoch, sets
 
 
 @dataclass
@@ -111,7 +114,7 @@ class StoredModel:
     def sets(self, reservation: Reservation) -> int:
         """Return the number of sets of files that the reservation's epoch has, including those in use, but not the held ones."""
         live = sum(1 for r in self.records.values() if r.epoch == reservation.epoch and r.state in (READY, UPLOADING))
-        return live + len(reservation.pool) + reservation.pending
+        return live + len(reservation.free) + reservation.pending
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
@@ -127,14 +130,13 @@ class StoredModel:
         reserved = self.reservation
         if reserved is None:
             return 0
-        free = len(reserved.pool) + len(reserved.held) + reserved.pending
         beyond = self.sets(reserved) + len(reserved.held) - reserved.sets
-        return reserved.size * max(0, min(free, beyond))
+        return reserved.size * max(0, min(reserved.count(), beyond))
 
     def unpublished(self) -> int:
         """Return the bytes of UPLOADING versions and of the files laid out for later ones."""
         reserved = self.reservation
-        ahead = reserved.size * (len(reserved.pool) + reserved.pending) if reserved else 0
+        ahead = reserved.size * (len(reserved.free) + reserved.pending) if reserved else 0
         return sum(record.size_bytes for record in self.of(UPLOADING)) + ahead
 
     def reserved_bytes(self) -> int:
@@ -282,4 +284,7 @@ class Catalogue:
         """Let current and later calls of `wait` raise."""
         with self.changed:
             self.closed = True
+            for model in self.stored():
+                if model.reservation is not None:
+                    model.reservation.over = True
             self.changed.notify_all()

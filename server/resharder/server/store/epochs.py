@@ -14,7 +14,7 @@ from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.version import check_model_name
 from resharder.server.store import model_files
-from resharder.server.store.catalogue import Catalogue, Claim, Reservation, StoredModel
+from resharder.server.store.catalogue import Catalogue, Claim, StoredModel
 from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.retention import Capacity, Retention
@@ -125,9 +125,7 @@ class Epochs:
             model.coming = {epoch: other for epoch, other in model.coming.items() if epoch > claim.epoch}
         model_files.drop_others(model.folder, written)
         model.published = True
-        self._pool.drop(model)
-        model.reservation = Reservation(claim.epoch, written, wanted.layouts, wanted.size, self._retention.sets(wanted.size))
-        self._pool.top_up(model)
+        self._pool.reserve(model, claim.epoch, self._retention.sets(wanted.size), wanted.layouts, written)
 
     @medium_errors()
     def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:

@@ -133,14 +133,14 @@ class VersionLifecycle:
 
         Held sets are waited for only if there is no room for another one.
         """
-        while not reservation.pool:
+        while not reservation.free:
             if not reservation.pending:
                 held, failure = bool(reservation.held), reservation.failure
                 if failure is not None and not held:
                     reservation.failure = None
                     raise medium_error(failure)
                 if failure is None and self._capacity.within_limit(model, reservation.size):
-                    self._pool.make_set(model, reservation)
+                    reservation.make()
                 elif not self._pool.give_up() and not self._free_capacity(retired):
                     why = f"no room for another version of {size_text(reservation.size)}"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._capacity.holdings()}")
@@ -148,7 +148,7 @@ class VersionLifecycle:
                     reservation.failure = None  # what was given up may be the room that the last set lacked
             self._catalogue.wait()
             model.reserved(reservation.epoch)
-        return reservation.pool.pop(0)
+        return reservation.free.pop(0)
 
     def _start(
         self,
@@ -162,7 +162,7 @@ class VersionLifecycle:
         model.number += 1
         model.write_claim()
         failpoint("begin.after-number")
-        tensors = sum(len(layout.tensors) for layout in reservation.layouts)
+        tensors = sum(len(layout.tensors) for layout in reservation.files)
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
         record = replace(record, **said)
@@ -175,7 +175,7 @@ class VersionLifecycle:
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
         """Return the file layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
-        return self._catalogue.model(record.model).reserved(record.epoch).layouts
+        return self._catalogue.model(record.model).reserved(record.epoch).files
 
     def next_files(self, name: str, number: int) -> Path | None:
         """Return the files laid out for the version after a READY one; None without any, or if they have another layout.
@@ -185,7 +185,7 @@ class VersionLifecycle:
         with self._changed:
             reservation = self._catalogue.model(name).reservation
             same = reservation is not None and self._catalogue.get(name, number).epoch == reservation.epoch
-            return reservation.pool[0] if reservation is not None and same and reservation.pool else None
+            return reservation.free[0] if reservation is not None and same and reservation.free else None
 
     def abort(self, name: str, number: int, reason: str, *, reuse: bool = True) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.

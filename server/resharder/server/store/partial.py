@@ -20,9 +20,8 @@ import xxhash
 from blake3 import blake3
 from resharder.converters.geometry.layout import full_box
 from resharder.converters.json_input import is_text, parse_json
-from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout, MappedFiles
-from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE, FilePart
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.infra.filesystem import sync, touching, write_file
@@ -105,16 +104,15 @@ class PartialVersion(HeldFiles):
         missing: Its pieces.
     """
 
-    synced = True
-
     def __init__(self, folder: Path, found: Manifest, missing: MissingPieces) -> None:
         numbering, sizes = number_pieces(found.files), {file.path: file.size for file in found.files}
         all_of = Bitmap.full(numbering.count)
-        super().__init__(found.record.name, found.record.fingerprint, folder, sizes, numbering, wanted=all_of, held=missing.held)
+        parts = (part for piece in range(numbering.count) for part in numbering.parts(piece))
+        checksums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums, strict=True)}
+        given = found.record.name, found.record.fingerprint, folder, sizes, numbering
+        super().__init__(*given, wanted=all_of, held=missing.held, checksums=checksums, synced=True)
         self.record, self.nodes = found.record, missing.nodes
         self.files, self._digests = found.files, found.digests
-        parts = [part for piece in range(self.numbering.count) for part in self.numbering.parts(piece)]
-        self._checksums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums, strict=True)}
         self._pieces = {
             placed.spec.name: self.numbering.touched(file.path, placed.offset, placed.offset + placed.spec.size)
             for file in found.files
@@ -123,23 +121,7 @@ class PartialVersion(HeldFiles):
         self._verified: frozenset[str] = frozenset()
         self._whole = self._ended = False
 
-    def checksum(self, file: str, start: int) -> int:
-        """Return the checksum of a part of a piece, by its first byte. Raises KeyError."""
-        return self._checksums[file, start]
-
     # Pieces that arrive
-
-    def write(self, part: PieceSpan, content: Array) -> None:
-        """Write a part of a piece, and sync it.
-
-        Raises:
-            ValueError: The bytes have another checksum.
-            OSError: They cannot be written, also because the version is no longer READY.
-        """
-        computed, expected = xxhash.xxh3_64_intdigest(content.data), self.checksum(part.file, part.start)
-        if computed != expected:
-            raise ValueError(f"{self.name}: expected checksum {expected:016x} of {part}, got {computed:016x}")
-        super().write(part, content)
 
     def _record(self, held: Bitmap) -> None:
         write_file(self.folder / HELD_FILE, held.to_bytes())
@@ -256,7 +238,7 @@ class PartialVersion(HeldFiles):
                 descriptor = os.open(self.folder / part.file, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     block = bytearray(part.end - part.start)
-                    if _filled(descriptor, block, part.start) != self.checksum(part.file, part.start):
+                    if _filled(descriptor, block, part.start) != self.checksum(part):
                         return False
                 finally:
                     os.close(descriptor)

@@ -1,12 +1,19 @@
-"""Proofs of files that ranks have written: digests of the tensors, and checksums of the pieces, in one pass over the bytes."""
+"""Proofs of files that ranks have written, taken while ranks still write other files, or after the last seal.
+
+A proof has the digests of the tensors, and on nodes the checksums of the pieces, in one pass over the bytes. It counts only if no
+process had the file open for writing from before it was taken until after the last seal: a lease of the kernel is held for that
+long.
+"""
 
 import os
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -16,7 +23,6 @@ from resharder.converters.storage.files import BITS, FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.part_files import FileProof
 from resharder.server.infra.filesystem import ReadLease, read_lease
-from resharder.server.ingest.released_files import has_header
 
 PATIENCE = 10.0
 """Seconds to wait for the last rank to close the files."""
@@ -24,12 +30,99 @@ THREADS = max(1, min(4, os.cpu_count() or 1))
 """Threads of a verification."""
 _PAUSE = 0.005
 _BLOCK_BYTES = 1 << 20  # stays in a core's cache between the two sums
+T = TypeVar("T")
 SetProof = dict[str, FileProof]
 """Proof of each file of a set."""
 
 
 class ProofRefused(Exception):
     """Files that cannot be verified. The message has the reason."""
+
+
+class EarlyDigests(Generic[T]):
+    """Digests of closed files, taken on a thread that runs while there are any: of all that wait at a time. Thread-safe.
+
+    Args:
+        folder: Folder of the UPLOADING version.
+        files: Its files.
+        take: Function of the folder and some of its files that returns the digests of each, by its path. It may raise OSError and
+            ValueError; the files are digested after the last seal then.
+    """
+
+    def __init__(
+        self, folder: Path, files: Sequence[FileLayout], take: Callable[[Path, Sequence[FileLayout]], Mapping[str, T]]
+    ) -> None:
+        self._folder, self._take = folder, take
+        self._files = {file.path: file for file in files}
+        self._changed = threading.Condition()
+        self._waiting: list[FileLayout] = []
+        self._running = self._ended = False
+        self._leases: dict[str, ReadLease] = {}
+        self._found: dict[str, T] = {}
+
+    def begin(self, files: Sequence[str]) -> None:
+        """Digest files, which no process should have open for writing. A no-op after `settle` or `drop`."""
+        with self._changed:
+            if self._ended or not files:
+                return
+            self._waiting += [self._files[file] for file in files]
+            if self._running:
+                return
+            self._running = True
+        threading.Thread(target=self._run, name="early-digests").start()
+
+    def settle(self) -> dict[str, T]:
+        """Wait for the digests of all files that were begun, and return the digests that count, by file."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+            self._ended = True
+            found = {file: self._found[file] for file, lease in self._leases.items() if file in self._found and lease.is_intact}
+            self._close()
+        return found
+
+    def drop(self) -> None:
+        """Discard all digests, so that the files may be written again."""
+        with self._changed:
+            self._ended, self._waiting = True, []
+            self._found.clear()
+            self._close()
+
+    def _close(self) -> None:
+        for lease in self._leases.values():
+            lease.close()
+        self._leases.clear()
+
+    def _run(self) -> None:
+        try:
+            while files := self._next():
+                found = self._take(self._folder, [file for file in files if has_header(self._folder, file)])
+                with self._changed:
+                    if not self._ended:
+                        self._found |= found
+        except BaseException as error:
+            with self._changed:
+                self._waiting = []
+                self._stopped()
+            if not isinstance(error, (OSError, ValueError)):  # those of an aborted version, or its verification reports them
+                raise
+
+    def _next(self) -> list[FileLayout]:
+        """Return the waiting files that could be leased. An empty list ends the thread."""
+        with self._changed:
+            waiting, self._waiting = self._waiting, []
+            files = []
+            for file in waiting:
+                lease = read_lease(self._folder / file.path)
+                if lease is not None:
+                    self._leases[file.path] = lease
+                    files.append(file)
+            if not files:
+                self._stopped()
+            return files
+
+    def _stopped(self) -> None:
+        self._running = False
+        self._changed.notify_all()
 
 
 def prove_files(
@@ -127,3 +220,9 @@ def _leases(
             time.sleep(_PAUSE)
         leases.append(lease)
     return leases
+
+
+def has_header(folder: Path, file: FileLayout) -> bool:
+    """Return whether a file still begins with its header."""
+    with (folder / file.path).open("rb") as opened:
+        return opened.read(len(file.header)) == file.header
