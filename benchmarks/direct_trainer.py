@@ -6,6 +6,7 @@ Weights are those of `benchmarks.weights`. `fault`: action of rank 0 in the midd
 # ruff: noqa: E402, I001 - megatron-core on a CPU needs something to be imported first
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ def run(self: Transfer, *arguments: Any) -> Seconds:
 
 def main() -> None:
     global _fault
+    logging.basicConfig(level=logging.INFO)
     endpoint, model_name, folder, settings = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
     dist.init_process_group("gloo")
     device = torch.device("cpu" if CPU else "cuda", None if CPU else int(os.environ["LOCAL_RANK"]))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from resharder.converters.geometry.layout import Piece, Range, TensorSpec, box_i
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.infra.filesystem import write_zeros
-from resharder.v1 import resources_pb2
+from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.support.released import ImmediateReleases
 
@@ -40,11 +41,25 @@ def released(channel: Channel, names: list[str]) -> list[str]:
     return closed
 
 
-def test_each_file_is_closed_before_it_is_reported(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[Any] = []
-    monkeypatch.setattr(channel, "call", lambda method, request, **named: reported.append(request))
-    assert released(channel, ["a", "b"]) == ["a", "b"]
-    assert [(r.version, r.epoch, r.rank, list(r.files)) for r in reported] == [(VERSION.name, 2, 1, [f]) for f in ("a", "b")]
+def test_files_that_are_written_during_a_report_are_closed_and_in_the_next_one(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, begun, more = list[Any](), Event(), Event()
+
+    def call(method: object, request: publisher_pb2.ReleaseFilesRequest, **named: object) -> None:
+        done.append((request.version, request.epoch, request.rank, list(request.files)))
+        begun.set()
+        assert more.wait(10)
+
+    monkeypatch.setattr(channel, "call", call)
+    with FileReleases(channel, VERSION, 1) as releases:
+        releases.release("a", partial(done.append, "a"))
+        assert begun.wait(10)
+        for name in ("b", "c"):
+            releases.release(name, partial(done.append, name))
+        more.set()
+    releases._thread.shutdown(wait=True)
+    assert done == ["a", (VERSION.name, 2, 1, ["a"]), "b", "c", (VERSION.name, 2, 1, ["b", "c"])]
 
 
 def test_files_are_closed_also_if_the_daemon_does_not_answer_and_it_is_asked_once(

@@ -1,7 +1,7 @@
 """Digests by shares: small boxes together, large ones in parts, by any number of threads."""
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def test_reads_of_a_thread_share_a_buffer_that_grows_and_go_on_where_the_system_
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: real(file, [buffers[0][:7]], at))
     monkeypatch.setattr(digests, "_READ_BYTES", 16)
     rows = [(Range(row, count), Range(0, 33)) for row, count in ((3, 1), (5, 1), (0, 90), (1, 89))]
-    with mapped(folder) as files, digests._reads(files, [TensorBox(SPECS["head"], rows[0])]) as reads:
+    with mapped(folder) as files, closing(digests._Reads(files, [TensorBox(SPECS["head"], rows[0])])) as reads:
         buffers = []
         path, begin = files.places["head"]
         for box in rows:

@@ -160,12 +160,12 @@ def test_closed_files_are_verified_before_the_last_seal_and_again_once_a_process
     set, folder = site.free()
     write(folder)
     site.follow((set, State.UPLOADING), closed=[file.path])
-    wait_until(lambda: file.path in site.of(set).early._found)
+    site.of(set).early._begun[file.path].wait()
     parts = len(read)
     with ThreadPoolExecutor(1) as pool:
         if changed:
             late = pool.submit((folder / file.path).open, "r+b")
-            wait_until(lambda: not site.of(set).early._leases[file.path].is_intact)
+            wait_until(lambda: not site.of(set).early._begun[file.path].lease.is_intact)
         site.follow((set, State.VERIFYING))
         if changed:
             with late.result() as opened:  # the digests were discarded, which ends the lease

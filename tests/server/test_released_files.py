@@ -102,7 +102,7 @@ class Site:
         return upload._early
 
     def digested(self, *files: str) -> None:
-        wait_until(lambda: self.early._found.keys() == set(files), f"{files} are digested")
+        wait_until(lambda: self.early._begun.keys() == set(files), f"{files} are digested")
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_file_that_is_still_open_for_writing_is_digested_after_the_seals(site:
     (layout,) = (each for each in FILES if each.path == B)
     with MappedFiles(site.folder, [layout], writable=True):
         site.release(0, B)
-        wait_until(lambda: not site.early._running, "the file was tried")
+        site.digested()
         site.write(0, B)
     for rank in (0, 1):
         site.write(rank, A)
@@ -168,7 +168,7 @@ def test_a_file_that_is_opened_for_writing_after_its_release_is_digested_again(s
     site.write(1, C)
     writer = threading.Thread(target=site.write, args=(0, B))  # waits in open() for the lease to end
     writer.start()
-    wait_until(lambda: not site.early._leases[B].is_intact, "the kernel breaks the lease")
+    wait_until(lambda: not site.early._begun[B].lease.is_intact, "the kernel breaks the lease")
     for rank in (0, 1):
         site.seal(rank)
     ended = site.ended()
@@ -215,7 +215,7 @@ def test_an_aborted_version_leaves_no_lease_behind(site: Site) -> None:
     site.write(0, B)
     site.release(0, B)
     site.digested(B)
-    lease = site.early._leases[B]
+    lease = site.early._begun[B].lease
     site.intake.abort_version("policy", site.record.number, site.record.epoch, "enough")
     assert not lease.is_intact
     site.release(0, A)  # late, and no error

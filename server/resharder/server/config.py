@@ -118,10 +118,10 @@ class Config(BaseSettings):
         "same way. An upload takes up to 8 MiB of memory",
     )
     digest_threads: int = Field(
-        min(8, os.cpu_count() or 1),
+        min(16, os.cpu_count() or 1),
         ge=1,
         description="threads that compute digests",
-        json_schema_extra={"default": "cores, at most 8"},
+        json_schema_extra={"default": "cores, at most 16"},
         examples=[8],
     )
     direct_staging_bytes: int = Field(

@@ -46,7 +46,7 @@ class DeviceToPages:
         self._moves = straight(moves, round_bytes, of_target)
         self._last = last_rounds(self._moves, of_target)
         self._rounds = int(self._moves.round.max(initial=-1)) + 1
-        self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
+        self._copies, self._digester = WorkStream(device, before=1), CachedDigester(layout, device)
 
     def run(self, target: Ints, tensors: Tensors, complete: Callable[[int], None] = lambda group: None) -> list[int]:
         """Copy, after the current stream's pending work, and return when all boxes are at `target`.
@@ -75,10 +75,14 @@ class DeviceToPages:
         self._copies.begin()
         with self._drained(), short_switch_interval():
             while (k := rounds.take()) is not None:
-                with DRIVER_LOCK.background(), self._copies.work():
-                    by_engine.run(k)
-                    table.run(k)
-                    marks.append(self._copies.mark(blocking=True))
+                with DRIVER_LOCK.background():
+                    with self._copies.work():
+                        by_engine.run(k)
+                        table.run(k)
+                        marks.append(self._copies.mark(blocking=True))
+                    if k == self._rounds // 2:  # beside the copies, and later than servers read the same memory
+                        digester.begin()
+                        digester.begin_all()
                 if k >= _DEPTH:
                     _finish(rounds, k - _DEPTH, marks)
             for k in range(max(0, self._rounds - _DEPTH), self._rounds):

@@ -91,15 +91,19 @@ class Digester:
                     if first < end:
                         items.add(items.rows[first:end])
 
+    def begin_all(self) -> None:
+        """Begin the digests of all boxes of a version that have not begun, after the current stream's pending work."""
+        if self._left is None:
+            self.begin()
+        for number in sorted(self._left or ()):
+            self.arrived(number)
+
     def digests(self) -> list[int]:
         """Return the digests, in the order of the layout's pieces, after the current stream's pending work.
 
         They equal those of `converters.storage.digest`.
         """
-        if self._left is None:
-            self.begin()
-        for number in sorted(self._left or ()):
-            self.arrived(number)
+        self.begin_all()
         self._left = None
         found: list[int] = self._found.cpu().numpy().view(np.uint64).tolist()
         return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -384,33 +385,41 @@ class Delivery:
 
 
 class FileReleases:
-    """Closes files on a thread, since unmapping many small pages takes long, and reports each to the daemon.
+    """Closes files on a thread, since unmapping many small pages takes long, and reports them to the daemon.
 
-    The daemon, or the node that has the file, digests it once all of its writers have closed it. Without a report, this happens
-    after the last seal: errors are therefore ignored, and end the reports. Use it as a context, whose end does not wait.
+    A report has all files that were written during the one before. The daemon, or the node that has a file, digests it once all
+    of its writers have closed it. Without a report, this happens after the last seal: errors are therefore ignored, and end the
+    reports. Use it as a context, whose end does not wait.
     """
 
     def __init__(self, channel: Channel, version: resources_pb2.Version, rank: int) -> None:
         self._channel, self._version, self._rank = channel, version, rank
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._thread = ThreadPoolExecutor(1, "resharder-release")
+        self._written: SimpleQueue[tuple[str, Callable[[], None]]] = SimpleQueue()
         self._reports = True
 
     def release(self, file: str, close: Callable[[], None]) -> None:
         """Call `close`, then report the file. Returns at once."""
-        self._thread.submit(self._release, file, close)
+        self._written.put((file, close))
+        self._thread.submit(self._release)
 
-    def _release(self, file: str, close: Callable[[], None]) -> None:
-        close()
-        if not self._reports:
+    def _release(self) -> None:
+        """Close and report the files that wait, which may be none: an earlier call has taken them."""
+        files = []
+        for _ in range(self._written.qsize()):
+            file, close = self._written.get()
+            close()
+            files.append(file)
+        if not files or not self._reports:
             return
         request = publisher_pb2.ReleaseFilesRequest(
-            version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=[file]
+            version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=files
         )
         try:
             self._channel.call(self._stub.ReleaseFiles, request, timeout=_REPORT_SECONDS, patience=0)
         except ResharderError as error:  # also of a daemon without this call
-            logger.debug("%s is not reported as written: %s", file, error)
+            logger.debug("%s are not reported as written: %s", ", ".join(files), error)
             self._reports = False
 
     def __enter__(self) -> "FileReleases":

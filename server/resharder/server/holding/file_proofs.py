@@ -9,11 +9,11 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -39,90 +39,81 @@ class ProofRefused(Exception):
     """Files that cannot be verified. The message has the reason."""
 
 
+class _Begun(NamedTuple, Generic[T]):
+    """Digests of a file that were begun: the lease on it, and a function that waits for them."""
+
+    lease: ReadLease
+    wait: Callable[[], T]
+
+
 class EarlyDigests(Generic[T]):
-    """Digests of closed files, taken on a thread that runs while there are any: of all that wait at a time. Thread-safe.
+    """Digests of closed files. All files share the threads, so that none is idle while another file ends. Thread-safe.
 
     Args:
         folder: Folder of the UPLOADING version.
         files: Its files.
-        take: Function of the folder and some of its files that returns the digests of each, by its path. It may raise OSError and
-            ValueError; the files are digested after the last seal then.
+        begin: Function of the folder, a file and a pool of threads. It begins the digests there, and returns a function that
+            waits for them. Both may raise OSError and ValueError; the file is digested after the last seal then.
+        threads: Number of threads.
     """
 
     def __init__(
-        self, folder: Path, files: Sequence[FileLayout], take: Callable[[Path, Sequence[FileLayout]], Mapping[str, T]]
+        self,
+        folder: Path,
+        files: Sequence[FileLayout],
+        begin: Callable[[Path, FileLayout, Executor], Callable[[], T]],
+        threads: int,
     ) -> None:
-        self._folder, self._take = folder, take
+        self._folder, self._begin, self._threads = folder, begin, threads
         self._files = {file.path: file for file in files}
-        self._changed = threading.Condition()
-        self._waiting: list[FileLayout] = []
-        self._running = self._ended = False
-        self._leases: dict[str, ReadLease] = {}
-        self._found: dict[str, T] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None  # from the first file on
+        self._begun: dict[str, _Begun[T]] = {}
+        self._ended = False
 
     def begin(self, files: Sequence[str]) -> None:
-        """Digest files, which no process should have open for writing. A no-op after `settle` or `drop`."""
-        with self._changed:
-            if self._ended or not files:
-                return
-            self._waiting += [self._files[file] for file in files]
-            if self._running:
-                return
-            self._running = True
-        threading.Thread(target=self._run, name="early-digests").start()
+        """Begin to digest files, which no process should have open for writing. A no-op after `settle` or `drop`."""
+        with self._lock:
+            for file in files if not self._ended else ():
+                lease = read_lease(self._folder / file)
+                if lease is None:
+                    continue
+                try:
+                    self._begun[file] = _Begun(lease, self._digests(self._files[file]))
+                except (OSError, ValueError):  # those of an aborted version, or its verification reports them
+                    lease.close()
+
+    def _digests(self, file: FileLayout) -> Callable[[], T]:
+        if not has_header(self._folder, file):
+            raise ValueError(f"{file.path}: its header was overwritten")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "early-digests")
+        return self._begin(self._folder, file, self._pool)
 
     def settle(self) -> dict[str, T]:
         """Wait for the digests of all files that were begun, and return the digests that count, by file."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
+        with self._lock:
             self._ended = True
-            found = {file: self._found[file] for file, lease in self._leases.items() if file in self._found and lease.is_intact}
+        found = {}
+        for file, begun in self._begun.items():
+            with suppress(OSError, ValueError, CancelledError):  # the last one after `drop`
+                found[file] = begun.wait()
+        with self._lock:
+            found = {file: digests for file, digests in found.items() if self._begun[file].lease.is_intact}
             self._close()
         return found
 
     def drop(self) -> None:
         """Discard all digests, so that the files may be written again."""
-        with self._changed:
-            self._ended, self._waiting = True, []
-            self._found.clear()
+        with self._lock:
+            self._ended = True
             self._close()
 
     def _close(self) -> None:
-        for lease in self._leases.values():
-            lease.close()
-        self._leases.clear()
-
-    def _run(self) -> None:
-        try:
-            while files := self._next():
-                found = self._take(self._folder, [file for file in files if has_header(self._folder, file)])
-                with self._changed:
-                    if not self._ended:
-                        self._found |= found
-        except BaseException as error:
-            with self._changed:
-                self._waiting = []
-                self._stopped()
-            if not isinstance(error, (OSError, ValueError)):  # those of an aborted version, or its verification reports them
-                raise
-
-    def _next(self) -> list[FileLayout]:
-        """Return the waiting files that could be leased. An empty list ends the thread."""
-        with self._changed:
-            waiting, self._waiting = self._waiting, []
-            files = []
-            for file in waiting:
-                lease = read_lease(self._folder / file.path)
-                if lease is not None:
-                    self._leases[file.path] = lease
-                    files.append(file)
-            if not files:
-                self._stopped()
-            return files
-
-    def _stopped(self) -> None:
-        self._running = False
-        self._changed.notify_all()
+        for begun in self._begun.values():
+            begun.lease.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def prove_files(
@@ -152,16 +143,27 @@ def prove_files(
 
 def read_proofs(folder: Path, files: Sequence[FileLayout], threads: int = THREADS) -> SetProof:
     """Return the proofs of files as they are now, each of their bytes read once. Raises OSError."""
-    parts = [(file, start) for file in files for start in range(0, file.size, PIECE_BYTES)]
-    digests = {file.path: [0] * len(file.tensors) for file in files}
-    checksums: dict[str, list[int]] = {file.path: [] for file in files}
     with ThreadPoolExecutor(threads, "verify") as pool:
-        for (file, _), (checksum, sums) in zip(parts, pool.map(lambda part: _read_part(folder, *part), parts), strict=True):
-            checksums[file.path].append(checksum)
-            totals = digests[file.path]
+        begun = {file.path: begin_proof(folder, file, pool) for file in files}
+        return {path: wait() for path, wait in begun.items()}
+
+
+def begin_proof(folder: Path, file: FileLayout, pool: Executor) -> Callable[[], FileProof]:
+    """Begin the proof of a file as it is now, on the threads of a pool, which may have others to prove.
+
+    Returns a function that waits for it. That raises OSError; CancelledError if the pool ends before.
+    """
+    parts = [pool.submit(_read_part, folder, file, start) for start in range(0, file.size, PIECE_BYTES)]
+
+    def wait() -> FileProof:
+        totals, checksums = [0] * len(file.tensors), list[int]()
+        for checksum, sums in (part.result() for part in parts):
+            checksums.append(checksum)
             for position, value in sums.items():
                 totals[position] = (totals[position] + value) & MASK
-    return {file.path: FileProof(tuple(digests[file.path]), tuple(checksums[file.path])) for file in files}
+        return FileProof(tuple(totals), tuple(checksums))
+
+    return wait
 
 
 def _read_part(folder: Path, file: FileLayout, start: int) -> tuple[int, dict[int, int]]:

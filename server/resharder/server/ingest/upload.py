@@ -32,7 +32,7 @@ from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
-from resharder.server.store.digests import digest_tensors
+from resharder.server.store.digests import begin_digests, digest_tensors
 from resharder.server.store.partial import MissingPieces
 
 MAPPED = "shared-memory"
@@ -194,7 +194,7 @@ class Upload:
         self._transports: dict[int, str] = {}  # of each rank's last chunk
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
         self._released: ReleasedFiles | None = None  # from the first release on
-        self._early = EarlyDigests(folder, files, lambda folder, some: _digests_of(folder, some, threads))
+        self._early = EarlyDigests(folder, files, begin_digests, threads)
 
     def slot(self, rank: int) -> Slot:
         """Return the boxes and chunks that a rank sends to the daemon, cut at first use."""
@@ -447,13 +447,6 @@ def _compare(found: Mapping[str, int], sent: Mapping[str, int], where: str) -> N
 
 def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
     return np.array(values, np.uint64)
-
-
-def _digests_of(folder: Path, files: Sequence[FileLayout], threads: int) -> dict[str, dict[str, int]]:
-    """Return the digest of each tensor of each file, by file. Raises OSError, and ValueError for a file of another size."""
-    with MappedFiles(folder, files) as maps:
-        found = digest_tensors(maps, threads)
-    return {file.path: {name: found[name] for name in file.by_name} for file in files}
 
 
 def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:

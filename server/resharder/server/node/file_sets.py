@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,9 +26,8 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
-from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.file_proofs import EarlyDigests, ProofRefused, SetProof, prove_files, read_proofs
+from resharder.server.holding.file_proofs import THREADS, EarlyDigests, ProofRefused, SetProof, begin_proof, prove_files
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only
 from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.holding.transfers import FetchFailed
@@ -219,7 +218,7 @@ class FileSets:
         free = reservation.pool.free if reservation.pool else []
         for folder in [folder for folder in free if folder.name == id]:
             free.remove(folder)
-            reservation.taken[id] = FileSet(folder, EarlyDigests(folder, reservation.own.files, _read_early))
+            reservation.taken[id] = FileSet(folder, EarlyDigests(folder, reservation.own.files, begin_proof, THREADS))
         return reservation.taken.get(id)
 
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
@@ -227,7 +226,9 @@ class FileSets:
         found.own = reservation.own if order.gathers else reservation.own.whole
         if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
             found.closed |= closed
-            found.early.begin([file.path for file in reservation.own.files if file.path in closed])
+            files = [file.path for file in reservation.own.files if file.path in closed]
+            found.early.begin(files)
+            _log.info("verifying_closed_files", set=found.id, files=len(files))
         if order.state == State.VERIFYING and not found.reported:
             found.sealed, found.sources = True, {each.node.removeprefix("nodes/"): each.data_address for each in order.sources}
             self._work(self._verify, reservation, found)
@@ -396,12 +397,6 @@ class FileSets:
         with self._lock:
             reservation = self._reservations.get(reservation_id)
             return reservation is not None and self._clean(reservation, folder)
-
-
-def _read_early(folder: Path, files: Sequence[FileLayout]) -> SetProof:
-    found = read_proofs(folder, files)
-    _log.info("files_verified_early", set=folder.name, files=len(files))
-    return found
 
 
 def _remove(folder: Path) -> None:

@@ -6,9 +6,9 @@ boxes on small pages are read into a buffer of each thread instead.
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.chunking import Part, cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_index, box_shape, box_size, full_box, run_start
 from resharder.converters.storage.digest import MASK, Array, digest, digest_matrices
-from resharder.converters.storage.files import BITS, MappedFiles
+from resharder.converters.storage.files import BITS, FileLayout, MappedFiles
 from resharder.converters.storage.pages import forget_pages
 
 _FORGET_BYTES = 1 << 20
@@ -36,25 +36,77 @@ class TensorBox(NamedTuple):
 
 def digest_boxes(files: MappedFiles, boxes: Sequence[TensorBox], threads: int) -> list[int]:
     """Digest boxes with `threads` threads, in the order of the boxes. Raises OSError."""
-    shares = cut_chunks([box for _, box in boxes], [ITEM_SIZES[spec.dtype] for spec, _ in boxes], _SHARE_BYTES)
-    totals = [0] * len(boxes)
-    with ExitStack() as stack:
-        reads = stack.enter_context(_reads(files, boxes)) if files.small_pages else None
-
-        def share_digests(share: list[Part]) -> list[int]:
-            return _digests(files, reads, [TensorBox(boxes[position].spec, box) for position, box in share])
-
-        pool = stack.enter_context(ThreadPoolExecutor(threads, "digest"))
-        for share, found in zip(shares, pool.map(share_digests, shares), strict=True):
-            for (position, _), value in zip(share, found, strict=True):
-                totals[position] = (totals[position] + value) & MASK
-    return totals
+    with ThreadPoolExecutor(threads, "digest") as pool:
+        return _begin(files, boxes, pool, lambda: None)()
 
 
 def digest_tensors(files: MappedFiles, threads: int) -> dict[str, int]:
     """Digest every tensor of the files, by name. Raises OSError."""
-    boxes = [TensorBox(spec, full_box(spec.shape)) for spec in files.specs.values()]
-    return dict(zip(files.specs, digest_boxes(files, boxes, threads), strict=True))
+    return dict(zip(files.specs, digest_boxes(files, _whole(files), threads), strict=True))
+
+
+def begin_digests(folder: Path, file: FileLayout, pool: Executor) -> Callable[[], dict[str, int]]:
+    """Begin to digest every tensor of a file, on the threads of a pool, which may have others to digest.
+
+    Returns a function that waits, and returns the digests by name. It raises OSError; CancelledError if the pool ends before.
+    Raises OSError, and ValueError for a file of another size.
+    """
+    files = MappedFiles(folder, [file])
+
+    def close() -> None:
+        with suppress(BufferError):  # frames of an error still reference arrays; the map ends with these
+            files.close()
+
+    names, wait = list(files.specs), _begin(files, _whole(files), pool, close)
+    return lambda: dict(zip(names, wait(), strict=True))
+
+
+def _whole(files: MappedFiles) -> list[TensorBox]:
+    return [TensorBox(spec, full_box(spec.shape)) for spec in files.specs.values()]
+
+
+def _begin(files: MappedFiles, boxes: Sequence[TensorBox], pool: Executor, done: Callable[[], None]) -> Callable[[], list[int]]:
+    """Begin digests. `done` is called once no thread reads the files any more, also if nobody waits for the digests."""
+    shares = cut_chunks([box for _, box in boxes], [ITEM_SIZES[spec.dtype] for spec, _ in boxes], _SHARE_BYTES)
+    reads = _Reads(files, boxes) if files.small_pages else None
+
+    def share_digests(share: list[Part]) -> list[int]:
+        return _digests(files, reads, [TensorBox(boxes[position].spec, box) for position, box in share])
+
+    def ended() -> None:
+        if reads is not None:
+            reads.close()
+        done()
+
+    futures = [pool.submit(share_digests, share) for share in shares]
+    _after(futures, ended)
+
+    def wait() -> list[int]:
+        totals = [0] * len(boxes)
+        for share, future in zip(shares, futures, strict=True):
+            for (position, _), value in zip(share, future.result(), strict=True):
+                totals[position] = (totals[position] + value) & MASK
+        return totals
+
+    return wait
+
+
+def _after(futures: Sequence[Future[list[int]]], call: Callable[[], None]) -> None:
+    """Call `call` on the thread that ends the last of the futures."""
+    left, lock = len(futures), threading.Lock()
+
+    def one_ended(_: Future[list[int]]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = not left
+        if last:
+            call()
+
+    for future in futures:
+        future.add_done_callback(one_ended)
+    if not futures:
+        call()
 
 
 class _Run(NamedTuple):
@@ -117,10 +169,20 @@ def _digest(files: MappedFiles, reads: "_Reads | None", spec: TensorSpec, box: B
 
 
 class _Reads:
-    """Reads of opened files, by path, each thread into a buffer of its own."""
+    """Reads of the files of boxes, each thread into a buffer of its own, until `close`."""
 
-    def __init__(self, files: MappedFiles, opened: dict[Path, int]) -> None:
-        self._files, self._opened, self._own = files, opened, threading.local()
+    def __init__(self, files: MappedFiles, boxes: Iterable[TensorBox]) -> None:
+        """Open the files. Raises OSError; none stays open."""
+        self._files, self._own = files, threading.local()
+        with ExitStack() as opened:
+            self._opened = {}
+            for path in {files.places[spec.name][0] for spec, _ in boxes}:
+                self._opened[path] = os.open(path, os.O_RDONLY)
+                opened.callback(os.close, self._opened[path])
+            self._all = opened.pop_all()
+
+    def close(self) -> None:
+        self._all.close()
 
     def digest(self, spec: TensorSpec, box: Box) -> int:
         """Digest a contiguous box."""
@@ -146,16 +208,3 @@ class _Reads:
                 raise OSError(f"{path.name}: the file ends {done} bytes after {begin}, expected {size} bytes")
             done += count
         return buffer[:size]
-
-
-@contextmanager
-def _reads(files: MappedFiles, boxes: Iterable[TensorBox]) -> Iterator[_Reads]:
-    """Open the files of the boxes until the context ends."""
-    opened: dict[Path, int] = {}
-    try:
-        for path in {files.places[spec.name][0] for spec, _ in boxes}:
-            opened[path] = os.open(path, os.O_RDONLY)
-        yield _Reads(files, opened)
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
