@@ -62,10 +62,14 @@ class Seen(NamedTuple):
     way: str = ""
 
 
+def _path(*folders: str) -> str:
+    """Return a PYTHONPATH of folders, and of this process's."""
+    return os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
+
+
 def server_of(setup: Setup, site: Site, socket: str, eager: bool = False) -> VllmServer:
     """Return a server of the model, not started, whose worker tells its hashes at `socket`."""
-    path = os.pathsep.join(filter(None, (tensor_hashes.PLUGINS, str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment: dict[str, str | None] = {"PYTHONPATH": path, "TENSOR_HASHES": socket, "VLLM_SERVER_DEV_MODE": "1"}
+    environment: dict[str, str | None] = {"PYTHONPATH": _path(tensor_hashes.PLUGINS, str(ROOT)), "TENSOR_HASHES": socket, "VLLM_SERVER_DEV_MODE": "1"}
     arguments, plugins = [*site.arguments], (*site.plugins, "tensor_hashes")
     if setup.gpus:
         size = 2 * sum(map(prod, expected_shapes(setup.config).values()))
@@ -163,7 +167,7 @@ class Running:
     def _start(self) -> None:
         self._site = self._stack.enter_context(self.system.site(self.setup))
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-")))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **self._site.environment}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path(str(ROOT)), **self._site.environment}
         if self.setup.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.system.visible(self.setup)
         command = [
