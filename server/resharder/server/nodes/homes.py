@@ -27,7 +27,7 @@ from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed
 from resharder.server.nodes.home_fetch import HomeSource, fetch_from_homes
 from resharder.server.nodes.records import LostNodes, nonce_id
-from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, StateReport
+from resharder.server.nodes.reports import id_of
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
@@ -119,7 +119,7 @@ class ReservedHomes:
 class HomeNode:
     """A live node, which may get files of versions, and the caller that alone may report for it."""
 
-    report: StateReport
+    report: node_pb2.SyncNodeRequest
     caller: str
     drained: bool
     changed: Callable[[], object]
@@ -162,7 +162,7 @@ class HomeState:
         self.versions: dict[str, WrittenVersion] = {}
         self.suspended: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
 
-    def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
+    def set_order(self, node: str, set: str, wanted: set[str]) -> node_pb2.FileSetOrder:
         """Return the order for a set that a version has taken."""
         for name, version in self.versions.items():
             if (taken := version.homes.get(node)) is not None and taken.set == set:
@@ -170,13 +170,16 @@ class HomeState:
                 state = node_pb2.FileSetOrder.ENDED if ended else version.state
                 closed = taken.closed if state == node_pb2.FileSetOrder.UPLOADING else ()
                 sources = self.addresses(taken.own.gathered) if state == node_pb2.FileSetOrder.VERIFYING else ()
-                return FileSetOrder(set, name, state, closed, version.gathers, sources)
-        return FileSetOrder(set, "", node_pb2.FileSetOrder.ENDED)
+                return node_pb2.FileSetOrder(
+                    id=set, version=name, state=state, closed=closed, gathers=version.gathers, sources=sources
+                )
+        return node_pb2.FileSetOrder(id=set, state=node_pb2.FileSetOrder.ENDED)
 
-    def addresses(self, sources: Iterable[GatheredBoxes]) -> tuple[tuple[str, str], ...]:
+    def addresses(self, sources: Iterable[GatheredBoxes]) -> list[node_pb2.PartSource]:
         """Return each node from which boxes are gathered, with the address of its data port."""
         found = sorted({each.node for each in sources} & self.nodes.keys())
-        return tuple((node, self.nodes[node].report.data_address) for node in found)
+        address = {node: self.nodes[node].report.data_address for node in found}
+        return [node_pb2.PartSource(node=f"nodes/{node}", data_address=address[node]) for node in found]
 
     def readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
         """Return the identities, or certificates, of the nodes that gather boxes from a node."""
@@ -194,7 +197,7 @@ class HomeState:
         if found.caller != caller:
             raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
 
-    def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> StateReport | None:
+    def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> node_pb2.SyncNodeRequest | None:
         """Return the report of a node whose host the ranks are on; None of one that is drained or suspended."""
         found, reservation = self.nodes.get(node), self.reservations.get(publisher)
         if (
@@ -225,9 +228,9 @@ class HomeState:
             return None
         reservation = self.reservations[publisher]
         for each in report.reservations:
-            for id, folder in each.sets if each.id == reservation.id else ():
-                if id not in reservation.taken:
-                    return TakenSet(id, folder, report.instance, reservation, reservation.nodes[node])
+            for found in each.sets if each.id == reservation.id else ():
+                if found.id not in reservation.taken:
+                    return TakenSet(found.id, found.folder, report.instance, reservation, reservation.nodes[node])
         return None
 
     def gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:
@@ -280,9 +283,9 @@ class HomeState:
         self.changed.notify_all()
 
 
-def reads_nonce(readable: Readable, report: StateReport) -> bool:
+def reads_nonce(readable: Readable, report: node_pb2.SyncNodeRequest) -> bool:
     """Return whether a rank has read the present nonce of a node."""
-    return bool(report.nonce_file and report.nonce) and readable.get(report.nonce_file) == report.nonce
+    return bool(report.store.nonce_file and report.store.nonce) and readable.get(report.store.nonce_file) == report.store.nonce
 
 
 class HomeRegister:
@@ -308,36 +311,37 @@ class HomeRegister:
 
     # Reports of nodes
 
-    def reported(self, report: StateReport, caller: str, drained: bool, changed: Callable[[], object]) -> None:
+    def reported(self, report: node_pb2.SyncNodeRequest, caller: str, drained: bool, changed: Callable[[], object]) -> None:
         """Record a node's report, in place of its earlier ones."""
         with self._state.changed:
-            self._state.nodes[report.node] = HomeNode(report, caller, drained, changed)
-            self._lost.remove(report.node, report.nonce)
+            self._state.nodes[id_of(report)] = HomeNode(report, caller, drained, changed)
+            self._lost.remove(id_of(report), report.store.nonce)
             self._state.changed.notify_all()
 
     def gone(self, *nodes: str) -> None:
         """Forget nodes that are lost or have left. Their sets are lost with them."""
         with self._state.changed:
             found = {node: self._state.nodes.pop(node) for node in nodes if node in self._state.nodes}
-            self._lost.add({node: home.report.nonce for node, home in found.items()})
+            self._lost.add({node: home.report.store.nonce for node, home in found.items()})
             self._state.changed.notify_all()
 
-    def orders(self, node: str, wanted: Iterable[str]) -> tuple[ReservationOrder, ...]:
+    def orders(self, node: str, wanted: Iterable[str]) -> list[node_pb2.ReservationOrder]:
         """Return the orders for a node, of all reservations that concern it. `wanted`: READY versions that it should hold."""
         wanted = set(wanted)
         with self._state.changed:
             found = self._state.nodes.get(node)
             if found is None:
-                return ()
+                return []
             reported = {each.id: each for each in found.report.reservations}
             orders = []
             for reservation in self._state.reservations.values():
                 if node in reservation.homes and not (found.drained and reservation.id not in reported):
                     sets = [each.id for each in reported[reservation.id].sets] if reservation.id in reported else []
-                    taken = tuple(self._state.set_order(node, each, wanted) for each in sets if each in reservation.taken)
+                    taken = [self._state.set_order(node, each, wanted) for each in sets if each in reservation.taken]
                     readers = self._state.readers(reservation, node)
-                    orders.append(ReservationOrder(reservation.id, reservation.publisher, taken, readers))
-            return tuple(orders)
+                    given = {"id": reservation.id, "publisher": reservation.publisher}
+                    orders.append(node_pb2.ReservationOrder(**given, sets=taken, readers=readers))
+            return orders
 
     def reserved_bytes(self, node: str) -> int:
         """Return the bytes that a node keeps free for sets, beside the versions that it holds."""
@@ -416,14 +420,14 @@ class HomeRegister:
             homes = found.homes.items() if found is not None else ()
             return {node: taken.own.files for node, taken in homes if taken.own.files}
 
-    def not_adopted(self, report: StateReport) -> dict[str, tuple[FileLayout, ...]]:
+    def not_adopted(self, report: node_pb2.SyncNodeRequest) -> dict[str, tuple[FileLayout, ...]]:
         """Return the verified files of versions that a node holds in sets which it has yet to take over, by version."""
-        sets = {id for each in report.reservations for id, _ in each.sets}
+        sets = {found.id for each in report.reservations for found in each.sets}
         with self._state.changed:
             return {
                 name: taken.own.files
                 for name, version in self._state.versions.items()
-                if (taken := version.homes.get(report.node)) is not None
+                if (taken := version.homes.get(id_of(report))) is not None
                 and taken.proof
                 and taken.set in sets
                 and taken.instance == report.instance
@@ -447,8 +451,10 @@ class HomeRegister:
         """Return where ranks find the nonces of nodes, and for which nodes no rank waits."""
         with self._state.changed:
             live = list(self._state.nodes.values())
-            files = dict.fromkeys(node.report.nonce_file for node in live if not node.drained and node.report.nonce_file)
-            return NodeNonces(tuple(files), (*(nonce_id(node.report.nonce) for node in live), *self._lost.nonces()))
+            files = dict.fromkeys(
+                node.report.store.nonce_file for node in live if not node.drained and node.report.store.nonce_file
+            )
+            return NodeNonces(tuple(files), (*(nonce_id(node.report.store.nonce) for node in live), *self._lost.nonces()))
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank that has read these nonce files: `DAEMON` or the id of a node; None if unknown."""

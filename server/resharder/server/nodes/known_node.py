@@ -9,21 +9,17 @@ import xxhash
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.nodes.reports import (
-    CopyView,
-    HostCopy,
-    PeerSource,
-    StateReport,
-    bitmap_of,
-)
+from resharder.server.nodes.reports import CopyView, bitmap_of, id_of
 from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.version import host_name
+from resharder.v1 import node_pb2
 
 
 @dataclass
 class KnownNode:
     """The last report of a node, and what workers on its host need."""
 
-    report: StateReport
+    report: node_pb2.SyncNodeRequest
     caller: str
     reported_at: float
     report_time: float
@@ -57,7 +53,7 @@ class KnownNode:
     def replaced(self) -> FailedPrecondition:
         """Return the error for a former process of this id."""
         return FailedPrecondition(
-            "NODE_REPLACED", f"another process has become node {self.report.node!r}: this one ends. Give each its own --name"
+            "NODE_REPLACED", f"another process has become node {id_of(self.report)!r}: this one ends. Give each its own --name"
         )
 
     def order(self, revision: int, now: float) -> None:
@@ -98,14 +94,24 @@ def chosen_of(
     return chosen
 
 
-def source_of(report: StateReport, offer: PeerOffer, version: str) -> PeerSource:
-    """Return where the pieces of a version on a node are fetched."""
-    copies = report.copies if report.session else ()
-    addresses = next((copy.addresses for copy in copies if copy.version == version), ())
-    return PeerSource(offer, report.data_address, report.session, addresses)
+def peer_of(report: node_pb2.SyncNodeRequest | None, offer: PeerOffer, version: str) -> node_pb2.NodePeer:
+    """Return the pieces of a version on a node, and where they are fetched; None for the daemon."""
+    report = report or node_pb2.SyncNodeRequest()
+    copies = report.versions if report.session else ()
+    return node_pb2.NodePeer(
+        node=host_name(offer.peer),
+        data_address=report.data_address,
+        held=offer.held.to_bytes(),
+        transfers=offer.load,
+        source=offer.is_source,
+        session=report.session,
+        addresses=next((copy.addresses for copy in copies if copy.version == version), ()),
+    )
 
 
-def host_copy_of(node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool) -> HostCopy:
+def host_copy_of(
+    node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool
+) -> node_pb2.HostVersion:
     """Return how much of a version the node of a worker's host holds.
 
     Args:
@@ -118,14 +124,14 @@ def host_copy_of(node: KnownNode, version: str, needed: Bitmap, numbering: Piece
     problem = "" if numbering is not None else f"{version} is no longer READY"
     if not problem and (node.lost or not current):
         problem = "it is lost"
-    copy = next((copy for copy in node.report.copies if copy.version == version), None)
+    copy = next((copy for copy in node.report.versions if copy.version == version), None)
     held = bitmap_of(needed.count, copy)
     whole = copy is not None and not len(needed - held)
     problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
-    name = f"nodes/{node.report.node}"
+    name = node.report.node
     if problem or copy is None or numbering is None:
-        return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
-    return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
+        return node_pb2.HostVersion(node=name, problem=f"{name}: {problem}" if problem else "")
+    return node_pb2.HostVersion(node=name, folder=copy.folder, whole=whole, held_bytes=len(held) * numbering.piece_bytes)
 
 
 def copies_of(
@@ -139,7 +145,7 @@ def copies_of(
         numberings: Numbering of the pieces of each READY version.
         held: Pieces of each of these that it has reported.
     """
-    reported, copies = {copy.version: copy for copy in node.report.copies}, []
+    reported, copies = {copy.version: copy for copy in node.report.versions}, []
     for version in sorted({*reported, *node.wants}):
         numbering, copy = numberings.get(version), reported.get(version)
         count = numbering.count if numbering else 0
@@ -172,10 +178,10 @@ def readers_of(names: set[str], nodes: Iterable[KnownNode]) -> set[str]:
     return (names - tokens) | {node.report.certificate for node in callers if node.report.certificate}
 
 
-def reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | HostCopy:
+def reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | node_pb2.HostVersion:
     """Return the node whose nonce a caller has read; without one, the files that it should try to read."""
-    live = [node for node in nodes if not node.lost and node.report.nonce_file]
+    live = [node for node in nodes if not node.lost and node.report.store.nonce_file]
     for node in live:
-        if readable.get(node.report.nonce_file) == node.report.nonce:
+        if readable.get(node.report.store.nonce_file) == node.report.store.nonce:
             return node
-    return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
+    return node_pb2.HostVersion(nonce_files=dict.fromkeys(node.report.store.nonce_file for node in live))

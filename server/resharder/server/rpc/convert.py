@@ -364,7 +364,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
     """Convert a node for operators."""
     report = view.report
     return resources_pb2.Node(
-        name=f"nodes/{report.node}",
+        name=report.node,
         state=view.state,
         data_address=report.data_address,
         capacity_bytes=report.capacity_bytes,
@@ -388,7 +388,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
             )
             for copy in view.copies
         ],
-        links=[link.to_proto() for link in report.links],
+        links=report.links,
     )
 
 
