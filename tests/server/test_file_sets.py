@@ -15,7 +15,7 @@ from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
 from resharder.server.holding import file_proofs, set_pool
-from resharder.server.holding.file_proofs import ProofRefused, prove_files, read_proofs
+from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, read_proofs
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
 from resharder.server.node.box_gathering import BoxGatherer
@@ -103,6 +103,10 @@ def write(folder: Path) -> None:
             maps.arrays[name][...] = WEIGHTS[name]
 
 
+def proved(folder: Path, patience: float = 60.0) -> SetProof:
+    return FileProofs(folder, OWN, read_proofs).prove(OWN, patience)
+
+
 def inodes(folder: Path) -> set[int]:
     return {(folder / file.path).stat().st_ino for file in OWN}
 
@@ -120,19 +124,19 @@ def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 def test_a_proof_has_the_digests_of_what_ranks_have_written(site: Site) -> None:
     _, folder = site.free()
     write(folder)
-    (proof,) = prove_files(folder, OWN).values()
+    (proof,) = proved(folder).values()
     names = list(OWN[0].by_name)
     arrays = {name: WEIGHTS[name].view(BITS[WEIGHTS[name].itemsize]) for name in names}
     expected = [digest(array, full_box(array.shape), array.shape) for array in arrays.values()]
     assert list(proof.digests) == expected
     assert len(proof.checksums) == 1
-    with (folder / OWN[0].path).open("r+b"), pytest.raises(ProofRefused, match=r"open for writing after 0.05 s"):
-        prove_files(folder, OWN, 0.05)
+    with (folder / OWN[0].path).open("r+b"), pytest.raises(ProofFailed, match=r"open for writing after 0.05 s"):
+        proved(folder, 0.05)
     with (folder / OWN[0].path).open("r+b") as file:
         file.seek(20)
         file.write(b"?")
-    with pytest.raises(ProofRefused, match="header was overwritten"):
-        prove_files(folder, OWN)
+    with pytest.raises(ProofFailed, match="header was overwritten"):
+        proved(folder)
 
 
 def test_a_proof_is_the_same_however_blocks_cut_the_tensors(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +164,12 @@ def test_closed_files_are_verified_before_the_last_seal_and_again_once_a_process
     set, folder = site.free()
     write(folder)
     site.follow((set, State.UPLOADING), closed=[file.path])
-    wait_until(lambda: file.path in site.of(set).early._found)
+    wait_until(lambda: file.path in site.of(set).proofs._found)
     parts = len(read)
     with ThreadPoolExecutor(1) as pool:
         if changed:
             late = pool.submit((folder / file.path).open, "r+b")
-            wait_until(lambda: not site.of(set).early._leases[file.path].is_intact)
+            wait_until(lambda: not site.of(set).proofs._leases[file.path].is_intact)
         site.follow((set, State.VERIFYING))
         if changed:
             with late.result() as opened:  # the digests were discarded, which ends the lease
@@ -206,7 +210,7 @@ def test_files_of_a_dropped_version_are_used_again_once_no_process_has_mapped_th
     assert again not in before, "under another id"
     assert sorted(path.name for path in site.reported()[again].iterdir()) == sorted(file.path for file in OWN)
     write(site.reported()[again])
-    assert prove_files(site.reported()[again], OWN)
+    assert proved(site.reported()[again])
 
 
 def test_files_that_a_late_rank_keeps_open_for_long_are_unlinked_rather_than_used_again(site: Site) -> None:

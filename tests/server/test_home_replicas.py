@@ -41,7 +41,7 @@ def lacked(site: Site, name: str) -> bool:
 
 def verified_early(site: Site, host: str) -> int:
     """How often a node has verified files before the last seal."""
-    return site.nodes[host].log.read_text().count("files_verified_early")
+    return site.nodes[host].log.read_text().count("files_verified")
 
 
 def copies(site: Site, host: str, name: str) -> list[resources_pb2.NodeCopy]:

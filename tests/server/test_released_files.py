@@ -15,7 +15,7 @@ from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, lay_out
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.server.holding.file_proofs import EarlyDigests
+from resharder.server.holding.file_proofs import FileProofs
 from resharder.server.infra.filesystem import read_lease
 from resharder.server.ingest import publisher
 from resharder.server.ingest.boxes import pack
@@ -96,10 +96,10 @@ class Site:
         return self.store.catalogue.get("policy", self.record.number)
 
     @property
-    def early(self) -> EarlyDigests:
+    def early(self) -> FileProofs:
         upload = self.intake.upload("policy", self.record.number)
         assert upload is not None
-        return upload._early
+        return upload._proofs
 
     def digested(self, *files: str) -> None:
         wait_until(lambda: self.early._found.keys() == set(files), f"{files} are digested")

@@ -11,7 +11,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -35,24 +34,30 @@ SetProof = dict[str, FileProof]
 """Proof of each file of a set."""
 
 
-class ProofRefused(Exception):
-    """Files that cannot be verified. The message has the reason."""
+class ProofFailed(Exception):
+    """Files that cannot be verified. The message names the files or tensors."""
 
 
-class EarlyDigests(Generic[T]):
-    """Digests of closed files, taken on a thread that runs while there are any: of all that wait at a time. Thread-safe.
+class FileProofs(Generic[T]):
+    """Proofs of a version's files. A thread reads files that are closed early, all that wait at a time. Thread-safe.
 
     Args:
         folder: Folder of the UPLOADING version.
         files: Its files.
-        take: Function of the folder and some of its files that returns the digests of each, by its path. It may raise OSError and
-            ValueError; the files are digested after the last seal then.
+        take: Function of the folder and some of its files that returns the proof of each, by its path. It may raise OSError and
+            ValueError; the files are read after the last seal then.
+        shared: Whether other processes may have the files open.
     """
 
     def __init__(
-        self, folder: Path, files: Sequence[FileLayout], take: Callable[[Path, Sequence[FileLayout]], Mapping[str, T]]
+        self,
+        folder: Path,
+        files: Sequence[FileLayout],
+        take: Callable[[Path, Sequence[FileLayout]], Mapping[str, T]],
+        *,
+        shared: bool = True,
     ) -> None:
-        self._folder, self._take = folder, take
+        self._folder, self._take, self._shared = folder, take, shared
         self._files = {file.path: file for file in files}
         self._changed = threading.Condition()
         self._waiting: list[FileLayout] = []
@@ -61,18 +66,57 @@ class EarlyDigests(Generic[T]):
         self._found: dict[str, T] = {}
 
     def begin(self, files: Sequence[str]) -> None:
-        """Digest files, which no process should have open for writing. A no-op after `settle` or `drop`."""
+        """Read files, which no process should have open for writing. A no-op after `prove` or `drop`, or if none are shared."""
         with self._changed:
-            if self._ended or not files:
+            if self._ended or not files or not self._shared:
                 return
             self._waiting += [self._files[file] for file in files]
             if self._running:
                 return
             self._running = True
-        threading.Thread(target=self._run, name="early-digests").start()
+        threading.Thread(target=self._run, name="early-proofs").start()
 
-    def settle(self) -> dict[str, T]:
-        """Wait for the digests of all files that were begun, and return the digests that count, by file."""
+    def prove(self, files: Sequence[FileLayout], patience: float = PATIENCE) -> dict[str, T]:
+        """Return the proofs of files, by path: early ones, of files that no process has opened for writing since, and new ones.
+
+        Args:
+            files: The files.
+            patience: Seconds to wait for other processes that have them open for writing. None opens them until the end.
+
+        Raises ProofFailed, OSError.
+        """
+        found = self._settle()
+        rest = [file for file in files if file.path not in found]
+        leases = self._lease(rest, time.monotonic() + patience, patience) if self._shared else []
+        try:
+            if overwritten := [file.path for file in rest if not has_header(self._folder, file)]:
+                raise ProofFailed(f"{overwritten[0]}: its header was overwritten")
+            found |= self._take(self._folder, rest) if rest else {}
+            if broken := [file.path for file, lease in zip(rest, leases, strict=False) if not lease.is_intact]:
+                raise ProofFailed(f"a process has opened {broken[0]} for writing while it was verified")
+        finally:
+            for lease in leases:
+                lease.close()
+        return {file.path: found[file.path] for file in files}
+
+    def _lease(self, files: Sequence[FileLayout], deadline: float, patience: float) -> list[ReadLease]:
+        """Take a lease on every file. Raises ProofFailed if a process still has one open for writing at the deadline."""
+        while True:
+            leases = list[ReadLease]()
+            for file in files:
+                if (lease := read_lease(self._folder / file.path)) is None:
+                    break
+                leases.append(lease)
+            else:
+                return leases
+            for lease in leases:  # who has a file open may need another one first
+                lease.close()
+            if time.monotonic() > deadline:
+                raise ProofFailed(f"a process still has {file.path} open for writing after {patience:g} s")
+            time.sleep(_PAUSE)
+
+    def _settle(self) -> dict[str, T]:
+        """Wait for the proofs of all files that were begun, and return those that count, by file."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
             self._ended = True
@@ -81,7 +125,7 @@ class EarlyDigests(Generic[T]):
         return found
 
     def drop(self) -> None:
-        """Discard all digests, so that the files may be written again."""
+        """Discard all proofs, so that the files may be written again."""
         with self._changed:
             self._ended, self._waiting = True, []
             self._found.clear()
@@ -123,31 +167,6 @@ class EarlyDigests(Generic[T]):
     def _stopped(self) -> None:
         self._running = False
         self._changed.notify_all()
-
-
-def prove_files(
-    folder: Path, files: Sequence[FileLayout], patience: float = PATIENCE, clock: Callable[[], float] = time.monotonic
-) -> SetProof:
-    """Digest files once no process has them open for writing, none of which opens them until the end.
-
-    Args:
-        folder: Folder of the files.
-        files: Their layouts.
-        patience: Seconds to wait for other processes that have the files open for writing.
-        clock: Monotonic clock in seconds.
-
-    Raises ProofRefused, OSError.
-    """
-    with ExitStack() as stack:
-        leases = _leases(folder, files, clock() + patience, patience, clock)
-        for lease in leases:
-            stack.callback(lease.close)
-        if overwritten := [file.path for file in files if not has_header(folder, file)]:
-            raise ProofRefused(f"{overwritten[0]}: its header was overwritten")
-        found = read_proofs(folder, files)
-        if broken := [file.path for file, lease in zip(files, leases, strict=True) if not lease.is_intact]:
-            raise ProofRefused(f"a process has opened {broken[0]} for writing while it was verified")
-    return found
 
 
 def read_proofs(folder: Path, files: Sequence[FileLayout], threads: int = THREADS) -> SetProof:
@@ -204,22 +223,6 @@ def _fill(descriptor: int, data: memoryview, at: int, name: str) -> None:
         if not found:
             raise OSError(f"{name} ends at {at}, {len(data)} bytes are missing")
         data, at = data[found:], at + found
-
-
-def _leases(
-    folder: Path, files: Sequence[FileLayout], deadline: float, patience: float, clock: Callable[[], float]
-) -> list[ReadLease]:
-    """Take a lease on every file. Raises ProofRefused if a process still has one open for writing at the deadline."""
-    leases = list[ReadLease]()
-    for file in files:
-        while (lease := read_lease(folder / file.path)) is None:
-            if clock() > deadline:
-                for taken in leases:
-                    taken.close()
-                raise ProofRefused(f"a process still has {file.path} open for writing after {patience:g} s")
-            time.sleep(_PAUSE)
-        leases.append(lease)
-    return leases
 
 
 def has_header(folder: Path, file: FileLayout) -> bool:

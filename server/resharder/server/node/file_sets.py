@@ -28,7 +28,7 @@ from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import FileLayout
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.file_proofs import EarlyDigests, ProofRefused, SetProof, prove_files, read_proofs
+from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, read_proofs
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only
 from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.holding.transfers import FetchFailed
@@ -45,7 +45,7 @@ class FileSet:
     """A set that the version `version` has taken."""
 
     folder: Path
-    early: EarlyDigests[FileProof]
+    proofs: FileProofs[FileProof]
     version: str = ""
     own: FilesOnNode = field(default_factory=FilesOnNode)  # files that the version has here
     closed: set[str] = field(default_factory=set)  # files that ranks have closed
@@ -209,7 +209,7 @@ class FileSets:
         if reservation.pool is not None:
             reservation.pool.end()
         for found in reservation.taken.values():
-            found.early.drop()
+            found.proofs.drop()
             if not found.busy:
                 self._discard(found.folder)
         _log.info("reservation_ended", publisher=reservation.publisher, sets=len(reservation.taken))
@@ -219,7 +219,7 @@ class FileSets:
         free = reservation.pool.free if reservation.pool else []
         for folder in [folder for folder in free if folder.name == id]:
             free.remove(folder)
-            reservation.taken[id] = FileSet(folder, EarlyDigests(folder, reservation.own.files, _read_early))
+            reservation.taken[id] = FileSet(folder, FileProofs(folder, reservation.own.files, _read))
         return reservation.taken.get(id)
 
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
@@ -227,7 +227,7 @@ class FileSets:
         found.own = reservation.own if order.gathers else reservation.own.whole
         if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
             found.closed |= closed
-            found.early.begin([file.path for file in reservation.own.files if file.path in closed])
+            found.proofs.begin([file.path for file in reservation.own.files if file.path in closed])
         if order.state == State.VERIFYING and not found.reported:
             found.sealed, found.sources = True, {each.node.removeprefix("nodes/"): each.data_address for each in order.sources}
             self._work(self._verify, reservation, found)
@@ -281,7 +281,7 @@ class FileSets:
     def _dispose(self, reservation: ReservedSets, found: FileSet) -> None:
         """Use the files of a set again that no version needs any longer, or unlink them."""
         del reservation.taken[found.id]
-        found.early.drop()
+        found.proofs.drop()
         if not self._clean(reservation, found.folder):
             self._discard(found.folder)
 
@@ -357,10 +357,8 @@ class FileSets:
                 failpoint("node.verify")
                 wanted = found.version, reservation.id, found.folder, found.own, found.sources
                 self._gatherer.gather(*wanted, lambda: found.ended or reservation.ended or self._closed.is_set())
-                early = found.early.settle()
-                rest = [file for file in found.own.files if file.path not in early]
-                found.proof = {**early, **prove_files(found.folder, rest)}
-            except ProofRefused as error:
+                found.proof = found.proofs.prove(found.own.files)
+            except ProofFailed as error:
                 found.problem = str(error)
             except FetchFailed as error:
                 found.problem, found.unreachable = str(error), error.node
@@ -398,9 +396,9 @@ class FileSets:
             return reservation is not None and self._clean(reservation, folder)
 
 
-def _read_early(folder: Path, files: Sequence[FileLayout]) -> SetProof:
+def _read(folder: Path, files: Sequence[FileLayout]) -> SetProof:
     found = read_proofs(folder, files)
-    _log.info("files_verified_early", set=folder.name, files=len(files))
+    _log.info("files_verified", set=folder.name, files=len(files))
     return found
 
 
