@@ -18,6 +18,7 @@ from resharder.server.holding import file_proofs, set_pool
 from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, read_proofs
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
+from resharder.server.infra.filesystem import unused_elsewhere
 from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
@@ -137,6 +138,18 @@ def test_a_proof_has_the_digests_of_what_ranks_have_written(site: Site) -> None:
         file.write(b"?")
     with pytest.raises(ProofFailed, match="header was overwritten"):
         proved(folder)
+
+
+def test_a_proof_that_fails_leaves_no_lease_on_a_file(site: Site) -> None:
+    _, folder = site.free()
+    write(folder)
+    files = lay_out(SPECS, 1 << 20)
+    for file in files[:-1]:
+        (folder / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+    with pytest.raises(OSError, match="No such file"):
+        FileProofs(folder, files, read_proofs).prove(files, 60.0)
+    assert len(files) > 1
+    assert all(unused_elsewhere(folder / file.path) for file in files[:-1])
 
 
 def test_a_proof_is_the_same_however_blocks_cut_the_tensors(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

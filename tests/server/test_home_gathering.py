@@ -112,7 +112,7 @@ def test_a_node_that_did_not_deliver_its_boxes_is_suspended(world: World) -> Non
     with pytest.raises(HomeLost, match="nodes/one: nodes/three does not deliver boxes: 404"):
         world.homes.proofs(VERSION, 5)
     world.homes.version_changed(VersionRecord("policy", 1, ABORTED, 1, 1, "job", 1, 1, 0.0))
-    assert [world.homes._state.usable(PUBLISHER, node, READS[node], world.now) is not None for node in READS] == [
+    assert [world.homes._usable(PUBLISHER, node, READS[node], world.now) is not None for node in READS] == [
         True,
         True,
         False,
@@ -123,7 +123,7 @@ def test_a_node_blames_none_from_which_it_gathers_nothing(world: World) -> None:
     world.take()
     world.homes.verify(VERSION)
     world.prove("two", {}, "a problem", "one")
-    assert world.homes._state.usable(PUBLISHER, "one", READS["one"], world.now) is not None
+    assert world.homes._usable(PUBLISHER, "one", READS["one"], world.now) is not None
 
 
 def test_nodes_keep_memory_for_their_parts(world: World) -> None:

@@ -57,7 +57,7 @@ class World:
         return tuple(file for file in FILES if FILE_HOMES.get(file.path) == node)
 
     def is_coming(self, node: str) -> bool:
-        return self.homes._state.is_coming(PUBLISHER, node, READS[node], self.now)
+        return self.homes._is_coming(PUBLISHER, node, READS[node], self.now)
 
     def states(self, node: str = "one", wanted: tuple[str, ...] = ()) -> list[node_pb2.FileSetOrder]:
         return list(self.homes.orders(node, wanted)[0].sets)
@@ -105,13 +105,13 @@ def test_a_node_from_which_the_daemon_could_not_fetch_is_no_home_for_a_time_that
     world.report("one", "s", "t", "u", "v")
     assert world.take() == {"one": "/one/s"}
     for seconds in (60, 120):
-        world.homes._state.suspend("one", world.now)
+        world.homes._suspend("one", world.now)
         assert world.take(NAMES[1]) == {}
         world.now += seconds - 12
         assert world.take(NAMES[1]) == {}
         world.now += 12
         assert world.take(NAMES[1]).keys() == {"one"}
-    world.homes._state.suspend("one", world.now)
+    world.homes._suspend("one", world.now)
     world.report("one", "w", instance="j")
     assert world.take(NAMES[2]) == {"one": "/one/w"}, "another process may be reached"
 
@@ -135,7 +135,7 @@ def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World
     assert world.states() == [order_of(NAMES[0], State.VERIFYING)]
     world.homes.put_proof(NAMES[0], "one", "i", "s", "", "", PROOF)
     assert world.homes.proofs(NAMES[0], 1.0) == PROOF
-    assert world.homes._state.sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
+    assert world.homes._sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
     assert world.homes.written(NAMES[0]).keys() == {"one"}
     world.settle(NAMES[0], READY)
     assert world.states(wanted=(NAMES[0],)) == [order_of(NAMES[0], State.READY)]
@@ -190,7 +190,7 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
         case "refused":
             world.homes.put_proof(NAMES[0], "one", "i", "s", "", "a process still has x open for writing", {})
     assert reason in world.homes.problem(NAMES[0])
-    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes._state.sources(NAMES[0])):
+    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes._sources(NAMES[0])):
         with pytest.raises(HomeLost, match=reason):
             ask()
 

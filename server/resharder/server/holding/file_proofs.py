@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -87,30 +88,28 @@ class FileProofs(Generic[T]):
         """
         found = self._settle()
         rest = [file for file in files if file.path not in found]
-        leases = self._lease(rest, time.monotonic() + patience, patience) if self._shared else []
-        try:
+        with ExitStack() as stack:
+            leases = self._lease(rest, patience, stack) if self._shared else []
             if overwritten := [file.path for file in rest if not has_header(self._folder, file)]:
                 raise ProofFailed(f"{overwritten[0]}: its header was overwritten")
             found |= self._take(self._folder, rest) if rest else {}
             if broken := [file.path for file, lease in zip(rest, leases, strict=False) if not lease.is_intact]:
                 raise ProofFailed(f"a process has opened {broken[0]} for writing while it was verified")
-        finally:
-            for lease in leases:
-                lease.close()
         return {file.path: found[file.path] for file in files}
 
-    def _lease(self, files: Sequence[FileLayout], deadline: float, patience: float) -> list[ReadLease]:
-        """Take a lease on every file. Raises ProofFailed if a process still has one open for writing at the deadline."""
+    def _lease(self, files: Sequence[FileLayout], patience: float, stack: ExitStack) -> list[ReadLease]:
+        """Take a lease on every file until a stack ends. Raises ProofFailed if a process keeps one open for writing."""
+        deadline = time.monotonic() + patience
         while True:
             leases = list[ReadLease]()
             for file in files:
                 if (lease := read_lease(self._folder / file.path)) is None:
                     break
+                stack.callback(lease.close)
                 leases.append(lease)
             else:
                 return leases
-            for lease in leases:  # who has a file open may need another one first
-                lease.close()
+            stack.close()  # who has a file open may need another one first
             if time.monotonic() > deadline:
                 raise ProofFailed(f"a process still has {file.path} open for writing after {patience:g} s")
             time.sleep(_PAUSE)
