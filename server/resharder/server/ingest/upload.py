@@ -1,7 +1,17 @@
 """An UPLOADING version: received chunks, sealed slots, and verification before READY.
 
-open --all slots sealed--> committing --digests agree--> READY
-  \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED
+The life of an upload, in the store and on nodes alike:
+
+    slot      open --SealSlot of its rank--> sealed
+    file      open --closed by all its ranks----> proven, unless a process opens it for writing
+                `--after the last SealSlot------> proven once no process has it open for writing
+    set       laid out --> free --a version begins--> its files --the version has ended--> free again
+                                                                   `--> held while a process has one open
+    version   open --all slots sealed--> committing --the proofs are what the slots declare--> READY
+                `--aborted, fenced, a rank silent or at a later step--`--they differ--> ABORTED
+
+Slots are here, files in `holding/file_proofs.py`, sets in `holding/set_pool.py`; a version's folder in `store/lifecycle.py`,
+and on a node in `node/file_sets.py`. The calls of the ranks are in `intake.py`.
 """
 
 import threading
