@@ -48,6 +48,7 @@ class FileProofs(Generic[T]):
         take: Function of the folder and some of its files that returns the proof of each, by its path. It may raise OSError and
             ValueError; the files are read after the last seal then.
         shared: Whether other processes may have the files open.
+        clock: Seconds of a monotonic clock.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class FileProofs(Generic[T]):
         take: Callable[[Path, Sequence[FileLayout]], Mapping[str, T]],
         *,
         shared: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._take, self._shared = folder, take, shared
+        self._folder, self._take, self._shared, self._clock = folder, take, shared, clock
         self._files = {file.path: file for file in files}
         self._changed = threading.Condition()
         self._waiting: list[FileLayout] = []
@@ -99,7 +101,7 @@ class FileProofs(Generic[T]):
 
     def _lease(self, files: Sequence[FileLayout], patience: float, stack: ExitStack) -> list[ReadLease]:
         """Take a lease on every file until a stack ends. Raises ProofFailed if a process keeps one open for writing."""
-        deadline = time.monotonic() + patience
+        deadline = self._clock() + patience
         while True:
             leases = list[ReadLease]()
             for file in files:
@@ -110,7 +112,7 @@ class FileProofs(Generic[T]):
             else:
                 return leases
             stack.close()  # who has a file open may need another one first
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 raise ProofFailed(f"a process still has {file.path} open for writing after {patience:g} s")
             time.sleep(_PAUSE)
 
