@@ -26,8 +26,8 @@ from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, G
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed
 from resharder.server.nodes.home_fetch import HomeSource, fetch_from_homes
+from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.records import LostNodes, nonce_id
-from resharder.server.nodes.reports import id_of
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder

@@ -17,21 +17,25 @@ from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import (
+    CopyView,
     KnownNode,
+    NodeView,
+    bitmap_of,
     chosen_of,
     copies_of,
     host_copy_of,
+    id_of,
     model_of,
     notify,
     peer_of,
     readers_of,
     reading,
     revision_of,
+    wanted_of,
 )
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
-from resharder.server.nodes.reports import CopyView, NodeView, bitmap_of, id_of, wanted_of
 from resharder.server.nodes.tracker import LONGEST, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name

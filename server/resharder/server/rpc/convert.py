@@ -12,7 +12,7 @@ from resharder.server.fleets.explain import FleetView, ServerView, explain_serve
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.nodes.reports import NodeView
+from resharder.server.nodes.known_node import NodeView
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.state.errors import InvalidArgument, unknown_value
 from resharder.server.state.fleet import Move, UpdateStrategy

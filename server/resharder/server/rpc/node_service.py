@@ -13,8 +13,8 @@ from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
+from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.reports import id_of
 from resharder.server.rpc.convert import node_id, seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound

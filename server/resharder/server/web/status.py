@@ -9,7 +9,7 @@ from resharder.converters.units import size_text
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
-from resharder.server.nodes.reports import NodeView, id_of
+from resharder.server.nodes.known_node import NodeView, id_of
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import Move, UpdateStrategy, VersionTarget
 from resharder.server.state.server import Install, Server, Settings, Worker
