@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import grpc
@@ -342,7 +343,7 @@ class FileSets:
                     lambda failure: self._settled(reservation, pool, failure),
                 )
                 path = self._root / secrets.token_hex(8)
-                pool = SetPool(self._lock, self._pool, path, "node.reserve", host, own.files, own.parts)
+                pool = SetPool(self._lock, self._pool, path, count(1), "node.reserve", host, own.files, own.parts)
                 reservation.own, reservation.pool = own, pool
                 self._keep_ahead(reservation)
         self.changed.emit()

@@ -365,7 +365,7 @@ class NodeRegistry:
         with self._lock:
             node = self._nodes.get(id)
             if node is None:
-                return node_pb2.NodeOrders(report_seconds=self._longest)
+                return node_pb2.NodeOrders(lease_seconds=self.lease_seconds, report_seconds=self._longest)
             reported = {copy.version: copy for copy in node.report.versions}
             wanted = self._chosen(node)
             answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
