@@ -26,7 +26,7 @@ from resharder.server.holding.sources import (
     choose,
 )
 from resharder.server.nodes.pieces import PieceTable
-from resharder.server.nodes.tracker import SHORTEST, NodeReport, Tracker, TrackerAnswer
+from resharder.server.nodes.tracker import SHORTEST, Tracker, TrackerAnswer
 
 VERSION = "models/policy/versions/1"
 ORIGIN = "origin"
@@ -135,7 +135,6 @@ class Host:
     name: str
     needs: Bitmap
     held: Bitmap
-    gained: Bitmap
     chance: np.random.Generator
     scarce: Bitmap
     granted: tuple[int, ...] = ()
@@ -163,14 +162,14 @@ class Swarm:
         table.add_source(VERSION, ORIGIN)
         self._tracker = Tracker(table)
         self._origin = self._host(ORIGIN, Bitmap(network.pieces), Bitmap.full(network.pieces))
-        self._tracker.report(NodeReport(ORIGIN, VERSION, self._origin.held, whole=True), 0.0)
+        table.report(VERSION, ORIGIN, self._origin.held)
         self._hosts = [self._host(f"host{i}", network.needs(i), Bitmap(network.pieces)) for i in range(network.hosts)]
         self._by_name = {host.name: host for host in [self._origin, *self._hosts]}
         self._left = len(self._hosts)
 
     def _host(self, name: str, needs: Bitmap, held: Bitmap) -> Host:
         chance = np.random.default_rng(int(self._chance.integers(1 << 32)))
-        return Host(name, needs, held, Bitmap(held.count), chance, Bitmap(held.count))
+        return Host(name, needs, held, chance, Bitmap(held.count))
 
     def run(self) -> Outcome:
         """Run until every living host holds the version. Raises RuntimeError when nothing more happens before."""
@@ -178,7 +177,7 @@ class Swarm:
         for i, host in enumerate(self._hosts):
             late = i >= len(self._hosts) - network.late
             start = network.one_transfer / 2 if late else float(self._chance.random()) * SHORTEST
-            self._at(start, self._report, host, True)
+            self._at(start, self._report, host)
         for host, share in zip(self._hosts, network.deaths, strict=False):
             self._at(share * network.one_transfer, self._die, host)
         while self._left:
@@ -200,15 +199,14 @@ class Swarm:
 
     # Reports
 
-    def _report(self, host: Host, whole: bool = False) -> None:
+    def _report(self, host: Host) -> None:
         if host.alive:
-            report = NodeReport(host.name, VERSION, host.gained, whole=whole, wanted=host.needs, load=len(host.sending))
-            host.gained = Bitmap(host.held.count)
-            self._at(self._now + self._network.latency, self._answer, host, report)
+            held = Bitmap(host.held.count, host.held.bits.copy())
+            self._at(self._now + self._network.latency, self._answer, host, held, len(host.sending))
 
-    def _answer(self, host: Host, report: NodeReport) -> None:
+    def _answer(self, host: Host, held: Bitmap, load: int) -> None:
         before = time.process_time()
-        answer = self._tracker.report(report, self._now)
+        answer = self._tracker.report(VERSION, host.name, held, host.needs, load, self._now)
         self._outcome.cpu += time.process_time() - before
         self._outcome.reports += 1
         self._answered += sum(offer.held.bits.nbytes for offer in answer.offers) + answer.scarce.bits.nbytes
@@ -288,7 +286,6 @@ class Swarm:
             self._repeated += 1
             self._end(other)
         host.held.add(flow.piece)
-        host.gained.add(flow.piece)
         if not len(host.needs - host.held):
             host.done = self._now
             self._left -= 1

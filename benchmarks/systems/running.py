@@ -69,7 +69,11 @@ def _path(*folders: str) -> str:
 
 def server_of(setup: Setup, site: Site, socket: str, eager: bool = False) -> VllmServer:
     """Return a server of the model, not started, whose worker tells its hashes at `socket`."""
-    environment: dict[str, str | None] = {"PYTHONPATH": _path(tensor_hashes.PLUGINS, str(ROOT)), "TENSOR_HASHES": socket, "VLLM_SERVER_DEV_MODE": "1"}
+    environment: dict[str, str | None] = {
+        "PYTHONPATH": _path(tensor_hashes.PLUGINS, str(ROOT)),
+        "TENSOR_HASHES": socket,
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
     arguments, plugins = [*site.arguments], (*site.plugins, "tensor_hashes")
     if setup.gpus:
         size = 2 * sum(map(prod, expected_shapes(setup.config).values()))

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
-from resharder.converters.storage.files import BITS, MappedFiles, lay_out
+from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, lay_out
 from resharder.server.holding import file_proofs, set_pool
-from resharder.server.holding.file_proofs import ProofRefused, prove_files, read_proofs
+from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, begin_proof
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
+from resharder.server.infra.filesystem import unused_elsewhere
 from resharder.server.node.box_gathering import BoxGatherer
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import RemoteVersion
@@ -103,6 +104,10 @@ def write(folder: Path) -> None:
             maps.arrays[name][...] = WEIGHTS[name]
 
 
+def proved(folder: Path, patience: float = 60.0, files: Sequence[FileLayout] = OWN) -> SetProof:
+    return FileProofs(folder, files, begin_proof).prove(files, patience)
+
+
 def inodes(folder: Path) -> set[int]:
     return {(folder / file.path).stat().st_ino for file in OWN}
 
@@ -120,19 +125,31 @@ def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 def test_a_proof_has_the_digests_of_what_ranks_have_written(site: Site) -> None:
     _, folder = site.free()
     write(folder)
-    (proof,) = prove_files(folder, OWN).values()
+    (proof,) = proved(folder).values()
     names = list(OWN[0].by_name)
     arrays = {name: WEIGHTS[name].view(BITS[WEIGHTS[name].itemsize]) for name in names}
     expected = [digest(array, full_box(array.shape), array.shape) for array in arrays.values()]
     assert list(proof.digests) == expected
     assert len(proof.checksums) == 1
-    with (folder / OWN[0].path).open("r+b"), pytest.raises(ProofRefused, match=r"open for writing after 0.05 s"):
-        prove_files(folder, OWN, 0.05)
+    with (folder / OWN[0].path).open("r+b"), pytest.raises(ProofFailed, match=r"open for writing after 0.05 s"):
+        proved(folder, 0.05)
     with (folder / OWN[0].path).open("r+b") as file:
         file.seek(20)
         file.write(b"?")
-    with pytest.raises(ProofRefused, match="header was overwritten"):
-        prove_files(folder, OWN)
+    with pytest.raises(ProofFailed, match="header was overwritten"):
+        proved(folder)
+
+
+def test_a_proof_that_fails_leaves_no_lease_on_a_file(site: Site) -> None:
+    _, folder = site.free()
+    write(folder)
+    files = lay_out(SPECS, 1 << 20)
+    for file in files[:-1]:
+        (folder / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+    with pytest.raises(OSError, match="No such file"):
+        proved(folder, files=files)
+    assert len(files) > 1
+    assert all(unused_elsewhere(folder / file.path) for file in files[:-1])
 
 
 def test_a_proof_is_the_same_however_blocks_cut_the_tensors(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +161,7 @@ def test_a_proof_is_the_same_however_blocks_cut_the_tensors(site: Site, monkeypa
     content = file.header + random.bytes(file.size - len(file.header))
     (site.sets._root / file.path).write_bytes(content)
     monkeypatch.setattr(file_proofs, "PIECE_BYTES", 3 * 4096)
-    proof = read_proofs(site.sets._root, [file])[file.path]
+    proof = proved(site.sets._root, files=[file])[file.path]
     with MappedFiles(site.sets._root, [file]) as maps:
         assert list(proof.digests) == list(digest_tensors(maps, 1).values())
     parts = [content[at : at + 3 * 4096] for at in range(0, file.size, 3 * 4096)]
@@ -160,12 +177,12 @@ def test_closed_files_are_verified_before_the_last_seal_and_again_once_a_process
     set, folder = site.free()
     write(folder)
     site.follow((set, State.UPLOADING), closed=[file.path])
-    site.of(set).early._begun[file.path].wait()
+    site.of(set).proofs._begun[file.path].wait()
     parts = len(read)
     with ThreadPoolExecutor(1) as pool:
         if changed:
             late = pool.submit((folder / file.path).open, "r+b")
-            wait_until(lambda: not site.of(set).early._begun[file.path].lease.is_intact)
+            wait_until(lambda: not site.of(set).proofs._begun[file.path].lease.is_intact)
         site.follow((set, State.VERIFYING))
         if changed:
             with late.result() as opened:  # the digests were discarded, which ends the lease
@@ -175,7 +192,7 @@ def test_closed_files_are_verified_before_the_last_seal_and_again_once_a_process
     assert len(read) == (2 * parts if changed else parts)
     ((_, problem, found),) = site.daemon.proofs
     if not problem or not changed:  # the writer may come while the files are verified again
-        assert found == read_proofs(folder, OWN)
+        assert found == proved(folder)
     else:
         assert "for writing while it was verified" in problem
 
@@ -206,7 +223,7 @@ def test_files_of_a_dropped_version_are_used_again_once_no_process_has_mapped_th
     assert again not in before, "under another id"
     assert sorted(path.name for path in site.reported()[again].iterdir()) == sorted(file.path for file in OWN)
     write(site.reported()[again])
-    assert prove_files(site.reported()[again], OWN)
+    assert proved(site.reported()[again])
 
 
 def test_files_that_a_late_rank_keeps_open_for_long_are_unlinked_rather_than_used_again(site: Site) -> None:

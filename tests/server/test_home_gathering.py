@@ -1,16 +1,15 @@
 """The daemon's register of files on nodes, where nodes gather boxes from each other: in which versions, by which orders."""
 
-from dataclasses import replace
-
 import pytest
 from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.server.holding.part_files import FileProof, GatheredBoxes
 from resharder.server.nodes import homes
 from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
-from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.version import ABORTED, READY, VersionRecord
 from resharder.v1 import node_pb2
+
+from tests.support.node_reports import order_of, report_of, reservation_of, with_values
 
 GROUPS = {"a": "one", "b": "two", "g": "one, gathered"}
 FILES = lay_out([TensorSpec(name, "BF16", (64, 8)) for name in ("a", "b", "c", "g")], homes=GROUPS)
@@ -22,6 +21,8 @@ GATHERED = tuple(
 PUBLISHER, VERSION = "models/policy/publishers/1", "models/policy/versions/1"
 READS = {node: [{f"/{node}/nonce": node.encode()}] for node in ("one", "two", "three")}
 WHOLE = (NodeHome("one", "/one/s", (PATHS["a"],)), NodeHome("two", "/two/s", (PATHS["b"],)))
+
+State = node_pb2.FileSetOrder
 
 
 def proof(*names: str) -> dict[str, FileProof]:
@@ -45,15 +46,14 @@ class World:
         return self.now
 
     def report(self, node: str, *, drained: bool = False, caller: str = "", **more: object) -> None:
-        known = [ReservationReport(each.id, (ReportedSet("s", f"/{node}/s"),)) for each in self.homes.orders(node, ())]
-        report = StateReport(node, "i", f"{node}:7679", f"/{node}/nonce", node.encode(), 1 << 30, 0, gathers=True)
-        report = replace(report, reservations=tuple(known), **more)  # type: ignore[arg-type]
-        self.homes.reported(report, caller, drained, lambda: None)
+        known = [reservation_of(each.id, node, ["s"]) for each in self.homes.orders(node, ())]
+        report = report_of(node, gathers=True, reservations=known)
+        self.homes.reported(with_values(report, **more), caller, drained, lambda: None)
 
     def take(self) -> tuple[NodeHome, ...]:
         return self.homes.take(PUBLISHER, VERSION, READS)
 
-    def order(self, node: str, *wanted: str) -> FileSetOrder:
+    def order(self, node: str, *wanted: str) -> node_pb2.FileSetOrder:
         (found,) = self.homes.orders(node, wanted)[0].sets
         return found
 
@@ -74,13 +74,11 @@ def test_a_version_for_which_all_nodes_have_a_set_is_gathered(world: World) -> N
         NodeHome("three", "/three/s", (), True),
     )
     world.homes.closed(VERSION, [PATHS["a"], PATHS["g"]])
-    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.UPLOADING, (PATHS["a"],), True), (
-        "`g` lacks boxes until then"
-    )
+    assert world.order("one") == order_of(VERSION, State.UPLOADING, [PATHS["a"]], True), "`g` lacks boxes until then"
     world.homes.verify(VERSION)
     sources = (("three", "three:7679"), ("two", "two:7679"))
-    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.VERIFYING, (), True, sources)
-    assert world.order("three") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.VERIFYING, (), True)
+    assert world.order("one") == order_of(VERSION, State.VERIFYING, (), True, *sources)
+    assert world.order("three") == order_of(VERSION, State.VERIFYING, (), True)
     world.prove("one", proof("a", "g"))
     world.prove("two", proof("b"))
     assert world.homes.proofs(VERSION, 5) == proof("a", "b", "g"), "no proof of a node without a file of its own is waited for"
@@ -99,9 +97,9 @@ def test_a_version_that_one_node_cannot_be_part_of_is_gathered_by_none(world: Wo
     reads = {**READS, "three": [{"/three/nonce": b"of an earlier process"}]} if why == "other ranks" else READS
     assert world.homes.take(PUBLISHER, VERSION, reads) == WHOLE
     world.homes.closed(VERSION, [PATHS["a"], PATHS["g"]])
-    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.UPLOADING, (PATHS["a"],)), "`g` is the daemon's"
+    assert world.order("one") == order_of(VERSION, State.UPLOADING, [PATHS["a"]]), "`g` is the daemon's"
     world.homes.verify(VERSION)
-    assert world.order("one") == FileSetOrder("s", VERSION, node_pb2.FileSetOrder.VERIFYING)
+    assert world.order("one") == order_of(VERSION, State.VERIFYING)
     world.prove("one", proof("a"))
     world.prove("two", proof("b"))
     assert world.homes.proofs(VERSION, 5) == proof("a", "b")
@@ -114,7 +112,7 @@ def test_a_node_that_did_not_deliver_its_boxes_is_suspended(world: World) -> Non
     with pytest.raises(HomeLost, match="nodes/one: nodes/three does not deliver boxes: 404"):
         world.homes.proofs(VERSION, 5)
     world.homes.version_changed(VersionRecord("policy", 1, ABORTED, 1, 1, "job", 1, 1, 0.0))
-    assert [world.homes._state.usable(PUBLISHER, node, READS[node], world.now) is not None for node in READS] == [
+    assert [world.homes._usable(PUBLISHER, node, READS[node], world.now) is not None for node in READS] == [
         True,
         True,
         False,
@@ -125,7 +123,7 @@ def test_a_node_blames_none_from_which_it_gathers_nothing(world: World) -> None:
     world.take()
     world.homes.verify(VERSION)
     world.prove("two", {}, "a problem", "one")
-    assert world.homes._state.usable(PUBLISHER, "one", READS["one"], world.now) is not None
+    assert world.homes._usable(PUBLISHER, "one", READS["one"], world.now) is not None
 
 
 def test_nodes_keep_memory_for_their_parts(world: World) -> None:
@@ -135,15 +133,15 @@ def test_nodes_keep_memory_for_their_parts(world: World) -> None:
 def test_a_node_admits_the_nodes_that_gather_from_it_once_the_daemon_has_let_them_read_the_layout(world: World) -> None:
     (order,) = world.homes.orders("three", ())
     world.report("one", caller="dns:one.test@10.0.0.1")
-    assert order.readers == ()
+    assert order.readers == []
     world.homes.reserved_files(PUBLISHER, order.id, "one", "dns:one.test@10.0.0.1")
-    assert world.homes.orders("three", ())[0].readers == ("dns:one.test",)
-    assert world.homes.orders("one", ())[0].readers == ()
+    assert world.homes.orders("three", ())[0].readers == ["dns:one.test"]
+    assert world.homes.orders("one", ())[0].readers == []
     world.report("one", caller="dns:another.test@10.0.0.1")
-    assert world.homes.orders("three", ())[0].readers == (), "another identity has the node's name"
+    assert world.homes.orders("three", ())[0].readers == [], "another identity has the node's name"
     world.report("one", caller="token:hosts@10.0.0.1", certificate="sha256:1234")
     world.homes.reserved_files(PUBLISHER, order.id, "one", "token:hosts@10.0.0.1")
-    assert world.homes.orders("three", ())[0].readers == ("sha256:1234",)
+    assert world.homes.orders("three", ())[0].readers == ["sha256:1234"]
 
 
 def test_files_that_ranks_write_are_shown_on_the_node_that_is_their_home(world: World) -> None:

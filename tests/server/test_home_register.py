@@ -1,7 +1,5 @@
 """The daemon's register of files on nodes into which ranks write: which set a version takes, and what becomes of it."""
 
-from dataclasses import replace
-
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
@@ -10,10 +8,11 @@ from resharder.server.nodes import homes
 from resharder.server.nodes.home_fetch import HomeSource
 from resharder.server.nodes.homes import HomeLost, HomeRegister
 from resharder.server.nodes.records import nonce_id
-from resharder.server.nodes.reports import FileSetOrder, ReportedSet, ReservationReport, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, DAEMON, READY, VersionRecord
 from resharder.v1 import node_pb2
+
+from tests.support.node_reports import order_of, report_of, reservation_of, with_values
 
 HOMES = {"a": "one", "b": "two"}
 FILES = lay_out([TensorSpec(name, "BF16", (64, 8)) for name in ("a", "b", "c")], homes=HOMES)
@@ -22,6 +21,8 @@ PUBLISHER, NAMES = "models/policy/publishers/1", [f"models/policy/versions/{numb
 PROOF = {path: FileProof((5,), (7,)) for path, node in FILE_HOMES.items() if node == "one"}
 READS = {node: [{f"/{node}/nonce": node.encode()}] for node in ("one", "two")}
 
+State = node_pb2.FileSetOrder
+
 
 class World:
     """A register with two live nodes, of which each call of `report` replaces the report."""
@@ -29,9 +30,7 @@ class World:
     def __init__(self) -> None:
         self.now, self.notified = 0.0, list[str]()
         self.homes = HomeRegister(clock=self._clock)
-        self.reports = {
-            node: StateReport(node, "i", f"{node}:7679", f"/{node}/nonce", node.encode(), 1 << 30, 0) for node in ("one", "two")
-        }
+        self.reports = {node: report_of(node) for node in ("one", "two")}
         for node in self.reports:
             self.report(node)
         self.homes.reserve(PUBLISHER, FILES, FILE_HOMES)
@@ -45,10 +44,8 @@ class World:
 
     def report(self, node: str, *sets: str, drained: bool = False, caller: str = "", problem: str = "", **more: object) -> None:
         known = self.homes.orders(node, ())
-        reservations = [
-            ReservationReport(each.id, tuple(ReportedSet(s, f"/{node}/{s}") for s in sets), problem) for each in known
-        ]
-        self.reports[node] = replace(self.reports[node], reservations=tuple(reservations), **more)  # type: ignore[arg-type]
+        reservations = [reservation_of(each.id, node, sets, problem) for each in known]
+        self.reports[node] = with_values(self.reports[node], reservations=reservations, **more)
         self.homes.reported(self.reports[node], caller, drained, lambda: self.notified.append(node))
 
     def take(self, version: str = NAMES[0], **reads: list[dict[str, bytes]]) -> dict[str, str]:
@@ -60,9 +57,9 @@ class World:
         return tuple(file for file in FILES if FILE_HOMES.get(file.path) == node)
 
     def is_coming(self, node: str) -> bool:
-        return self.homes._state.is_coming(PUBLISHER, node, READS[node], self.now)
+        return self.homes._is_coming(PUBLISHER, node, READS[node], self.now)
 
-    def states(self, node: str = "one", wanted: tuple[str, ...] = ()) -> list[FileSetOrder]:
+    def states(self, node: str = "one", wanted: tuple[str, ...] = ()) -> list[node_pb2.FileSetOrder]:
         return list(self.homes.orders(node, wanted)[0].sets)
 
     def settle(self, version: str, state: str) -> None:
@@ -84,7 +81,7 @@ def test_a_version_takes_a_set_of_each_node_and_none_twice(world: World) -> None
     world.settle(NAMES[0], ABORTED)
     world.report("one", "s")
     assert world.take(NAMES[2]) == {}, "the files of an aborted version come back under another id alone"
-    assert world.states() == [FileSetOrder("s", "", node_pb2.FileSetOrder.ENDED)]
+    assert world.states() == [order_of("", State.ENDED)]
 
 
 def test_a_node_that_its_ranks_may_not_be_on_any_more_is_no_home(world: World) -> None:
@@ -108,13 +105,13 @@ def test_a_node_from_which_the_daemon_could_not_fetch_is_no_home_for_a_time_that
     world.report("one", "s", "t", "u", "v")
     assert world.take() == {"one": "/one/s"}
     for seconds in (60, 120):
-        world.homes._state.suspend("one", world.now)
+        world.homes._suspend("one", world.now)
         assert world.take(NAMES[1]) == {}
         world.now += seconds - 12
         assert world.take(NAMES[1]) == {}
         world.now += 12
         assert world.take(NAMES[1]).keys() == {"one"}
-    world.homes._state.suspend("one", world.now)
+    world.homes._suspend("one", world.now)
     world.report("one", "w", instance="j")
     assert world.take(NAMES[2]) == {"one": "/one/w"}, "another process may be reached"
 
@@ -130,19 +127,19 @@ def test_no_version_waits_for_a_node_that_follows_no_reservation(world: World) -
 def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World) -> None:
     world.report("one", "s")
     world.take()
-    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.UPLOADING)]
+    assert world.states() == [order_of(NAMES[0], State.UPLOADING)]
     (path,) = PROOF
     world.homes.closed(NAMES[0], [path, "of another node"])
-    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.UPLOADING, (path,))]
+    assert world.states() == [order_of(NAMES[0], State.UPLOADING, [path])]
     world.homes.verify(NAMES[0])
-    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.VERIFYING)]
+    assert world.states() == [order_of(NAMES[0], State.VERIFYING)]
     world.homes.put_proof(NAMES[0], "one", "i", "s", "", "", PROOF)
     assert world.homes.proofs(NAMES[0], 1.0) == PROOF
-    assert world.homes._state.sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
+    assert world.homes._sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
     assert world.homes.written(NAMES[0]).keys() == {"one"}
     world.settle(NAMES[0], READY)
-    assert world.states(wanted=(NAMES[0],)) == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.READY)]
-    assert world.states() == [FileSetOrder("s", NAMES[0], node_pb2.FileSetOrder.ENDED)]
+    assert world.states(wanted=(NAMES[0],)) == [order_of(NAMES[0], State.READY)]
+    assert world.states() == [order_of(NAMES[0], State.ENDED)]
     world.homes.gone("one")
     assert world.homes.problem(NAMES[0]) == "", "a READY version needs no home"
 
@@ -193,7 +190,7 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
         case "refused":
             world.homes.put_proof(NAMES[0], "one", "i", "s", "", "a process still has x open for writing", {})
     assert reason in world.homes.problem(NAMES[0])
-    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes._state.sources(NAMES[0])):
+    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes._sources(NAMES[0])):
         with pytest.raises(HomeLost, match=reason):
             ask()
 
@@ -201,7 +198,7 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
 def test_a_new_epoch_ends_the_reservation_of_the_former_one_and_its_sets(world: World) -> None:
     former = world.reservation()
     world.homes.reserve(PUBLISHER, (), {})
-    assert world.homes.orders("one", ()) == ()
+    assert world.homes.orders("one", ()) == []
     with pytest.raises(FailedPrecondition, match="has ended"):
         world.homes.reserved_files(PUBLISHER, former, "one", "")
     world.homes.reserve(PUBLISHER, FILES, FILE_HOMES)

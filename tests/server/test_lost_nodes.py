@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.records import LostNodes, nonce_id
-from resharder.server.nodes.reports import StateReport
+
+from tests.support.node_reports import report_of
 
 
 @pytest.fixture
@@ -21,8 +22,7 @@ class Daemon:
         self.homes = HomeRegister(lost=LostNodes(file))
 
     def report(self, node: str, nonce: bytes) -> None:
-        report = StateReport(node, "i", f"{node}:7679", "/dev/shm/resharder-node-0/nonce", nonce, 1 << 30, 0)
-        self.homes.reported(report, "", False, lambda: None)
+        self.homes.reported(report_of(node, nonce=nonce), "", False, lambda: None)
 
     def settles(self, nonce: bytes) -> bool:
         return nonce_id(nonce) in self.homes.nonces().settled

@@ -2,23 +2,25 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.swarm import MOST_LINKS, LinkLog, LinkReport
+from resharder.server.holding.swarm import MOST_LINKS, LinkLog, bounded_link
 from resharder.server.infra.change_signal import Pause
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.reports import CopyReport, HostCopy, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
-from resharder.server.state.version import DAEMON, READY, RETIRED, VersionRecord
+from resharder.server.state.version import READY, RETIRED, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import MissingPieces, PartialVersion
-from resharder.v1 import resources_pb2
+from resharder.v1 import node_pb2, resources_pb2
+
+from tests.support.node_reports import pieces_at, report_of, with_values
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (40 << 10, 1024))]))
 SIZE, PIECES = number_pieces(FILES).total, number_pieces(FILES).count
@@ -49,7 +51,7 @@ class World:
         )
         return self.nodes
 
-    def sync(self, node: StateReport, caller: str = "", seen: int = 0, wait: float = 0.0) -> Orders:
+    def sync(self, node: node_pb2.SyncNodeRequest, caller: str = "", seen: int = 0, wait: float = 0.0) -> node_pb2.NodeOrders:
         """The answer to a report; a wait ends at its first pause."""
         waiting = self.nodes.sync(node, caller, seen, wait)
         try:
@@ -61,7 +63,7 @@ class World:
             return ended.value  # type: ignore[no-any-return]
         raise AssertionError("it waits on")
 
-    def want(self, version: str, node: str = "one", pieces: Bitmap | None = None) -> HostCopy:
+    def want(self, version: str, node: str = "one", pieces: Bitmap | None = None) -> node_pb2.HostVersion:
         needed = pieces.to_bytes() if pieces else b""
         return self.nodes.host_copy(version, "server", [(f"/{node}/nonce", node.encode())], needed)
 
@@ -81,14 +83,16 @@ def test_a_node_reports_three_times_within_its_lease(world: World) -> None:
     assert world.now <= LEASE / 3
 
 
-def report(node: str = "one", instance: str = "i", capacity: int = 10 * SIZE, **held: Bitmap | None) -> StateReport:
-    copies = [
-        CopyReport(NAMES[int(name[1:]) - 1], f"/{node}/{name}", bits.to_bytes() if bits else b"") for name, bits in held.items()
-    ]
-    return StateReport(node, instance, f"{node}:7679", f"/{node}/nonce", node.encode(), capacity, 0, copies=tuple(copies))
+def report(node: str = "one", instance: str = "i", capacity: int = 10 * SIZE, **held: Bitmap | None) -> node_pb2.SyncNodeRequest:
+    copies = [copy_of(NAMES[int(name[1:]) - 1], f"/{node}/{name}", bits) for name, bits in held.items()]
+    return report_of(node, instance, capacity, versions=copies)
 
 
-def ordered(orders: Orders) -> list[str]:
+def copy_of(version: str, folder: str, held: Bitmap | None, **more: Any) -> node_pb2.NodeVersion:
+    return node_pb2.NodeVersion(version=version, folder=folder, held=held.to_bytes() if held else b"", **more)
+
+
+def ordered(orders: node_pb2.NodeOrders) -> list[str]:
     return [order.version for order in orders.versions]
 
 
@@ -99,7 +103,7 @@ def test_a_node_is_told_what_workers_on_its_host_need_the_newest_request_first(w
     orders = world.sync(report())
     assert ordered(orders) == [NAMES[1], NAMES[0]]
     (source,) = orders.versions[0].peers
-    assert (source.offer.is_source, source.data_address, source.offer.held.whole()) == (True, "", True)
+    assert (source.source, source.data_address, source.held) == (True, "", Bitmap.full(PIECES).to_bytes())
     assert len(orders.versions[0].granted) > 0
     assert world.sync(report(), seen=orders.revision, wait=5.0) == orders, "once the time has passed"
 
@@ -116,10 +120,10 @@ def test_versions_that_do_not_fit_beside_newer_ones_and_retired_ones_are_to_be_d
 
 
 def test_a_worker_learns_of_the_nonce_files_and_then_of_its_own_hosts_node(world: World) -> None:
-    assert world.nodes.host_copy(NAMES[0], "s", []).nonce_files == ()
+    assert world.nodes.host_copy(NAMES[0], "s", []).nonce_files == []
     world.sync(report("one"))
     world.sync(report("two"))
-    assert world.nodes.host_copy(NAMES[0], "s", []).nonce_files == ("/one/nonce", "/two/nonce")
+    assert world.nodes.host_copy(NAMES[0], "s", []).nonce_files == ["/one/nonce", "/two/nonce"]
     assert world.nodes.host_copy(NAMES[0], "s", [("/one/nonce", b"another")]).node == ""
     found = world.nodes.host_copy(NAMES[0], "s", [("/two/nonce", b"two")])
     assert (found.node, found.folder, found.whole) == ("nodes/two", "", False)
@@ -146,18 +150,18 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
     world.now += FORGET
     world.sync(report("two"))
     world.nodes.expire()
-    assert [view.report.node for view in world.nodes.views()] == ["two"]
+    assert [view.report.node for view in world.nodes.views()] == ["nodes/two"]
 
 
 def test_other_nodes_learn_where_a_transfer_engine_has_a_version(world: World) -> None:
     world.sync(report("two"))
     world.want(NAMES[0], "two")
     for session, addresses in (("nixl/one:15001/a", (1 << 40,)), ("nixl/one:15001/b", ()), ("", (1 << 40,))):
-        held = CopyReport(NAMES[0], "/one/v1", Bitmap.full(PIECES).to_bytes(), addresses=addresses)
-        world.sync(replace(report("one"), session=session, copies=(held,)))
+        held = copy_of(NAMES[0], "/one/v1", Bitmap.full(PIECES), addresses=addresses)
+        world.sync(with_values(report("one"), session=session, versions=[held]))
         (order,) = world.sync(report("two")).versions
-        found = {source.offer.peer: (source.session, source.addresses) for source in order.peers}
-        assert found == {"one": (session, addresses if session else ()), DAEMON: ("", ())}
+        found = {source.node: (source.session, tuple(source.addresses)) for source in order.peers}
+        assert found == {"nodes/one": (session, addresses if session else ()), "daemon": ("", ())}
 
 
 def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None:
@@ -222,7 +226,7 @@ def test_a_node_hears_at_once_who_may_read_a_model(world: World) -> None:
     before = world.sync(report())
     world.nodes.admit(NAMES[0], "dns:two@host")
     after = world.sync(report(), seen=before.revision, wait=5.0)
-    assert (before.versions[0].readers, after.versions[0].readers) == ((), ("dns:two",))
+    assert (before.versions[0].readers, after.versions[0].readers) == ([], ["dns:two"])
 
 
 def test_a_node_should_hold_the_union_of_what_workers_on_its_host_need(world: World) -> None:
@@ -242,9 +246,11 @@ def test_a_node_should_hold_the_union_of_what_workers_on_its_host_need(world: Wo
 
 def test_a_worker_has_what_it_needs_while_pieces_of_others_are_missing_or_do_not_fit(world: World) -> None:
     some, more = Bitmap.of(PIECES, [0, 1]), Bitmap.of(PIECES, [3])
-    held = CopyReport(NAMES[0], "/one/v1", some.to_bytes(), "memory full", some.to_bytes())
-    world.sync(replace(report(), copies=(held,)))
-    assert world.want(NAMES[0], pieces=some) == HostCopy("nodes/one", "/one/v1", True, 2 * PIECE_BYTES)
+    held = copy_of(NAMES[0], "/one/v1", some, problem="memory full", wanted=some.to_bytes())
+    world.sync(with_values(report(), versions=[held]))
+    assert world.want(NAMES[0], pieces=some) == node_pb2.HostVersion(
+        node="nodes/one", folder="/one/v1", whole=True, held_bytes=2 * PIECE_BYTES
+    )
     assert world.want(NAMES[0], pieces=more).problem == "nodes/one: memory full"
     assert not world.want(NAMES[0]).whole
 
@@ -256,8 +262,8 @@ def test_parts_of_more_versions_fit_and_a_restarted_daemon_wants_no_more_than_be
     world.want(NAMES[1])
     assert ordered(world.sync(report(capacity=capacity))) == [NAMES[1], NAMES[0]]
     world.restart()
-    held = CopyReport(NAMES[0], "/one/v1", some.to_bytes(), wanted=some.to_bytes())
-    (order,) = world.sync(replace(report(), copies=(held,))).versions
+    held = copy_of(NAMES[0], "/one/v1", some, wanted=some.to_bytes())
+    (order,) = world.sync(with_values(report(), versions=[held])).versions
     assert order.wanted == some.to_bytes()
 
 
@@ -271,7 +277,7 @@ def test_a_bitmap_of_another_version_is_refused(world: World) -> None:
 
 def test_gauges_count_nodes_their_bytes_and_missing_pieces(world: World) -> None:
     world.sync(
-        replace(
+        with_values(
             report(v1=Bitmap.of(PIECES, [0])),
             received_daemon_bytes=7,
             received_peer_bytes=5,
@@ -297,7 +303,11 @@ def test_a_node_of_the_name_daemon_takes_no_pieces_from_the_daemons_row(world: W
     world.sync(report())
     world.want(NAMES[0])
     (source,) = world.sync(report()).versions[0].peers
-    assert (source.offer.is_source, source.data_address, source.offer.held.whole()) == (True, "", True)
+    assert (source.source, source.data_address, source.held) == (True, "", Bitmap.full(PIECES).to_bytes())
+
+
+def link(peer: str, size: int, seconds: float, failures: int, problem: str = "") -> resources_pb2.NodeLink:
+    return resources_pb2.NodeLink(peer=peer, received_bytes=size, seconds=seconds, failures=failures, problem=problem)
 
 
 def test_a_node_remembers_its_last_links_and_the_daemon_bounds_what_they_say() -> None:
@@ -306,30 +316,30 @@ def test_a_node_remembers_its_last_links_and_the_daemon_bounds_what_they_say() -
         log.failed(f"nodes/{peer}", "refused")
     log.received("nodes/2", 100, 0.5)
     log.received("nodes/2", 100, 1.5)
-    assert (len(log.all()), log.all()[-1]) == (MOST_LINKS, LinkReport("nodes/2", 200, 2.0, 1))
+    assert (len(log.all()), log.all()[-1]) == (MOST_LINKS, link("nodes/2", 200, 2.0, 1))
     strange = resources_pb2.NodeLink(peer="p" * 1000, received_bytes=-1, seconds=float("nan"), failures=-1, problem="x" * 1000)
-    assert LinkReport.of_proto(strange) == LinkReport("p" * 100, 0, 0.0, 0, "x" * 500)
-    assert LinkReport.of_proto(resources_pb2.NodeLink(seconds=float("inf"))).seconds == 1e9
+    assert bounded_link(strange) == link("p" * 100, 0, 0.0, 0, "x" * 500)
+    assert bounded_link(resources_pb2.NodeLink(seconds=float("inf"))).seconds == 1e9
 
 
 def test_nodes_that_call_with_a_token_are_admitted_by_their_certificates_also_later_ones(world: World) -> None:
-    def sync(name: str, certificate: str, seen: int = 0, wait: float = 0.0) -> Orders:
-        return world.sync(replace(report(name), certificate=certificate), f"token:hosts@{name}", seen, wait)
+    def sync(name: str, certificate: str, seen: int = 0, wait: float = 0.0) -> node_pb2.NodeOrders:
+        return world.sync(with_values(report(name), certificate=certificate), f"token:hosts@{name}", seen, wait)
 
     sync("one", "sha256:1")
     world.want(NAMES[0])
     world.nodes.admit(NAMES[0], "token:hosts@one")
     world.nodes.admit(NAMES[0], "dns:x.test@two")
     orders = sync("one", "sha256:1")
-    assert orders.versions[0].readers == ("dns:x.test", "sha256:1")
-    waiting = world.nodes.sync(replace(report("one"), certificate="sha256:1"), "token:hosts@one", orders.revision, 5.0)
+    assert orders.versions[0].readers == ["dns:x.test", "sha256:1"]
+    waiting = world.nodes.sync(with_values(report("one"), certificate="sha256:1"), "token:hosts@one", orders.revision, 5.0)
     pause = next(waiting)
     assert isinstance(pause, Pause)
     sync("two", "sha256:2")
     assert pause.signal.count > pause.seen
-    assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:2")
+    assert sync("one", "sha256:1").versions[0].readers == ["dns:x.test", "sha256:1", "sha256:2"]
     sync("two", "sha256:3")
-    assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:3")
+    assert sync("one", "sha256:1").versions[0].readers == ["dns:x.test", "sha256:1", "sha256:3"]
 
 
 def lacking(world: World, held: Bitmap, nodes: tuple[str, ...]) -> tuple[PartialVersion, list[str]]:
@@ -350,7 +360,7 @@ def lacking(world: World, held: Bitmap, nodes: tuple[str, ...]) -> tuple[Partial
     return found, lost
 
 
-def pass_time(world: World, seconds: int, *reports: StateReport) -> None:
+def pass_time(world: World, seconds: int, *reports: node_pb2.SyncNodeRequest) -> None:
     """Let nodes report each second, with the revision of their last orders."""
     for _ in range(seconds):
         world.now += 1
@@ -361,17 +371,21 @@ def pass_time(world: World, seconds: int, *reports: StateReport) -> None:
 
 def test_a_piece_that_no_node_has_reported_yet_is_lost_once_no_expected_node_can_report_it(world: World) -> None:
     _, lost = lacking(world, Bitmap.of(PIECES, [0]), ("one", "two"))
+
+    def without_holder() -> int:
+        return len(world.nodes._table.orphans(NAMES[2]))
+
     half, rest = Bitmap.of(PIECES, [1, 2]), Bitmap.full(PIECES) - Bitmap.of(PIECES, [0, 1, 2])
     world.nodes.version_changed(world.records[3])
-    assert world.nodes._table.counts(NAMES[2])[:4] == (0, 1, PIECES - 1, 0)
+    assert without_holder() == PIECES - 1
     pass_time(world, int(LEASE) - 1, report("one", v3=half))
-    assert world.nodes._table.counts(NAMES[2])[:4] == (0, 3, PIECES - 3, 0), "two may still report"
+    assert (lost, without_holder()) == ([], PIECES - 3), "two may still report"
     pass_time(world, 3, report("one", v3=half), report("two", v3=rest))
-    assert world.nodes._table.counts(NAMES[2])[:4] == (0, PIECES, 0, 0)
+    assert without_holder() == 0
     pass_time(world, 30, report("one", v3=half), report("two", v3=rest))
     assert lost == []
     pass_time(world, int(LEASE) + 1, report("one", v3=half))
-    assert (lost, world.nodes._table.counts(NAMES[2]).lost) == ([], PIECES - 3), "one may have got them since"
+    assert (lost, without_holder()) == ([], PIECES - 3), "one may have got them since"
     pass_time(world, 1, report("one", v3=half), report("two", v3=rest))
     pass_time(world, int(LEASE), report("one", v3=half))
     assert (lost, world.nodes._table.doubts()) == ([], [])
@@ -384,7 +398,7 @@ def test_a_version_in_doubt_waits_for_a_report_of_each_live_node_that_follows_th
     world.nodes.version_changed(world.records[3])
     one, two = report("one", v3=Bitmap.full(PIECES)), report("two")
     pass_time(world, 1, one, two)
-    before, notified = world.seen["two"], world.nodes._nodes["two"].changed.count
+    before, notified = world.seen["nodes/two"], world.nodes._nodes["two"].changed.count
     world.nodes.leave("one", "i")
     pass_time(world, 1)
     assert len(world.nodes._table.doubts()) == 1
@@ -406,7 +420,7 @@ def test_an_expected_node_that_never_returns_is_not_awaited_beyond_a_lease(world
     _, lost = lacking(world, Bitmap(PIECES), ("gone",))
     world.nodes.version_changed(world.records[3])
     pass_time(world, int(LEASE))
-    assert (lost, world.nodes._table.counts(NAMES[2]).unknown) == ([], PIECES)
+    assert (lost, world.nodes._table.doubts()) == ([], [])
     pass_time(world, 1)
     assert len(lost) > 0
 
@@ -415,7 +429,7 @@ def test_a_report_without_a_copy_counts_and_a_lasting_one_alone(world: World) ->
     _, lost = lacking(world, Bitmap(PIECES), ("one",))
     world.nodes.version_changed(world.records[3])
     world.sync(report("one"))
-    assert world.nodes._table.counts(NAMES[2]).lost == PIECES
+    assert len(world.nodes._table.orphans(NAMES[2])) == PIECES
     world.nodes.expire()
     pass_time(world, 30, report("one", v3=Bitmap.full(PIECES)))
     assert lost == [], "a report that was under way is older than the version"
@@ -431,12 +445,12 @@ def test_a_node_keeps_pieces_that_the_daemon_lacks_also_when_it_is_drained_or_fu
     assert ordered(world.sync(small)) == [NAMES[2]]
     world.nodes.set_drained("one", True)
     assert ordered(world.sync(small)) == [NAMES[2]]
-    (source,) = world.nodes.own_sources(NAMES[2])
-    assert (source.offer.peer, source.data_address, list(source.offer.held)) == ("one", "one:7679", [0, 1])
+    order = world.nodes.own_order(NAMES[2])
+    assert ([peer.data_address for peer in order.peers], pieces_at(order, PIECES)) == (["one:7679"], {"nodes/one": [0, 1]})
     found._held = Bitmap.full(PIECES)
     world.nodes.count_own()
     assert ordered(world.sync(small)) == []
-    assert world.nodes.own_sources(NAMES[2]) == []
+    assert not world.nodes.own_order(NAMES[2]).peers
 
 
 def test_the_daemon_offers_other_nodes_the_pieces_alone_that_it_has(world: World) -> None:
@@ -447,4 +461,4 @@ def test_the_daemon_offers_other_nodes_the_pieces_alone_that_it_has(world: World
     world.want(NAMES[2], "two")
     world.sync(report("two"))
     (order,) = world.sync(report("two")).versions
-    assert {peer.offer.peer: list(peer.offer.held) for peer in order.peers} == {DAEMON: [0], "one": [1]}
+    assert pieces_at(order, PIECES) == {"daemon": [0], "nodes/one": [1]}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.wire.pieces import MOST_PIECES, Bitmap, PieceNumbering, piece_bytes_for
 from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
-from resharder.server.nodes.pieces import PieceState, PieceTable
+from resharder.server.nodes.pieces import PieceTable
 
 VERSION = "models/policy/versions/1"
 sizes = st.lists(st.integers(1, 5 * PIECE_BYTES), min_size=1, max_size=6)
@@ -72,63 +72,59 @@ def test_bytes_of_another_number_of_pieces_are_no_bitmap(data: bytes) -> None:
 
 NODES = ["a", "b", "c", "d", "e", "f"]
 pieces = st.sets(st.integers(0, 10))
-steps = st.lists(st.tuples(st.sampled_from(["gain", "whole", "gone"]), st.sampled_from(NODES), pieces), max_size=30)
+steps = st.lists(st.tuples(st.booleans(), st.sampled_from(NODES), pieces), max_size=30)
 
 
 @given(steps)
-def test_the_table_has_the_pieces_that_nodes_reported_and_no_others(history: list[tuple[str, str, set[int]]]) -> None:
-    table, model, seen = PieceTable(), {}, set()
+def test_the_table_has_the_pieces_that_nodes_reported_last_and_no_others(history: list[tuple[bool, str, set[int]]]) -> None:
+    table, model, seen = PieceTable(), dict[str, set[int]](), set[int]()
     table.add_version(VERSION, 11)
-    for action, node, drawn in history:
-        if action == "gone":
+    for gone, node, drawn in history:
+        if gone:
             table.remove_node(node)
             model.pop(node, None)
         else:
-            recorded = table.report(VERSION, node, Bitmap.of(11, drawn), whole=action == "whole")
-            assert recorded == (action == "whole" or node in model)
-            if recorded:
-                model[node] = drawn | (model[node] if action == "gain" else set())
-                seen |= drawn
+            table.report(VERSION, node, Bitmap.of(11, drawn))
+            model[node] = drawn
+            seen |= drawn
     holders = [{node for node, held in model.items() if piece in held} for piece in range(11)]
     assert all(set(table.bitmap(VERSION, node)) == model.get(node, set()) for node in NODES)
     assert set(table.scarce(VERSION)) == {piece for piece in range(11) if len(holders[piece]) == 1}
-    assert [table.ready(VERSION, replicas) for replicas in (1, 2)] == [all(len(h) >= r for h in holders) for r in (1, 2)]
-    assert set(table.lost(VERSION)) == {piece for piece in seen if not holders[piece]}
-    counts = table.counts(VERSION, replicas=2)
-    assert (counts.held, counts.lost) == (sum(map(bool, holders)), len(table.lost(VERSION)))
-    assert (counts.absent, counts.unknown) == (11 - len(seen), 0)
-    assert counts.short == sum(len(h) < 2 for h in holders)
+    assert set(table.orphans(VERSION)) == {piece for piece in seen if not holders[piece]}
+    assert table.lacking("a") == ([VERSION] if len(model.get("a", set())) < 11 else [])
+    more = {(a, b) for a in NODES for b in NODES if model.get(a, set()) - model.get(b, set())}
+    assert {(a, b) for a in NODES for b in NODES if table.has_more(VERSION, a, b)} == more
 
 
-def test_after_a_restart_a_piece_is_unknown_until_its_nodes_have_reported_or_are_gone() -> None:
+def test_after_a_restart_no_piece_is_lost_until_its_nodes_have_reported_or_are_gone() -> None:
     table = PieceTable()
     table.add_version(VERSION, 3, ready=True, awaited=["a", "b"])
-    assert not table.report(VERSION, "a", Bitmap.of(3, [0]))  # gains of a node without a row
-    assert table.report(VERSION, "a", Bitmap.of(3, [0]), whole=True)
-    assert table.states(VERSION).tolist() == [PieceState.HELD, PieceState.UNKNOWN, PieceState.UNKNOWN]
-    assert table.lost(VERSION) == ()
-    assert table.remove_node("b") == [VERSION]
-    assert table.lost(VERSION) == (1, 2)
-    table.report(VERSION, "c", Bitmap.of(3, [1, 2]), whole=True)
-    assert table.ready(VERSION)
+    table.report(VERSION, "a", Bitmap.of(3, [0]))
+    assert (set(table.orphans(VERSION)), table.settle(1.0, {}, 10.0)) == ({1, 2}, [])
+    table.remove_node("b")
+    assert table.settle(2.0, {"a": 0.0}, 10.0) == []
+    assert table.doubts() == [(VERSION, 2.0)]
+    assert table.settle(3.0, {"a": 2.5}, 10.0) == [(VERSION, "neither the daemon nor a node holds 2 of 3 pieces")]
+    table.report(VERSION, "c", Bitmap.of(3, [1, 2]))
+    assert (table.settle(4.0, {"a": 2.5}, 10.0), table.doubts()) == ([], [])
 
 
-def test_a_version_whose_last_copy_of_a_piece_goes_is_named_and_others_are_not() -> None:
+def test_a_version_whose_last_copy_of_a_piece_goes_is_in_doubt_and_others_are_not() -> None:
     table, other = PieceTable(), "models/policy/versions/2"
     for version in (VERSION, other):
         table.add_version(version, 2)
-        table.report(version, "a", Bitmap.full(2), whole=True)
-    table.report(other, "b", Bitmap.full(2), whole=True)
-    assert table.remove_node("a") == [VERSION]
-    assert table.lost(VERSION) == (0, 1)
-    assert table.lost(other) == ()
+        table.report(version, "a", Bitmap.full(2))
+    table.report(other, "b", Bitmap.full(2))
+    table.remove_node("a")
+    assert table.settle(1.0, {"b": 0.0}, 10.0) == []
+    assert table.doubts() == [(VERSION, 1.0)]
 
 
 def test_a_bitmap_of_another_version_is_refused() -> None:
     table = PieceTable()
     table.add_version(VERSION, 3)
     with pytest.raises(ValueError, match="expected a bitmap of the 3 pieces"):
-        table.report(VERSION, "a", Bitmap.full(9), whole=True)
+        table.report(VERSION, "a", Bitmap.full(9))
     table.drop_version(VERSION)
     assert VERSION not in table
     assert table.nbytes == 0

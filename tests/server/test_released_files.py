@@ -5,6 +5,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, lay_out
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.server.holding.file_proofs import EarlyDigests
+from resharder.server.holding.file_proofs import FileProofs
 from resharder.server.infra.filesystem import read_lease
 from resharder.server.ingest import publisher
 from resharder.server.ingest.boxes import pack
@@ -23,6 +24,7 @@ from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.upload import ReleasedFiles
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.version import VersionRecord
+from resharder.server.store import digests
 from resharder.server.store.store import Store
 from xxhash import xxh3_64_intdigest
 
@@ -96,10 +98,10 @@ class Site:
         return self.store.catalogue.get("policy", self.record.number)
 
     @property
-    def early(self) -> EarlyDigests:
+    def early(self) -> FileProofs:
         upload = self.intake.upload("policy", self.record.number)
         assert upload is not None
-        return upload._early
+        return upload._proofs
 
     def digested(self, *files: str) -> None:
         wait_until(lambda: self.early._begun.keys() == set(files), f"{files} are digested")
@@ -209,6 +211,30 @@ def test_chunks_of_another_rank_take_early_digests_back(site: Site, read: list[s
     assert site.ended().state == "READY"
     assert read[0] == B
     assert sorted(read) == [A, B, B, C]
+
+
+def test_digests_of_an_aborted_version_are_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, plain = threading.Event(), threading.Event(), digests._digests
+
+    def slow(*arguments: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        return plain(*arguments)
+
+    monkeypatch.setattr(digests, "_digests", slow)
+    site.early._threads = 1
+    site.write(0, B)
+    site.write(1, C)
+    site.release(0, B)
+    site.release(1, C)
+    assert begun.wait(60)
+    proofs, found = site.early, list[str]()
+    waits = threading.Thread(target=lambda: found.extend(proofs._settle()))
+    waits.start()
+    site.intake.abort_version("policy", site.record.number, site.record.epoch, "enough")
+    go_on.set()
+    waits.join(60)
+    assert (waits.is_alive(), found) == (False, [])
 
 
 def test_an_aborted_version_leaves_no_lease_behind(site: Site) -> None:

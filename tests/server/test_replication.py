@@ -11,12 +11,13 @@ from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.replication import ReplicasShort
-from resharder.server.nodes.reports import CopyReport, Orders, StateReport
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest, VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
+from resharder.v1 import node_pb2
 
+from tests.support.node_reports import report_of
 from tests.support.observing import wait_until
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (40 << 10, 1024))]))
@@ -54,9 +55,9 @@ class World:
         self.record = replace(self.record, state=state)
         self.nodes.version_changed(self.record)
 
-    def report(self, node: str, held: Bitmap | None = None, problem: str = "", instance: str = "i") -> Orders:
-        copies = () if held is None and not problem else (CopyReport(NAME, "/f", held.to_bytes() if held else b"", problem),)
-        state = StateReport(node, instance, f"{node}:1", f"/{node}", node.encode(), 2 * SIZE, 0, copies=copies)
+    def report(self, node: str, held: Bitmap | None = None, problem: str = "", instance: str = "i") -> node_pb2.NodeOrders:
+        copy = node_pb2.NodeVersion(version=NAME, folder="/f", held=held.to_bytes() if held else b"", problem=problem)
+        state = report_of(node, instance, 2 * SIZE, versions=[copy] if held is not None or problem else [])
         waiting = self.nodes.sync(state, "", 0, 0.0)
         try:
             next(waiting)
@@ -84,7 +85,7 @@ def test_two_nodes_hold_a_version_before_it_is_ready_and_no_worker_learns_of_it(
     wait_until(lambda: sum(map(world.has_orders, "abc")) == REPLICAS - 1)
     chosen = [node for node in "abc" if world.has_orders(node)]
     with pytest.raises(ResourceNotFound, match="is not READY"):
-        world.nodes.host_copy(NAME, "server", [("/a", b"a")])
+        world.nodes.host_copy(NAME, "server", [("/a/nonce", b"a")])
     world.report(chosen[0], Bitmap.full(PIECES))
     world.report(chosen[1], Bitmap.of(PIECES, range(1, PIECES)))
     (short,) = world.nodes.replication.shortages()
@@ -95,7 +96,7 @@ def test_two_nodes_hold_a_version_before_it_is_ready_and_no_worker_learns_of_it(
     world.become(READY)
     assert world.verified.get("policy", 1) is None
     assert world.nodes.replication.shortages() == []
-    assert world.nodes.host_copy(NAME, "server", [("/a", b"a")]).node == "nodes/a"
+    assert world.nodes.host_copy(NAME, "server", [("/a/nonce", b"a")]).node == "nodes/a"
 
 
 def test_a_node_with_a_problem_is_replaced_for_some_time(world: World) -> None:
@@ -175,7 +176,7 @@ def test_a_replica_does_not_make_way_for_a_version_that_a_worker_wants(world: Wo
     world.nodes.expire()
     for number in (2, 3):
         world.record = replace(world.record, number=number)
-        world.nodes.host_copy(f"models/policy/versions/{number}", "server", [("/a", b"a")])
+        world.nodes.host_copy(f"models/policy/versions/{number}", "server", [("/a/nonce", b"a")])
     assert [order.version for order in world.report("a", Bitmap.full(PIECES)).versions] == [
         NAME, "models/policy/versions/3",
     ]  # fmt: skip

@@ -386,6 +386,21 @@ def test_files_of_another_size_are_not_recycled_when_a_job_is_back_with_other_sh
     store.close()
 
 
+def test_files_of_a_job_that_registers_twice_at_once_are_those_of_its_last_registration(store: Store) -> None:
+    epoch = claim(store)
+    settle(store)
+    model, free = store.catalogue.model("policy"), threading.Event()
+    for _ in range(2):  # all threads that lay out files
+        model.background.submit(free.wait)
+    for _ in range(2):
+        store.epochs.reserve("policy", epoch, LAYOUTS, FILES)
+    free.set()
+    settle(store)
+    assert model.reservation is not None
+    assert (len(model.reservation.free), model.reservation.failure) == (1, None)
+    assert disk_bytes(store) == store.catalogue.used_bytes() == SIZE
+
+
 def test_a_file_that_somebody_maps_is_never_recycled(store: Store) -> None:
     epoch = claim(store)
     path = store.folder.path(publish(store, epoch, 0)) / LAYOUTS[0].path

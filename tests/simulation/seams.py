@@ -213,7 +213,9 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
     yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
     yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, set_pool, digests, manifest))
-    yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, set_pool))
+    yield from (
+        (module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (file_proofs, set_pool)
+    )
 
 
 def _other_calls(log: Log, file_bytes: int, piece_bytes: int) -> Iterator[tuple[Any, str, Any]]:

@@ -35,26 +35,30 @@ SetProof = dict[str, FileProof]
 """Proof of each file of a set."""
 
 
-class ProofRefused(Exception):
-    """Files that cannot be verified. The message has the reason."""
+class ProofFailed(Exception):
+    """Files that cannot be verified. The message names the files or tensors."""
 
 
 class _Begun(NamedTuple, Generic[T]):
-    """Digests of a file that were begun: the lease on it, and a function that waits for them."""
+    """A proof of a file that was begun: the lease on the file, and a function that waits for the proof."""
 
     lease: ReadLease
     wait: Callable[[], T]
 
 
-class EarlyDigests(Generic[T]):
-    """Digests of closed files. All files share the threads, so that none is idle while another file ends. Thread-safe.
+class FileProofs(Generic[T]):
+    """Proofs of a version's files, begun as each is closed. All files share the threads: none is idle while a file ends.
+
+    Thread-safe.
 
     Args:
         folder: Folder of the UPLOADING version.
         files: Its files.
-        begin: Function of the folder, a file and a pool of threads. It begins the digests there, and returns a function that
-            waits for them. Both may raise OSError and ValueError; the file is digested after the last seal then.
+        begin: Function of the folder, a file and a pool of threads. It begins the file's proof there, and returns a function that
+            waits for it. Both may raise OSError and ValueError; a file that was closed early is read after the last seal then.
         threads: Number of threads.
+        shared: Whether other processes may have the files open.
+        clock: Seconds of a monotonic clock.
     """
 
     def __init__(
@@ -62,9 +66,12 @@ class EarlyDigests(Generic[T]):
         folder: Path,
         files: Sequence[FileLayout],
         begin: Callable[[Path, FileLayout, Executor], Callable[[], T]],
-        threads: int,
+        threads: int = THREADS,
+        *,
+        shared: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._begin, self._threads = folder, begin, threads
+        self._folder, self._begin, self._threads, self._shared, self._clock = folder, begin, threads, shared, clock
         self._files = {file.path: file for file in files}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None  # from the first file on
@@ -72,26 +79,68 @@ class EarlyDigests(Generic[T]):
         self._ended = False
 
     def begin(self, files: Sequence[str]) -> None:
-        """Begin to digest files, which no process should have open for writing. A no-op after `settle` or `drop`."""
+        """Begin to read files, which no process should have open for writing.
+
+        A no-op after `prove` or `drop`, or if none are shared.
+        """
         with self._lock:
-            for file in files if not self._ended else ():
+            for file in files if self._shared and not self._ended else ():
                 lease = read_lease(self._folder / file)
                 if lease is None:
                     continue
                 try:
-                    self._begun[file] = _Begun(lease, self._digests(self._files[file]))
+                    self._begun[file] = _Begun(lease, self._begin_early(self._files[file]))
                 except (OSError, ValueError):  # those of an aborted version, or its verification reports them
                     lease.close()
 
-    def _digests(self, file: FileLayout) -> Callable[[], T]:
+    def _begin_early(self, file: FileLayout) -> Callable[[], T]:
         if not has_header(self._folder, file):
             raise ValueError(f"{file.path}: its header was overwritten")
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "early-digests")
+            self._pool = ThreadPoolExecutor(self._threads, "early-proofs")
         return self._begin(self._folder, file, self._pool)
 
-    def settle(self) -> dict[str, T]:
-        """Wait for the digests of all files that were begun, and return the digests that count, by file."""
+    def prove(self, files: Sequence[FileLayout], patience: float = PATIENCE) -> dict[str, T]:
+        """Return the proofs of files, by path: early ones, of files that no process has opened for writing since, and new ones.
+
+        Args:
+            files: The files.
+            patience: Seconds to wait for other processes that have them open for writing. None opens them until the end.
+
+        Raises ProofFailed, OSError.
+        """
+        found = self._settle()
+        rest = [file for file in files if file.path not in found]
+        with ExitStack() as stack:
+            leases = self._lease(rest, patience, stack) if self._shared else []
+            if overwritten := [file.path for file in rest if not has_header(self._folder, file)]:
+                raise ProofFailed(f"{overwritten[0]}: its header was overwritten")
+            with ThreadPoolExecutor(self._threads, "proofs") as pool:
+                begun = {file.path: self._begin(self._folder, file, pool) for file in rest}
+                found |= {path: wait() for path, wait in begun.items()}
+            if broken := [file.path for file, lease in zip(rest, leases, strict=False) if not lease.is_intact]:
+                raise ProofFailed(f"a process has opened {broken[0]} for writing while it was verified")
+        return {file.path: found[file.path] for file in files}
+
+    def _lease(self, files: Sequence[FileLayout], patience: float, stack: ExitStack) -> list[ReadLease]:
+        """Take a lease on every file until a stack ends. Raises ProofFailed if a process keeps one open for writing."""
+        deadline = self._clock() + patience
+        while True:
+            leases = list[ReadLease]()
+            for file in files:
+                if (lease := read_lease(self._folder / file.path)) is None:
+                    break
+                stack.callback(lease.close)
+                leases.append(lease)
+            else:
+                return leases
+            stack.close()  # who has a file open may need another one first
+            if self._clock() > deadline:
+                raise ProofFailed(f"a process still has {file.path} open for writing after {patience:g} s")
+            time.sleep(_PAUSE)
+
+    def _settle(self) -> dict[str, T]:
+        """Wait for the proofs of all files that were begun, and return those that count, by file."""
         with self._lock:
             self._ended = True
         found = {}
@@ -99,12 +148,12 @@ class EarlyDigests(Generic[T]):
             with suppress(OSError, ValueError, CancelledError):  # the last one after `drop`
                 found[file] = begun.wait()
         with self._lock:
-            found = {file: digests for file, digests in found.items() if self._begun[file].lease.is_intact}
+            found = {file: proof for file, proof in found.items() if self._begun[file].lease.is_intact}
             self._close()
         return found
 
     def drop(self) -> None:
-        """Discard all digests, so that the files may be written again."""
+        """Discard all proofs, so that the files may be written again."""
         with self._lock:
             self._ended = True
             self._close()
@@ -114,38 +163,6 @@ class EarlyDigests(Generic[T]):
             begun.lease.close()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def prove_files(
-    folder: Path, files: Sequence[FileLayout], patience: float = PATIENCE, clock: Callable[[], float] = time.monotonic
-) -> SetProof:
-    """Digest files once no process has them open for writing, none of which opens them until the end.
-
-    Args:
-        folder: Folder of the files.
-        files: Their layouts.
-        patience: Seconds to wait for other processes that have the files open for writing.
-        clock: Monotonic clock in seconds.
-
-    Raises ProofRefused, OSError.
-    """
-    with ExitStack() as stack:
-        leases = _leases(folder, files, clock() + patience, patience, clock)
-        for lease in leases:
-            stack.callback(lease.close)
-        if overwritten := [file.path for file in files if not has_header(folder, file)]:
-            raise ProofRefused(f"{overwritten[0]}: its header was overwritten")
-        found = read_proofs(folder, files)
-        if broken := [file.path for file, lease in zip(files, leases, strict=True) if not lease.is_intact]:
-            raise ProofRefused(f"a process has opened {broken[0]} for writing while it was verified")
-    return found
-
-
-def read_proofs(folder: Path, files: Sequence[FileLayout], threads: int = THREADS) -> SetProof:
-    """Return the proofs of files as they are now, each of their bytes read once. Raises OSError."""
-    with ThreadPoolExecutor(threads, "verify") as pool:
-        begun = {file.path: begin_proof(folder, file, pool) for file in files}
-        return {path: wait() for path, wait in begun.items()}
 
 
 def begin_proof(folder: Path, file: FileLayout, pool: Executor) -> Callable[[], FileProof]:
@@ -206,22 +223,6 @@ def _fill(descriptor: int, data: memoryview, at: int, name: str) -> None:
         if not found:
             raise OSError(f"{name} ends at {at}, {len(data)} bytes are missing")
         data, at = data[found:], at + found
-
-
-def _leases(
-    folder: Path, files: Sequence[FileLayout], deadline: float, patience: float, clock: Callable[[], float]
-) -> list[ReadLease]:
-    """Take a lease on every file. Raises ProofRefused if a process still has one open for writing at the deadline."""
-    leases = list[ReadLease]()
-    for file in files:
-        while (lease := read_lease(folder / file.path)) is None:
-            if clock() > deadline:
-                for taken in leases:
-                    taken.close()
-                raise ProofRefused(f"a process still has {file.path} open for writing after {patience:g} s")
-            time.sleep(_PAUSE)
-        leases.append(lease)
-    return leases
 
 
 def has_header(folder: Path, file: FileLayout) -> bool:

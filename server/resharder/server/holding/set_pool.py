@@ -10,7 +10,7 @@ for one where there is room for another set: a worker unmaps a version after it 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -67,6 +67,7 @@ class SetPool:
         changed: Guards the pool.
         background: Threads that lay out and clean sets.
         path: Path of sets, to which their numbers are appended.
+        numbers: Numbers of sets: those of all pools whose sets have the same path.
         point: Failpoint before a set is laid out.
         host: The store, for one model, or a node.
         files: Their files.
@@ -79,17 +80,19 @@ class SetPool:
         changed: threading.Condition,
         background: ThreadPoolExecutor,
         path: Path,
+        numbers: Iterator[int],
         point: FilePoint,
         host: SetHost,
         files: tuple[FileLayout, ...],
         parts: Sequence[PartFile] = (),
         small: Path | None = None,
     ) -> None:
-        self._changed, self._background, self._path, self._point, self._host = changed, background, path, point, host
+        self._changed, self._background, self._host = changed, background, host
+        self._path, self._numbers, self._point = path, numbers, point
         self.files, self._parts, self.small = files, parts, small
         self.size = sum(file.size for file in files) + sum(part.size for part in parts)
         self.free: list[Path] = []
-        self.pending = self._serial = 0
+        self.pending = 0
         self.held: dict[Path, int] = {}
         self.failure: OSError | None = None
         self.over = self._looking = False
@@ -125,11 +128,9 @@ class SetPool:
         self.free, self.held = [], {}
 
     def new_path(self) -> Path:
-        """Return a path that no set has, not even one that an earlier process could not remove."""
-        while True:
-            self._serial += 1
-            if is_gone(path := self._path.with_name(f"{self._path.name}-{self._serial}")):
-                return path
+        """Return a path that no set has had, not even one that an earlier process could not remove."""
+        paths = (self._path.with_name(f"{self._path.name}-{number}") for number in self._numbers)
+        return next(filter(is_gone, paths))
 
     # In the background, without the lock
 

@@ -5,7 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import grpc
@@ -27,77 +27,56 @@ from resharder.server.holding.sources import (
     choose,
 )
 from resharder.server.holding.transfers import PieceBusy, PieceFailed, PieceSource, PieceTransfer, ReceivedBytes
-from resharder.v1 import resources_pb2
+from resharder.v1 import node_pb2, resources_pb2
 
 MOST_LINKS = 64
 """Upper bound on the links that a node reports, of the last used peers."""
 _MOST_SECONDS = 1e9
 
 
-@dataclass(frozen=True)
-class LinkReport:
-    """Transfers from one peer since the node's process began.
-
-    Attributes:
-        peer: `nodes/{id}`, or `daemon`.
-        received_bytes: Bytes of verified pieces.
-        seconds: Sum over their requests, several of which run at a time.
-        failures: Requests that failed.
-        problem: Reason for which the last request failed; empty if it succeeded.
-    """
-
-    peer: str
-    received_bytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
-    problem: str = ""
-
-    def to_proto(self) -> resources_pb2.NodeLink:
-        return resources_pb2.NodeLink(
-            peer=self.peer,
-            received_bytes=self.received_bytes,
-            seconds=self.seconds,
-            failures=self.failures,
-            problem=self.problem,
-        )
-
-    @staticmethod
-    def of_proto(link: resources_pb2.NodeLink) -> "LinkReport":
-        """Return the report of a message, with its values cut to their bounds."""
-        seconds = min(max(0.0, link.seconds), _MOST_SECONDS)
-        return LinkReport(link.peer[:100], max(0, link.received_bytes), seconds, max(0, link.failures), link.problem[:500])
+def bounded_link(link: resources_pb2.NodeLink) -> resources_pb2.NodeLink:
+    """Return a reported link with its values cut to their bounds."""
+    return resources_pb2.NodeLink(
+        peer=link.peer[:100],
+        received_bytes=max(0, link.received_bytes),
+        seconds=min(max(0.0, link.seconds), _MOST_SECONDS),
+        failures=max(0, link.failures),
+        problem=link.problem[:500],
+    )
 
 
 class LinkLog:
-    """Record of the links to the last used peers. Thread-safe."""
+    """Record of the links to the last used peers, since the process began. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._links: OrderedDict[str, LinkReport] = OrderedDict()
+        self._links: OrderedDict[str, resources_pb2.NodeLink] = OrderedDict()
 
     def received(self, peer: str, size: int, seconds: float) -> None:
         """Record a verified piece of `size` bytes."""
-        with self._lock:
-            link = self._links.get(peer, LinkReport(peer))
-            sums = link.received_bytes + size, link.seconds + seconds
-            self._put(replace(link, received_bytes=sums[0], seconds=sums[1], problem=""))
+        self._add(peer, size, seconds, 0, "")
 
     def failed(self, peer: str, problem: str) -> None:
         """Record a failed request. A busy peer is none."""
-        with self._lock:
-            link = self._links.get(peer, LinkReport(peer))
-            self._put(replace(link, failures=link.failures + 1, problem=problem))
+        self._add(peer, 0, 0.0, 1, problem)
 
-    def all(self) -> list[LinkReport]:
+    def all(self) -> list[resources_pb2.NodeLink]:
         """Return the links, the last used one last."""
         with self._lock:
             return list(self._links.values())
 
-    def _put(self, link: LinkReport) -> None:
-        self._links[link.peer] = link
-        self._links.move_to_end(link.peer)
-        while len(self._links) > MOST_LINKS:
-            self._links.popitem(last=False)
+    def _add(self, peer: str, size: int, seconds: float, failures: int, problem: str) -> None:
+        with self._lock:
+            link = self._links.pop(peer, resources_pb2.NodeLink())
+            self._links[peer] = resources_pb2.NodeLink(
+                peer=peer,
+                received_bytes=link.received_bytes + size,
+                seconds=link.seconds + seconds,
+                failures=link.failures + failures,
+                problem=problem,
+            )
+            while len(self._links) > MOST_LINKS:
+                self._links.popitem(last=False)
 
 
 _log = structlog.get_logger("resharder.node")
@@ -111,6 +90,25 @@ class PieceOffers:
     sources: Mapping[str, PieceSource]
     scarce: Bitmap
     granted: tuple[int, ...]
+
+    @staticmethod
+    def of(order: node_pb2.NodeOrder, pieces: int, daemon_address: str) -> "PieceOffers":
+        """Return the peers and grants of an order.
+
+        Raises ValueError for pieces of another version.
+
+        Args:
+            order: The order.
+            pieces: Pieces of the version.
+            daemon_address: Address of the daemon's data port.
+        """
+        peers, sources = [], dict[str, PieceSource]()
+        for peer in order.peers:
+            peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.source))
+            address = peer.data_address or daemon_address
+            sources[peer.node] = PieceSource(address, peer.source, peer.session, tuple(peer.addresses))
+        scarce = Bitmap.from_bytes(pieces, order.scarce) if order.scarce else Bitmap(pieces)
+        return PieceOffers(tuple(peers), sources, scarce, tuple(order.granted))
 
 
 class Swarm:

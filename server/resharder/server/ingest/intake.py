@@ -32,6 +32,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
 from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.holding.file_proofs import ProofFailed
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
 from resharder.server.ingest.boxes import PackedBoxes
@@ -51,7 +52,7 @@ from resharder.server.ingest.publisher import (
     current,
     ranks_at_home,
 )
-from resharder.server.ingest.upload import AT_HOME, MAPPED, HomeFiles, Proof, ProofFailed, Upload, hash_digests
+from resharder.server.ingest.upload import AT_HOME, MAPPED, HomeFiles, Proof, Upload, hash_digests
 from resharder.server.nodes.homes import HomeRegister, NodeHome, Readable
 from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import (

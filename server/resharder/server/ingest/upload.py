@@ -1,11 +1,20 @@
 """An UPLOADING version: received chunks, sealed slots, and verification before READY.
 
-open --all slots sealed--> committing --digests agree--> READY
-  \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED
+The life of an upload, in the store and on nodes alike:
+
+    slot      open --SealSlot of its rank--> sealed
+    file      open --closed by all its ranks----> proven, unless a process opens it for writing
+                `--after the last SealSlot------> proven once no process has it open for writing
+    set       laid out --> free --a version begins--> its files --the version has ended--> free again
+                                                                   `--> held while a process has one open
+    version   open --all slots sealed--> committing --the proofs are what the slots declare--> READY
+                `--aborted, fenced, a rank silent or at a later step--`--they differ--> ABORTED
+
+Slots are here, files in `holding/file_proofs.py`, sets in `holding/set_pool.py`; a version's folder in `store/lifecycle.py`,
+and on a node in `node/file_sets.py`. The calls of the ranks are in `intake.py`.
 """
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +26,22 @@ import xxhash
 from blake3 import blake3
 from resharder.converters.geometry.layout import box_size
 from resharder.converters.storage.digest import MASK
-from resharder.converters.storage.files import FileLayout, MappedFiles
+from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.converters.wire.pieces import number_pieces
-from resharder.server.holding.file_proofs import EarlyDigests, has_header
+from resharder.server.holding.file_proofs import FileProofs, ProofFailed
 from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.part_files import FileProof
 from resharder.server.infra.checksums import part_checksums
-from resharder.server.infra.filesystem import touching, unwritten_elsewhere
+from resharder.server.infra.filesystem import touching
 from resharder.server.ingest.boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
-from resharder.server.store.digests import begin_digests, digest_tensors
+from resharder.server.store.digests import begin_digests
 from resharder.server.store.partial import MissingPieces
 
 MAPPED = "shared-memory"
@@ -183,8 +192,6 @@ class Upload:
         self.deliveries: dict[int, SlotDelivery] = {}
         self.timings: list[Timing] = []  # of the daemon's own phases
         self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
-        self._shared = shared  # whether other processes may have mapped the files
-        self._threads = threads  # that digest
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
         self._writable: WritableFiles | None = None
@@ -194,7 +201,7 @@ class Upload:
         self._transports: dict[int, str] = {}  # of each rank's last chunk
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
         self._released: ReleasedFiles | None = None  # from the first release on
-        self._early = EarlyDigests(folder, files, begin_digests, threads)
+        self._proofs = FileProofs(folder, files, begin_digests, threads, shared=shared)
 
     def slot(self, rank: int) -> Slot:
         """Return the boxes and chunks that a rank sends to the daemon, cut at first use."""
@@ -246,7 +253,7 @@ class Upload:
             if rank in self._sealed:
                 return None
             if self._writable is None:
-                self._early.drop()  # the kernel lets this process open no leased file for writing either
+                self._proofs.drop()  # the kernel lets this process open no leased file for writing either
                 with touching(self.folder, "mapping"):
                     self._writable = WritableFiles(self.folder, self._files)
             self._landing += 1
@@ -290,8 +297,8 @@ class Upload:
                 self._released = ReleasedFiles(self._writers())
             complete = self._released.release(rank, files)
             self.homes.closed(self.homes.paths.intersection(complete))
-            if self._shared and self._writable is None:
-                self._early.begin([file for file in complete if file not in self.homes.paths])
+            if self._writable is None:
+                self._proofs.begin([file for file in complete if file not in self.homes.paths])
 
     def _writers(self) -> dict[str, list[int]]:
         """Return the ranks that send boxes into each file."""
@@ -365,7 +372,7 @@ class Upload:
         if files is not None:
             files.close()
         if aborted:
-            self._early.drop()
+            self._proofs.drop()
 
     @property
     def aborted(self) -> bool:
@@ -390,11 +397,7 @@ class Upload:
         """
         self.close()
         self.homes.verify()
-        with touching(self.folder, "verifying"):
-            early = self._early.settle()
-            taken = self._digest([f for f in self._files if f.path not in early and f.path not in self.homes.paths], patience)
-        for digests in early.values():
-            taken |= digests
+        taken = self._digest([file for file in self._files if file.path not in self.homes.paths], patience)
         sent = self._sent_digests()
         _compare(taken, sent, "the store holds")
         try:
@@ -404,26 +407,19 @@ class Upload:
         except HomeLost as error:
             raise ProofFailed(str(error)) from error
         missing = None
-        with touching(self.folder, "verifying"):
-            if self.homes.files and replicas == 1:
+        if self.homes.files and replicas == 1:
+            with touching(self.folder, "verifying"):
                 missing = self.homes.missing(self.folder, self._files)
-            taken |= at_home if missing is not None else self._digest(self.homes.files, patience)
+        taken |= at_home if missing is not None else self._digest(self.homes.files, patience)
         found = {name: taken[name] for file in self._files for name in file.by_name}
         _compare(found, sent, "the store holds")
         return Proof(found, missing)
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
-        """Digest files once no process has them open for writing."""
-        if not files:
-            return {}
-        paths = [self.folder / file.path for file in files]
-        if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
-            busy = [path.name for path in paths if not unwritten_elsewhere(path)]
-            raise ProofFailed(f"a process still has files open for writing after {patience} s: {', '.join(busy[:4])}")
-        if overwritten := [file.path for file in files if not has_header(self.folder, file)]:
-            raise ProofFailed(f"{overwritten[0]}: its header was overwritten")
-        with MappedFiles(self.folder, files) as maps:
-            return digest_tensors(maps, self._threads)
+        """Return the digest of each tensor in files."""
+        with touching(self.folder, "verifying"):
+            proofs = self._proofs.prove(files, patience)
+        return {name: value for digests in proofs.values() for name, value in digests.items()}
 
     def _sent_digests(self) -> dict[str, int]:
         """Return the sum of the ranks' digests of each tensor."""
@@ -431,10 +427,6 @@ class Upload:
         for rank, digests in self._sealed.items():
             np.add.at(totals, self.publisher.boxes[rank].tensors, digests)
         return {spec.name: int(total) & MASK for spec, total in zip(self.publisher.specs, totals, strict=True)}
-
-
-class ProofFailed(Exception):
-    """Failed verification: the version cannot become READY. The message names the files or tensors."""
 
 
 def _compare(found: Mapping[str, int], sent: Mapping[str, int], where: str) -> None:
@@ -452,12 +444,3 @@ def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
 def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:
     """Return the BLAKE3 of a slot's digests, hexadecimal."""
     return str(blake3(np.asarray(values, "<u8").tobytes()).hexdigest())
-
-
-def _wait(done: Callable[[], bool], patience: float, clock: Callable[[], float] = time.monotonic) -> bool:
-    deadline = clock() + patience
-    while not done():
-        if clock() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

@@ -18,9 +18,8 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.endpoint import PROXY, proxy_address
 from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.server.holding.sources import PeerOffer
 from resharder.server.holding.swarm import PieceOffers, Swarm
-from resharder.server.holding.transfers import PieceSource, ReceivedBytes
+from resharder.server.holding.transfers import ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import CopyProblems, HeldVersion, NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
@@ -265,7 +264,7 @@ class NodeAgent:
             ending=self._ending,
             gathers=True,
             certificate=self._daemon.certificate(),
-            links=[link.to_proto() for link in self._swarm.links.all()],
+            links=self._swarm.links.all(),
             reservations=reservations,
         )
 
@@ -329,7 +328,7 @@ class NodeAgent:
                 return
             if not version.daemon_address:
                 return self._failed(order.version, _NO_PORT)
-            offers = _offers(version, order, version.daemon_address)
+            offers = PieceOffers.of(order, version.numbering.count, version.daemon_address)
         except ValueError as error:  # of a daemon that numbers pieces in another way
             self._failed(order.version, str(error))
             return
@@ -405,14 +404,3 @@ def _wanted(order: node_pb2.NodeOrder, version: HeldVersion) -> Bitmap:
     """Return the pieces that an order names. Raises ValueError for pieces of another version."""
     count = version.numbering.count
     return Bitmap.from_bytes(count, order.wanted) if order.wanted else Bitmap.full(count)
-
-
-def _offers(version: HeldVersion, order: node_pb2.NodeOrder, daemon_address: str) -> PieceOffers:
-    """Return the peers and grants of an order. Raises ValueError for pieces of another version."""
-    pieces = version.numbering.count
-    peers, sources = [], dict[str, PieceSource]()
-    for peer in order.peers:
-        peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.source))
-        address = peer.data_address or daemon_address
-        sources[peer.node] = PieceSource(address, peer.source, peer.session, tuple(peer.addresses))
-    return PieceOffers(tuple(peers), sources, Bitmap.from_bytes(pieces, order.scarce), tuple(order.granted))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import grpc
@@ -27,7 +28,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.file_proofs import THREADS, EarlyDigests, ProofRefused, SetProof, begin_proof, prove_files
+from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, begin_proof
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only
 from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.holding.transfers import FetchFailed
@@ -44,7 +45,7 @@ class FileSet:
     """A set that the version `version` has taken."""
 
     folder: Path
-    early: EarlyDigests[FileProof]
+    proofs: FileProofs[FileProof]
     version: str = ""
     own: FilesOnNode = field(default_factory=FilesOnNode)  # files that the version has here
     closed: set[str] = field(default_factory=set)  # files that ranks have closed
@@ -208,7 +209,7 @@ class FileSets:
         if reservation.pool is not None:
             reservation.pool.end()
         for found in reservation.taken.values():
-            found.early.drop()
+            found.proofs.drop()
             if not found.busy:
                 self._discard(found.folder)
         _log.info("reservation_ended", publisher=reservation.publisher, sets=len(reservation.taken))
@@ -218,7 +219,7 @@ class FileSets:
         free = reservation.pool.free if reservation.pool else []
         for folder in [folder for folder in free if folder.name == id]:
             free.remove(folder)
-            reservation.taken[id] = FileSet(folder, EarlyDigests(folder, reservation.own.files, begin_proof, THREADS))
+            reservation.taken[id] = FileSet(folder, FileProofs(folder, reservation.own.files, begin_proof))
         return reservation.taken.get(id)
 
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
@@ -227,7 +228,7 @@ class FileSets:
         if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
             found.closed |= closed
             files = [file.path for file in reservation.own.files if file.path in closed]
-            found.early.begin(files)
+            found.proofs.begin(files)
             _log.info("verifying_closed_files", set=found.id, files=len(files))
         if order.state == State.VERIFYING and not found.reported:
             found.sealed, found.sources = True, {each.node.removeprefix("nodes/"): each.data_address for each in order.sources}
@@ -282,7 +283,7 @@ class FileSets:
     def _dispose(self, reservation: ReservedSets, found: FileSet) -> None:
         """Use the files of a set again that no version needs any longer, or unlink them."""
         del reservation.taken[found.id]
-        found.early.drop()
+        found.proofs.drop()
         if not self._clean(reservation, found.folder):
             self._discard(found.folder)
 
@@ -343,7 +344,7 @@ class FileSets:
                     lambda failure: self._settled(reservation, pool, failure),
                 )
                 path = self._root / secrets.token_hex(8)
-                pool = SetPool(self._lock, self._pool, path, "node.reserve", host, own.files, own.parts)
+                pool = SetPool(self._lock, self._pool, path, count(1), "node.reserve", host, own.files, own.parts)
                 reservation.own, reservation.pool = own, pool
                 self._keep_ahead(reservation)
         self.changed.emit()
@@ -358,10 +359,8 @@ class FileSets:
                 failpoint("node.verify")
                 wanted = found.version, reservation.id, found.folder, found.own, found.sources
                 self._gatherer.gather(*wanted, lambda: found.ended or reservation.ended or self._closed.is_set())
-                early = found.early.settle()
-                rest = [file for file in found.own.files if file.path not in early]
-                found.proof = {**early, **prove_files(found.folder, rest)}
-            except ProofRefused as error:
+                found.proof = found.proofs.prove(found.own.files)
+            except ProofFailed as error:
                 found.problem = str(error)
             except FetchFailed as error:
                 found.problem, found.unreachable = str(error), error.node

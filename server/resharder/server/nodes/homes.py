@@ -26,8 +26,8 @@ from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, G
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed
 from resharder.server.nodes.home_fetch import HomeSource, fetch_from_homes
+from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.records import LostNodes, nonce_id
-from resharder.server.nodes.reports import FileSetOrder, ReservationOrder, StateReport
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, VersionRecord
 from resharder.server.store.folder import StoreFolder
@@ -119,7 +119,7 @@ class ReservedHomes:
 class HomeNode:
     """A live node, which may get files of versions, and the caller that alone may report for it."""
 
-    report: StateReport
+    report: node_pb2.SyncNodeRequest
     caller: str
     drained: bool
     changed: Callable[[], object]
@@ -149,140 +149,9 @@ class WrittenVersion:
     state: node_pb2.FileSetOrder.State = node_pb2.FileSetOrder.UPLOADING
 
 
-class HomeState:
-    """Nodes, reservations and versions, and what follows from them for a version or a node. Callers hold the lock, `changed`.
-
-    No method waits or calls a node.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.nodes: dict[str, HomeNode] = {}
-        self.reservations: dict[str, ReservedHomes] = {}  # by publisher
-        self.versions: dict[str, WrittenVersion] = {}
-        self.suspended: dict[str, tuple[str, float, float]] = {}  # by node: its instance, seconds, and the time at which they end
-
-    def set_order(self, node: str, set: str, wanted: set[str]) -> FileSetOrder:
-        """Return the order for a set that a version has taken."""
-        for name, version in self.versions.items():
-            if (taken := version.homes.get(node)) is not None and taken.set == set:
-                ended = version.state == node_pb2.FileSetOrder.READY and name not in wanted
-                state = node_pb2.FileSetOrder.ENDED if ended else version.state
-                closed = taken.closed if state == node_pb2.FileSetOrder.UPLOADING else ()
-                sources = self.addresses(taken.own.gathered) if state == node_pb2.FileSetOrder.VERIFYING else ()
-                return FileSetOrder(set, name, state, closed, version.gathers, sources)
-        return FileSetOrder(set, "", node_pb2.FileSetOrder.ENDED)
-
-    def addresses(self, sources: Iterable[GatheredBoxes]) -> tuple[tuple[str, str], ...]:
-        """Return each node from which boxes are gathered, with the address of its data port."""
-        found = sorted({each.node for each in sources} & self.nodes.keys())
-        return tuple((node, self.nodes[node].report.data_address) for node in found)
-
-    def readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
-        """Return the identities, or certificates, of the nodes that gather boxes from a node."""
-        live = sorted(reservation.gatherers.get(node, set()) & self.nodes.keys() & reservation.admitted.keys())
-        found = [self.nodes[each] for each in live if self.nodes[each].caller == reservation.admitted[each]]
-        names = ((each.caller.rpartition("@")[0], each.report.certificate) for each in found)
-        admitted = (certificate if name.startswith("token:") else name for name, certificate in names)
-        return tuple(name for name in admitted if name)
-
-    def check_caller(self, node: str, caller: str) -> None:
-        """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
-        found = self.nodes.get(node)
-        if found is None:
-            raise ResourceNotFound("NODE_UNKNOWN", f"node {node!r} is not live")
-        if found.caller != caller:
-            raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
-
-    def usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> StateReport | None:
-        """Return the report of a node whose host the ranks are on; None of one that is drained or suspended."""
-        found, reservation = self.nodes.get(node), self.reservations.get(publisher)
-        if (
-            found is None
-            or found.drained
-            or reservation is None
-            or node not in reservation.homes
-            or not found.report.data_address
-        ):
-            return None
-        instance, _, until = self.suspended.get(node, ("", 0.0, 0.0))
-        if instance == found.report.instance and now < until:
-            return None
-        return found.report if all(reads_nonce(each, found.report) for each in read) else None
-
-    def is_coming(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> bool:
-        """Return whether a node is laying out a set for a version of these ranks, or has yet to learn that it should."""
-        report = self.usable(publisher, node, read, now)
-        if report is None or self.free(publisher, node, read, now) is not None:
-            return False
-        reservation = self.reservations[publisher]
-        known = [each.problem for each in report.reservations if each.id == reservation.id]
-        return not any(known) if known else now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
-
-    def free(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> TakenSet | None:
-        """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""
-        if (report := self.usable(publisher, node, read, now)) is None:
-            return None
-        reservation = self.reservations[publisher]
-        for each in report.reservations:
-            for id, folder in each.sets if each.id == reservation.id else ():
-                if id not in reservation.taken:
-                    return TakenSet(id, folder, report.instance, reservation, reservation.nodes[node])
-        return None
-
-    def gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:
-        """Return whether these nodes are all that have boxes for each other, and can fetch them."""
-        able = {node for node in nodes if self.nodes[node].report.gathers}
-        return bool(reservation.gathered) and {*reservation.exchanging} <= able
-
-    def problem(self, version: WrittenVersion) -> str:
-        """Return why a version has lost a home; empty if it has not."""
-        if version.state == node_pb2.FileSetOrder.READY:
-            return ""
-        for id, taken in version.homes.items():
-            node = self.nodes.get(id)
-            if node is None:
-                return f"nodes/{id}, into whose files ranks wrote, is gone"
-            if node.report.instance != taken.instance:
-                return f"nodes/{id}, into whose files ranks wrote, has restarted"
-            if taken.problem:
-                return f"nodes/{id}: {taken.problem}"
-        return ""
-
-    def live(self, version: str) -> WrittenVersion:
-        """Return a version that has lost no home. Raises HomeLost."""
-        found = self.versions.get(version)
-        if found is None:
-            raise HomeLost("the version is aborted")
-        if problem := self.problem(found):
-            raise HomeLost(problem)
-        return found
-
-    def sources(self, version: str) -> tuple[str, Mapping[str, HomeSource]]:
-        """Return the `ETag` of a version's files on nodes, and where the daemon fetches them, by node. Raises HomeLost."""
-        homes = {node: taken for node, taken in self.live(version).homes.items() if taken.own.files}
-        tag = next(taken.reservation.id for taken in homes.values())
-        address = {node: self.nodes[node].report.data_address for node in homes}
-        return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
-
-    def suspend(self, node: str, now: float) -> None:
-        """Take no files of a node for some time, twice as long each time, until it restarts."""
-        if (found := self.nodes.get(node)) is not None:
-            instance, seconds, _ = self.suspended.get(node, ("", 0.0, 0.0))
-            same = instance == found.report.instance
-            seconds = min(2 * seconds, _LONGEST_SUSPENSION) if same else _FIRST_SUSPENSION
-            self.suspended[node] = found.report.instance, seconds, now + seconds
-
-    def notify(self, nodes: Iterable[str]) -> None:
-        """Notify nodes whose orders change, and all waiters."""
-        for node in {*nodes} & self.nodes.keys():
-            self.nodes[node].changed()
-        self.changed.notify_all()
-
-
-def reads_nonce(readable: Readable, report: StateReport) -> bool:
+def reads_nonce(readable: Readable, report: node_pb2.SyncNodeRequest) -> bool:
     """Return whether a rank has read the present nonce of a node."""
-    return bool(report.nonce_file and report.nonce) and readable.get(report.nonce_file) == report.nonce
+    return bool(report.store.nonce_file and report.store.nonce) and readable.get(report.store.nonce_file) == report.store.nonce
 
 
 class HomeRegister:
@@ -304,56 +173,62 @@ class HomeRegister:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._tls, self._clock, self._lost = store, tls, clock, lost or LostNodes()
-        self._state = HomeState()
+        self._changed = threading.Condition()
+        self._nodes: dict[str, HomeNode] = {}
+        self._reservations: dict[str, ReservedHomes] = {}  # by publisher
+        self._versions: dict[str, WrittenVersion] = {}
+        self._suspended: dict[str, tuple[str, float, float]] = {}
+        """Nodes from which the daemon could not fetch: instance, seconds, and the time at which they end."""
 
     # Reports of nodes
 
-    def reported(self, report: StateReport, caller: str, drained: bool, changed: Callable[[], object]) -> None:
+    def reported(self, report: node_pb2.SyncNodeRequest, caller: str, drained: bool, changed: Callable[[], object]) -> None:
         """Record a node's report, in place of its earlier ones."""
-        with self._state.changed:
-            self._state.nodes[report.node] = HomeNode(report, caller, drained, changed)
-            self._lost.remove(report.node, report.nonce)
-            self._state.changed.notify_all()
+        with self._changed:
+            self._nodes[id_of(report)] = HomeNode(report, caller, drained, changed)
+            self._lost.remove(id_of(report), report.store.nonce)
+            self._changed.notify_all()
 
     def gone(self, *nodes: str) -> None:
         """Forget nodes that are lost or have left. Their sets are lost with them."""
-        with self._state.changed:
-            found = {node: self._state.nodes.pop(node) for node in nodes if node in self._state.nodes}
-            self._lost.add({node: home.report.nonce for node, home in found.items()})
-            self._state.changed.notify_all()
+        with self._changed:
+            found = {node: self._nodes.pop(node) for node in nodes if node in self._nodes}
+            self._lost.add({node: home.report.store.nonce for node, home in found.items()})
+            self._changed.notify_all()
 
-    def orders(self, node: str, wanted: Iterable[str]) -> tuple[ReservationOrder, ...]:
+    def orders(self, node: str, wanted: Iterable[str]) -> list[node_pb2.ReservationOrder]:
         """Return the orders for a node, of all reservations that concern it. `wanted`: READY versions that it should hold."""
         wanted = set(wanted)
-        with self._state.changed:
-            found = self._state.nodes.get(node)
+        with self._changed:
+            found = self._nodes.get(node)
             if found is None:
-                return ()
+                return []
             reported = {each.id: each for each in found.report.reservations}
             orders = []
-            for reservation in self._state.reservations.values():
+            for reservation in self._reservations.values():
                 if node in reservation.homes and not (found.drained and reservation.id not in reported):
                     sets = [each.id for each in reported[reservation.id].sets] if reservation.id in reported else []
-                    taken = tuple(self._state.set_order(node, each, wanted) for each in sets if each in reservation.taken)
-                    readers = self._state.readers(reservation, node)
-                    orders.append(ReservationOrder(reservation.id, reservation.publisher, taken, readers))
-            return tuple(orders)
+                    taken = [self._set_order(node, each, wanted) for each in sets if each in reservation.taken]
+                    readers = self._readers(reservation, node)
+                    given = {"id": reservation.id, "publisher": reservation.publisher}
+                    orders.append(node_pb2.ReservationOrder(**given, sets=taken, readers=readers))
+            return orders
 
     def reserved_bytes(self, node: str) -> int:
         """Return the bytes that a node keeps free for sets, beside the versions that it holds."""
-        with self._state.changed:
-            if (found := self._state.nodes.get(node)) is None:
+        with self._changed:
+            if (found := self._nodes.get(node)) is None:
                 return 0
             sets = {each.id: len(each.sets) for each in found.report.reservations}
-            own = [each for each in self._state.reservations.values() if node in each.nodes]
+            own = [each for each in self._reservations.values() if node in each.nodes]
             return sum(each.nodes[node].size * max(AHEAD, sets.get(each.id, 0)) for each in own)
 
     def uploading(self, node: str) -> dict[str, tuple[tuple[FileLayout, ...], tuple[FileLayout, ...]]]:
         """Return the files of UPLOADING versions on a node, and all files of each, by version."""
-        with self._state.changed:
+        with self._changed:
             return {
                 name: (version.homes[node].own.files, version.homes[node].reservation.files)
-                for name, version in self._state.versions.items()
+                for name, version in self._versions.items()
                 if version.state != node_pb2.FileSetOrder.READY and node in version.homes and version.homes[node].own.files
             }
 
@@ -362,14 +237,14 @@ class HomeRegister:
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (NODE_UNKNOWN), PermissionDenied (NOT_ALLOWED).
         """
-        with self._state.changed:
-            self._state.check_caller(node, caller)
-            found = self._state.reservations.get(publisher)
+        with self._changed:
+            self._check_caller(node, caller)
+            found = self._reservations.get(publisher)
             if found is None or found.id != reservation or node not in found.homes:
                 raise FailedPrecondition("STALE_EPOCH", f"{publisher}: its reservation {reservation} on nodes/{node} has ended")
             if found.admitted.get(node) != caller:
                 found.admitted[node] = caller
-                self._state.notify(found.homes)  # other nodes admit it
+                self._notify(found.homes)  # other nodes admit it
             return found.nodes[node]
 
     def put_proof(
@@ -393,9 +268,9 @@ class HomeRegister:
             FailedPrecondition: VERSION_CLOSED: the version does not wait for a proof of this set.
             InvalidArgument: NODE: other files, or other numbers of tensors and parts.
         """
-        with self._state.changed:
-            self._state.check_caller(node, caller)
-            found = self._state.versions.get(version)
+        with self._changed:
+            self._check_caller(node, caller)
+            found = self._versions.get(version)
             taken = found.homes.get(node) if found is not None and found.state == node_pb2.FileSetOrder.VERIFYING else None
             if taken is None or (taken.set, taken.instance) != (set, instance):
                 raise FailedPrecondition("VERSION_CLOSED", f"{version} waits for no proof of set {set[:80]!r} on nodes/{node}")
@@ -404,26 +279,26 @@ class HomeRegister:
             if taken.proof is None and not taken.problem:
                 taken.proof, taken.problem = dict(files), problem
                 if problem and unreachable in {each.node for each in taken.own.gathered}:
-                    self._state.suspend(unreachable, self._clock())
-            self._state.changed.notify_all()
+                    self._suspend(unreachable, self._clock())
+            self._changed.notify_all()
 
     # The daemon
 
     def written(self, version: str) -> dict[str, tuple[FileLayout, ...]]:
         """Return the files that ranks have written on nodes, by node; none of a version without homes."""
-        with self._state.changed:
-            found = self._state.versions.get(version)
+        with self._changed:
+            found = self._versions.get(version)
             homes = found.homes.items() if found is not None else ()
             return {node: taken.own.files for node, taken in homes if taken.own.files}
 
-    def not_adopted(self, report: StateReport) -> dict[str, tuple[FileLayout, ...]]:
+    def not_adopted(self, report: node_pb2.SyncNodeRequest) -> dict[str, tuple[FileLayout, ...]]:
         """Return the verified files of versions that a node holds in sets which it has yet to take over, by version."""
-        sets = {id for each in report.reservations for id, _ in each.sets}
-        with self._state.changed:
+        sets = {found.id for each in report.reservations for found in each.sets}
+        with self._changed:
             return {
                 name: taken.own.files
-                for name, version in self._state.versions.items()
-                if (taken := version.homes.get(report.node)) is not None
+                for name, version in self._versions.items()
+                if (taken := version.homes.get(id_of(report))) is not None
                 and taken.proof
                 and taken.set in sets
                 and taken.instance == report.instance
@@ -431,32 +306,34 @@ class HomeRegister:
 
     def version_changed(self, record: VersionRecord) -> None:
         """Follow a version's state. Of one that is READY, nodes hold what ranks have written, if it is wanted there."""
-        with self._state.changed:
-            found = self._state.versions.get(record.name)
+        with self._changed:
+            found = self._versions.get(record.name)
             if found is None or record.state not in (READY, ABORTED, RETIRED):
                 return
             if record.state == READY:
                 found.state = node_pb2.FileSetOrder.READY
             else:
-                del self._state.versions[record.name]
-            self._state.notify(found.homes)
+                del self._versions[record.name]
+            self._notify(found.homes)
 
     # Ingest
 
     def nonces(self) -> NodeNonces:
         """Return where ranks find the nonces of nodes, and for which nodes no rank waits."""
-        with self._state.changed:
-            live = list(self._state.nodes.values())
-            files = dict.fromkeys(node.report.nonce_file for node in live if not node.drained and node.report.nonce_file)
-            return NodeNonces(tuple(files), (*(nonce_id(node.report.nonce) for node in live), *self._lost.nonces()))
+        with self._changed:
+            live = list(self._nodes.values())
+            files = dict.fromkeys(
+                node.report.store.nonce_file for node in live if not node.drained and node.report.store.nonce_file
+            )
+            return NodeNonces(tuple(files), (*(nonce_id(node.report.store.nonce) for node in live), *self._lost.nonces()))
 
     def host_of(self, readable: Readable) -> str | None:
         """Return the host of a rank that has read these nonce files: `DAEMON` or the id of a node; None if unknown."""
         store = self._store
         if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
             return DAEMON
-        with self._state.changed:
-            return next((id for id, node in sorted(self._state.nodes.items()) if reads_nonce(readable, node.report)), None)
+        with self._changed:
+            return next((id for id, node in sorted(self._nodes.items()) if reads_nonce(readable, node.report)), None)
 
     def reserve(
         self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
@@ -473,12 +350,12 @@ class HomeRegister:
         for file in files:
             if (node := homes.get(file.path)) is not None:
                 by_node[node] = (*by_node.get(node, ()), file)
-        with self._state.changed:
-            former = self._state.reservations.pop(publisher, None)
+        with self._changed:
+            former = self._reservations.pop(publisher, None)
             if by_node:
                 found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered))
-                self._state.reservations[publisher] = found
-            self._state.notify([*(former.homes if former else ()), *by_node])
+                self._reservations[publisher] = found
+            self._notify([*(former.homes if former else ()), *by_node])
 
     def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
         """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
@@ -491,16 +368,16 @@ class HomeRegister:
             ranks: For each node, what the ranks that would write there have read last.
         """
         deadline = self._clock() + LAYOUT_SECONDS
-        with self._state.changed:
-            while any(self._state.is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
+        with self._changed:
+            while any(self._is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
                 if (left := deadline - self._clock()) <= 0:
                     break
-                self._state.changed.wait(left)
-            reservation = self._state.reservations.get(publisher)
+                self._changed.wait(left)
+            reservation = self._reservations.get(publisher)
             now = self._clock()
-            free = {node: self._state.free(publisher, node, read, now) for node, read in ranks.items()}
+            free = {node: self._free(publisher, node, read, now) for node, read in ranks.items()}
             taken = {node: found for node, found in free.items() if found is not None}
-            gathers = reservation is not None and self._state.gathers(reservation, taken)
+            gathers = reservation is not None and self._gathers(reservation, taken)
             if not gathers:
                 taken = {node: replace(each, own=each.own.whole) for node, each in taken.items() if each.own.whole.files}
             if reservation is None or not taken:
@@ -508,49 +385,49 @@ class HomeRegister:
             for each in taken.values():
                 each.proof = None if each.own.files else {}  # nothing to verify
             reservation.taken |= {each.set for each in taken.values()}
-            self._state.versions[version] = WrittenVersion(taken, gathers)
-            self._state.notify(taken)
+            self._versions[version] = WrittenVersion(taken, gathers)
+            self._notify(taken)
             paths = {node: tuple(file.path for file in each.own.files) for node, each in taken.items()}
             return tuple(NodeHome(node, each.folder, paths[node], gathers) for node, each in taken.items())
 
     def problem(self, version: str) -> str:
         """Return why a version cannot complete because it has lost a home; empty if it has not."""
-        with self._state.changed:
-            found = self._state.versions.get(version)
-            return self._state.problem(found) if found is not None else ""
+        with self._changed:
+            found = self._versions.get(version)
+            return self._lost_home(found) if found is not None else ""
 
     def closed(self, version: str, files: Collection[str]) -> None:
         """Have the version's homes verify some of their files, which all ranks have closed, while ranks still write others."""
-        with self._state.changed:
-            found = self._state.versions.get(version)
+        with self._changed:
+            found = self._versions.get(version)
             for node, taken in (
                 found.homes.items() if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING else ()
             ):
                 whole = taken.own.whole.files  # boxes of the others are gathered after the last seal
                 if own := [file.path for file in whole if file.path in {*files} - {*taken.closed}]:
                     taken.closed += tuple(own)
-                    self._state.notify([node])
+                    self._notify([node])
 
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files: all ranks have sealed."""
-        with self._state.changed:
-            found = self._state.versions.get(version)
+        with self._changed:
+            found = self._versions.get(version)
             if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING:
                 found.state = node_pb2.FileSetOrder.VERIFYING
-                self._state.notify(found.homes)
+                self._notify(found.homes)
 
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
         """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
         deadline = self._clock() + seconds
-        with self._state.changed:
+        with self._changed:
             while True:
-                found = self._state.live(version)
+                found = self._live(version)
                 late = sorted(node for node, taken in found.homes.items() if taken.proof is None)
                 if not late:
                     return {path: proof for taken in found.homes.values() for path, proof in (taken.proof or {}).items()}
                 if (left := deadline - self._clock()) <= 0:
                     raise HomeLost(f"nodes/{late[0]} has not verified its files in {seconds:.0f} s")
-                self._state.changed.wait(min(left, 1.0))
+                self._changed.wait(min(left, 1.0))
 
     def fetch(
         self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
@@ -570,8 +447,8 @@ class HomeRegister:
         def gone() -> str:
             return self.problem(version) or ("the version is aborted" if stopped() else "")
 
-        with self._state.changed:
-            tag, sources = self._state.sources(version)
+        with self._changed:
+            tag, sources = self._sources(version)
         sizes = {file.path: file.size for source in sources.values() for file in source.files}
         numbering = PieceNumbering(sizes.items(), None if whole else PIECE_BYTES)
         parts = ((path, number * PIECE_BYTES, value) for path in sizes for number, value in enumerate(proofs[path].checksums))
@@ -583,9 +460,131 @@ class HomeRegister:
             fetch_from_homes(copy, sources, self._tls, gone)
         except FetchFailed as error:
             if error.node:
-                with self._state.changed:
-                    self._state.suspend(error.node, self._clock())
+                with self._changed:
+                    self._suspend(error.node, self._clock())
             raise HomeLost(str(error)) from error
+
+    # With the lock; nothing waits or calls a node
+
+    def _set_order(self, node: str, set: str, wanted: set[str]) -> node_pb2.FileSetOrder:
+        """Return the order for a set that a version has taken."""
+        for name, version in self._versions.items():
+            if (taken := version.homes.get(node)) is not None and taken.set == set:
+                ended = version.state == node_pb2.FileSetOrder.READY and name not in wanted
+                state = node_pb2.FileSetOrder.ENDED if ended else version.state
+                closed = taken.closed if state == node_pb2.FileSetOrder.UPLOADING else ()
+                sources = self._addresses(taken.own.gathered) if state == node_pb2.FileSetOrder.VERIFYING else ()
+                return node_pb2.FileSetOrder(
+                    id=set, version=name, state=state, closed=closed, gathers=version.gathers, sources=sources
+                )
+        return node_pb2.FileSetOrder(id=set, state=node_pb2.FileSetOrder.ENDED)
+
+    def _addresses(self, sources: Iterable[GatheredBoxes]) -> list[node_pb2.PartSource]:
+        """Return each node from which boxes are gathered, with the address of its data port."""
+        found = sorted({each.node for each in sources} & self._nodes.keys())
+        address = {node: self._nodes[node].report.data_address for node in found}
+        return [node_pb2.PartSource(node=f"nodes/{node}", data_address=address[node]) for node in found]
+
+    def _readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
+        """Return the identities, or certificates, of the nodes that gather boxes from a node."""
+        live = sorted(reservation.gatherers.get(node, set()) & self._nodes.keys() & reservation.admitted.keys())
+        found = [self._nodes[each] for each in live if self._nodes[each].caller == reservation.admitted[each]]
+        names = ((each.caller.rpartition("@")[0], each.report.certificate) for each in found)
+        admitted = (certificate if name.startswith("token:") else name for name, certificate in names)
+        return tuple(name for name in admitted if name)
+
+    def _check_caller(self, node: str, caller: str) -> None:
+        """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
+        found = self._nodes.get(node)
+        if found is None:
+            raise ResourceNotFound("NODE_UNKNOWN", f"node {node!r} is not live")
+        if found.caller != caller:
+            raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
+
+    def _usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> node_pb2.SyncNodeRequest | None:
+        """Return the report of a node whose host the ranks are on; None of one that is drained or suspended."""
+        found, reservation = self._nodes.get(node), self._reservations.get(publisher)
+        if (
+            found is None
+            or found.drained
+            or reservation is None
+            or node not in reservation.homes
+            or not found.report.data_address
+        ):
+            return None
+        instance, _, until = self._suspended.get(node, ("", 0.0, 0.0))
+        if instance == found.report.instance and now < until:
+            return None
+        return found.report if all(reads_nonce(each, found.report) for each in read) else None
+
+    def _is_coming(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> bool:
+        """Return whether a node is laying out a set for a version of these ranks, or has yet to learn that it should."""
+        report = self._usable(publisher, node, read, now)
+        if report is None or self._free(publisher, node, read, now) is not None:
+            return False
+        reservation = self._reservations[publisher]
+        known = [each.problem for each in report.reservations if each.id == reservation.id]
+        return not any(known) if known else now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
+
+    def _free(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> TakenSet | None:
+        """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""
+        if (report := self._usable(publisher, node, read, now)) is None:
+            return None
+        reservation = self._reservations[publisher]
+        for each in report.reservations:
+            for found in each.sets if each.id == reservation.id else ():
+                if found.id not in reservation.taken:
+                    return TakenSet(found.id, found.folder, report.instance, reservation, reservation.nodes[node])
+        return None
+
+    def _gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:
+        """Return whether these nodes are all that have boxes for each other, and can fetch them."""
+        able = {node for node in nodes if self._nodes[node].report.gathers}
+        return bool(reservation.gathered) and {*reservation.exchanging} <= able
+
+    def _lost_home(self, version: WrittenVersion) -> str:
+        """Return why a version has lost a home; empty if it has not."""
+        if version.state == node_pb2.FileSetOrder.READY:
+            return ""
+        for id, taken in version.homes.items():
+            node = self._nodes.get(id)
+            if node is None:
+                return f"nodes/{id}, into whose files ranks wrote, is gone"
+            if node.report.instance != taken.instance:
+                return f"nodes/{id}, into whose files ranks wrote, has restarted"
+            if taken.problem:
+                return f"nodes/{id}: {taken.problem}"
+        return ""
+
+    def _live(self, version: str) -> WrittenVersion:
+        """Return a version that has lost no home. Raises HomeLost."""
+        found = self._versions.get(version)
+        if found is None:
+            raise HomeLost("the version is aborted")
+        if problem := self._lost_home(found):
+            raise HomeLost(problem)
+        return found
+
+    def _sources(self, version: str) -> tuple[str, Mapping[str, HomeSource]]:
+        """Return the `ETag` of a version's files on nodes, and where the daemon fetches them, by node. Raises HomeLost."""
+        homes = {node: taken for node, taken in self._live(version).homes.items() if taken.own.files}
+        tag = next(taken.reservation.id for taken in homes.values())
+        address = {node: self._nodes[node].report.data_address for node in homes}
+        return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
+
+    def _suspend(self, node: str, now: float) -> None:
+        """Take no files of a node for some time, twice as long each time, until it restarts."""
+        if (found := self._nodes.get(node)) is not None:
+            instance, seconds, _ = self._suspended.get(node, ("", 0.0, 0.0))
+            same = instance == found.report.instance
+            seconds = min(2 * seconds, _LONGEST_SUSPENSION) if same else _FIRST_SUSPENSION
+            self._suspended[node] = found.report.instance, seconds, now + seconds
+
+    def _notify(self, nodes: Iterable[str]) -> None:
+        """Notify nodes whose orders change, and all waiters."""
+        for node in {*nodes} & self._nodes.keys():
+            self._nodes[node].changed()
+        self._changed.notify_all()
 
 
 def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) -> None:

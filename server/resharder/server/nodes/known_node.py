@@ -1,4 +1,4 @@
-"""A node as the daemon's register has it."""
+"""A node as the daemon's register has it: its last report, what workers on its host need, and views of it for operators."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -9,21 +9,40 @@ import xxhash
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.nodes.reports import (
-    CopyView,
-    HostCopy,
-    PeerSource,
-    StateReport,
-    bitmap_of,
-)
-from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument
+from resharder.server.state.version import host_name
+from resharder.v1 import node_pb2, resources_pb2
+
+
+@dataclass(frozen=True)
+class CopyView:
+    """A version on a node, for display. Of an UPLOADING one, ranks write `wanted_pieces` there."""
+
+    version: str
+    held_pieces: int
+    wanted_pieces: int
+    pieces: int
+    wanted: bool
+    problem: str
+    servers: tuple[str, ...]
+    uploading: bool = False
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node for display. `report_time` is in seconds since 1970."""
+
+    report: node_pb2.SyncNodeRequest
+    state: resources_pb2.Node.State
+    report_time: float
+    copies: tuple[CopyView, ...]
 
 
 @dataclass
 class KnownNode:
     """The last report of a node, and what workers on its host need."""
 
-    report: StateReport
+    report: node_pb2.SyncNodeRequest
     caller: str
     reported_at: float
     report_time: float
@@ -57,7 +76,7 @@ class KnownNode:
     def replaced(self) -> FailedPrecondition:
         """Return the error for a former process of this id."""
         return FailedPrecondition(
-            "NODE_REPLACED", f"another process has become node {self.report.node!r}: this one ends. Give each its own --name"
+            "NODE_REPLACED", f"another process has become node {id_of(self.report)!r}: this one ends. Give each its own --name"
         )
 
     def order(self, revision: int, now: float) -> None:
@@ -71,6 +90,24 @@ class KnownNode:
             self.ordered, self.follows = (0, -inf), -inf
         elif seen == self.ordered[0]:
             self.follows = self.ordered[1]
+
+
+def id_of(report: node_pb2.SyncNodeRequest) -> str:
+    """Return the id of the node that reports."""
+    return report.node.removeprefix("nodes/")
+
+
+def wanted_of(count: int, version: str, pieces: bytes) -> Bitmap:
+    """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
+    return bitmap_of(count, node_pb2.NodeVersion(version=version, held=pieces)) if pieces else Bitmap.full(count)
+
+
+def bitmap_of(count: int, copy: node_pb2.NodeVersion | None) -> Bitmap:
+    """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
+    try:
+        return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
+    except ValueError as error:
+        raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None
 
 
 def chosen_of(
@@ -98,14 +135,24 @@ def chosen_of(
     return chosen
 
 
-def source_of(report: StateReport, offer: PeerOffer, version: str) -> PeerSource:
-    """Return where the pieces of a version on a node are fetched."""
-    copies = report.copies if report.session else ()
-    addresses = next((copy.addresses for copy in copies if copy.version == version), ())
-    return PeerSource(offer, report.data_address, report.session, addresses)
+def peer_of(report: node_pb2.SyncNodeRequest | None, offer: PeerOffer, version: str) -> node_pb2.NodePeer:
+    """Return the pieces of a version on a node, and where they are fetched; None for the daemon."""
+    report = report or node_pb2.SyncNodeRequest()
+    copies = report.versions if report.session else ()
+    return node_pb2.NodePeer(
+        node=host_name(offer.peer),
+        data_address=report.data_address,
+        held=offer.held.to_bytes(),
+        transfers=offer.load,
+        source=offer.is_source,
+        session=report.session,
+        addresses=next((copy.addresses for copy in copies if copy.version == version), ()),
+    )
 
 
-def host_copy_of(node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool) -> HostCopy:
+def host_copy_of(
+    node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool
+) -> node_pb2.HostVersion:
     """Return how much of a version the node of a worker's host holds.
 
     Args:
@@ -118,14 +165,14 @@ def host_copy_of(node: KnownNode, version: str, needed: Bitmap, numbering: Piece
     problem = "" if numbering is not None else f"{version} is no longer READY"
     if not problem and (node.lost or not current):
         problem = "it is lost"
-    copy = next((copy for copy in node.report.copies if copy.version == version), None)
+    copy = next((copy for copy in node.report.versions if copy.version == version), None)
     held = bitmap_of(needed.count, copy)
     whole = copy is not None and not len(needed - held)
     problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
-    name = f"nodes/{node.report.node}"
+    name = node.report.node
     if problem or copy is None or numbering is None:
-        return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
-    return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
+        return node_pb2.HostVersion(node=name, problem=f"{name}: {problem}" if problem else "")
+    return node_pb2.HostVersion(node=name, folder=copy.folder, whole=whole, held_bytes=len(held) * numbering.piece_bytes)
 
 
 def copies_of(
@@ -139,7 +186,7 @@ def copies_of(
         numberings: Numbering of the pieces of each READY version.
         held: Pieces of each of these that it has reported.
     """
-    reported, copies = {copy.version: copy for copy in node.report.copies}, []
+    reported, copies = {copy.version: copy for copy in node.report.versions}, []
     for version in sorted({*reported, *node.wants}):
         numbering, copy = numberings.get(version), reported.get(version)
         count = numbering.count if numbering else 0
@@ -172,10 +219,10 @@ def readers_of(names: set[str], nodes: Iterable[KnownNode]) -> set[str]:
     return (names - tokens) | {node.report.certificate for node in callers if node.report.certificate}
 
 
-def reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | HostCopy:
+def reading(nodes: Iterable[KnownNode], readable: Mapping[str, bytes]) -> KnownNode | node_pb2.HostVersion:
     """Return the node whose nonce a caller has read; without one, the files that it should try to read."""
-    live = [node for node in nodes if not node.lost and node.report.nonce_file]
+    live = [node for node in nodes if not node.lost and node.report.store.nonce_file]
     for node in live:
-        if readable.get(node.report.nonce_file) == node.report.nonce:
+        if readable.get(node.report.store.nonce_file) == node.report.store.nonce:
             return node
-    return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
+    return node_pb2.HostVersion(nonce_files=dict.fromkeys(node.report.store.nonce_file for node in live))

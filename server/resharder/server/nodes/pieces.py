@@ -1,8 +1,8 @@
 """The daemon's table: which node holds which piece of which version. The daemon itself is a node in it, `DAEMON`.
 
 Nodes report the pieces that they hold and have checked. The table keeps one row of packed bits for each node and version, and how
-many nodes hold each piece. A daemon that restarts has no rows: it adds its READY versions with the nodes that it awaits, and a
-piece that has not been reported is UNKNOWN until they have.
+many nodes hold each piece. A daemon that restarts has no rows: it adds its READY versions with the nodes that it awaits, and no
+piece is lost until they have reported.
 
 A piece without a holder is lost once every node that is expected to hold it has reported, or its lease has ended. A report may be
 older than the piece. A version is therefore in doubt first, which changes the orders of all nodes, so that they report at once;
@@ -12,31 +12,9 @@ Not thread-safe: callers hold a lock.
 """
 
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from resharder.converters.wire.pieces import Bitmap, Bits, bytes_of, unpack
-
-
-class PieceState(IntEnum):
-    """Whether the daemon or a node holds a piece, or may hold it."""
-
-    ABSENT = 0  # never held: the version is being written
-    HELD = 1
-    UNKNOWN = 2  # not held by a node that has reported, and some have not
-    LOST = 3  # held once, by no node now
-
-
-class PieceCounts(NamedTuple):
-    """Pieces of a version by state, and those of fewer than `replicas` nodes."""
-
-    absent: int
-    held: int
-    unknown: int
-    lost: int
-    short: int
 
 
 class VersionPieces:
@@ -140,47 +118,23 @@ class PieceTable:
         """Mark a node as one that the version's ranks write into."""
         self._versions[version].sources.add(node)
 
-    def report(self, version: str, node: str, bitmap: Bitmap, *, whole: bool = False) -> bool:
-        """Record the pieces of a node.
-
-        Args:
-            version: The version.
-            node: The node.
-            bitmap: Pieces that the node has gained; with `whole`, all pieces that it holds.
-            whole: Whether the bitmap replaces earlier reports.
-
-        Returns whether the report was recorded. A report of gains by a node that has no row is not, as after a restart of the
-        daemon: the node has to report the whole.
-
-        Raises ValueError for a bitmap of another number of pieces.
-        """
+    def report(self, version: str, node: str, held: Bitmap) -> None:
+        """Replace the pieces of a node. Raises ValueError for a bitmap of another number of pieces."""
         found = self._versions[version]
-        if bitmap.count != found.count:
-            raise ValueError(f"expected a bitmap of the {found.count} pieces of {version}, got one of {bitmap.count}")
-        if whole:
-            found.set_row(node, bitmap.bits)
-            found.awaited.discard(node)
-        elif (row := found.index.get(node)) is not None:
-            found.set_row(node, found.rows[row] | bitmap.bits)
-        else:
-            return False
-        return True
+        if held.count != found.count:
+            raise ValueError(f"expected a bitmap of the {found.count} pieces of {version}, got one of {held.count}")
+        found.set_row(node, held.bits)
+        found.awaited.discard(node)
 
     def want(self, version: str, node: str, pieces: Bitmap) -> None:
         """Record the pieces that a node needs."""
         found = self._versions[version]
         found.wanted[found.row_of(node)] = pieces.bits
 
-    def remove_node(self, node: str) -> list[str]:
-        """Remove all pieces of a node that is gone. Returns the versions that have lost pieces by it."""
-        hit = []
-        for name, version in self._versions.items():
-            if node in version.index or node in version.awaited:
-                before = self.counts(name).lost
-                version.remove(node)
-                if self.counts(name).lost > before:
-                    hit.append(name)
-        return hit
+    def remove_node(self, node: str) -> None:
+        """Remove all pieces of a node that is gone."""
+        for version in self._versions.values():
+            version.remove(node)
 
     def bitmap(self, version: str, node: str) -> Bitmap:
         """Return the pieces that a node holds."""
@@ -205,24 +159,10 @@ class PieceTable:
         """Return the versions of which a node does not hold all pieces."""
         return [version for version in self._versions if self.lacks(version, node)]
 
-    def states(self, version: str) -> npt.NDArray[np.uint8]:
-        """Return the `PieceState` of each piece."""
+    def orphans(self, version: str) -> Bitmap:
+        """Return the pieces that no node holds, although one did: lost, unless an awaited node has them."""
         found = self._versions[version]
-        gone = PieceState.UNKNOWN if found.awaited else PieceState.LOST
-        return np.where(found.copies > 0, PieceState.HELD, np.where(found.seen, gone, PieceState.ABSENT)).astype(np.uint8)
-
-    def counts(self, version: str, replicas: int = 1) -> PieceCounts:
-        """Return how many pieces are in each state, and how many fewer than `replicas` nodes hold."""
-        absent, held, unknown, lost = np.bincount(self.states(version), minlength=len(PieceState)).tolist()
-        return PieceCounts(absent, held, unknown, lost, short=int((self._versions[version].copies < replicas).sum()))
-
-    def ready(self, version: str, replicas: int = 1) -> bool:
-        """Return whether at least `replicas` nodes hold each piece."""
-        return bool((self._versions[version].copies >= replicas).all())
-
-    def lost(self, version: str) -> tuple[int, ...]:
-        """Return the pieces that were held and that no node holds, once all awaited nodes have reported or are gone."""
-        return tuple(np.flatnonzero(self.states(version) == PieceState.LOST).tolist())
+        return Bitmap(found.count, np.packbits(found.seen & (found.copies == 0), bitorder="little"))
 
     def doubts(self) -> list[tuple[str, float]]:
         """Return the versions in doubt, and since when each is."""
@@ -241,7 +181,7 @@ class PieceTable:
             if now - version.known_at > lease_seconds:
                 for node in [node for node in version.awaited if node not in live]:
                     version.remove(node)
-            lost = 0 if (version.copies > 0).all() else self.counts(name).lost
+            lost = len(self.orphans(name)) if not version.awaited else 0
             version.lost_at = None if not lost else now if version.lost_at is None else version.lost_at
             if version.lost_at is not None and all(follows > version.lost_at for follows in live.values()):
                 found.append((name, f"neither the daemon nor a node holds {lost} of {version.count} pieces"))

@@ -7,7 +7,6 @@ need the node's capacity. After a restart of the daemon, nodes report what they 
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
@@ -18,39 +17,32 @@ from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import (
+    CopyView,
     KnownNode,
+    NodeView,
+    bitmap_of,
     chosen_of,
     copies_of,
     host_copy_of,
+    id_of,
     model_of,
     notify,
+    peer_of,
     readers_of,
     reading,
     revision_of,
-    source_of,
+    wanted_of,
 )
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
-from resharder.server.nodes.reports import (
-    CopyOrder,
-    CopyReport,
-    CopyView,
-    HostCopy,
-    NodeView,
-    Orders,
-    PeerSource,
-    StateReport,
-    bitmap_of,
-    wanted_of,
-)
-from resharder.server.nodes.tracker import LONGEST, NodeReport, Tracker
+from resharder.server.nodes.tracker import LONGEST, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import PartialVersion
 from resharder.server.store.reader import VerifiedVersions
-from resharder.v1 import resources_pb2
+from resharder.v1 import node_pb2, resources_pb2
 
 
 class NodeRegistry:
@@ -106,7 +98,7 @@ class NodeRegistry:
 
     # Calls of nodes
 
-    def sync(self, report: StateReport, caller: str, seen: int, wait_seconds: float) -> Waiting[Orders]:
+    def sync(self, report: node_pb2.SyncNodeRequest, caller: str, seen: int, wait_seconds: float) -> Waiting[node_pb2.NodeOrders]:
         """Record a report, and return the node's orders once their revision differs from `seen` or the time has passed.
 
         Args:
@@ -120,7 +112,7 @@ class NodeRegistry:
             PermissionDenied: NOT_ALLOWED: a live node of another identity has this id.
             InvalidArgument: NODE: a bitmap of another number of pieces.
         """
-        for copy in report.copies:
+        for copy in report.versions:
             self._known(copy.version)
         node = self._record_report(report, caller, seen)
         until = self._clock() + min(wait_seconds, self._longest)
@@ -128,7 +120,7 @@ class NodeRegistry:
             count = node.changed.count
             if node.report.instance != report.instance:
                 raise node.replaced()
-            now, orders = self._clock(), self._orders(report.node)
+            now, orders = self._clock(), self._orders(id_of(report))
             if orders.revision != seen or (left := until - self._clock()) <= 0:
                 node.order(orders.revision, now)
                 return orders
@@ -158,7 +150,9 @@ class NodeRegistry:
 
     # Calls of workers
 
-    def host_copy(self, version: str, server: str, readable: Iterable[tuple[str, bytes]], needed: bytes = b"") -> HostCopy:
+    def host_copy(
+        self, version: str, server: str, readable: Iterable[tuple[str, bytes]], needed: bytes = b""
+    ) -> node_pb2.HostVersion:
         """Let the node of a worker's host hold pieces of a READY version, and return how far it is.
 
         Args:
@@ -177,7 +171,7 @@ class NodeRegistry:
         pieces = wanted_of(numbering.count, version, needed)
         with self._lock:
             found = reading(self._nodes.values(), dict(readable))
-        if isinstance(found, HostCopy):
+        if isinstance(found, node_pb2.HostVersion):
             return found
         known = found.pieces.get(version, Bitmap(numbering.count))
         if server not in found.wants.get(version, ()) or len(pieces - known):
@@ -248,23 +242,23 @@ class NodeRegistry:
             with self._lock:
                 if version in self._table:
                     held = partial.held() if partial is not None else Bitmap.full(self._table[version].count)
-                    self._table.report(version, DAEMON, held, whole=True)
+                    self._table.report(version, DAEMON, held)
 
     def missing(self) -> int:
         """Return the number of pieces of READY versions that the daemon's store lacks."""
         with self._lock:
             return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
 
-    def own_sources(self, version: str) -> list[PeerSource]:
-        """Return the live nodes with pieces that the daemon's store lacks of a version."""
+    def own_order(self, version: str) -> node_pb2.NodeOrder:
+        """Return the live nodes with pieces that the daemon's store lacks of a version. It may request all of them."""
         if self._known(version) is None:
-            return []
+            return node_pb2.NodeOrder(version=version)
         with self._lock:
             nodes = self._nodes.items()
             live = [(id, node) for id, node in nodes if not node.lost and self._table.has_more(version, id, DAEMON)]
             held = [self._table.bitmap(version, id) for id, _ in live]
             offers = [PeerOffer(id, has, node.report.transfers) for (id, node), has in zip(live, held, strict=True)]
-            return [self._source(offer, version) for offer in offers]
+            return node_pb2.NodeOrder(version=version, peers=[self._peer(offer, version) for offer in offers])
 
     def version_changed(self, record: VersionRecord) -> None:
         """Count and retain the pieces that nodes hold of a READY version; forget any other version."""
@@ -293,7 +287,7 @@ class NodeRegistry:
             if node is None or node.lost or version not in self._numberings:
                 return
             node.want(version, (), pieces)
-            self._table.report(version, id, pieces, whole=True)
+            self._table.report(version, id, pieces)
         node.changed.emit()
 
     def _known(self, version: str) -> PieceNumbering | None:
@@ -314,7 +308,7 @@ class NodeRegistry:
             awaited = partial.nodes if partial is not None else ()
             self._table.add_version(version, numbering.count, ready=partial is not None, awaited=awaited, now=self._clock())
             self._table.add_source(version, DAEMON)
-            self._table.report(version, DAEMON, held, whole=True)
+            self._table.report(version, DAEMON, held)
             changed = list(self._nodes.values()) if partial is not None else []
         notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
@@ -322,94 +316,108 @@ class NodeRegistry:
             return None
         return numbering
 
-    def _record_report(self, report: StateReport, caller: str, seen: int) -> KnownNode:
+    def _record_report(self, report: node_pb2.SyncNodeRequest, caller: str, seen: int) -> KnownNode:
+        id = id_of(report)
         with self._lock:
-            node = self._nodes.get(report.node)
+            node = self._nodes.get(id)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[report.node] = KnownNode(report, caller, 0.0, 0.0, drained=report.node in self._drained)
+                node = self._nodes[id] = KnownNode(report, caller, 0.0, 0.0, drained=id in self._drained)
             elif report.instance in node.former:
                 raise node.replaced()
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
                     "NOT_ALLOWED",
-                    f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}: choose another --name",
+                    f"node {id!r} belongs to {node.caller or 'a caller without a name'}: choose another --name",
                 )
             elif report.instance != node.report.instance:
                 node.former.append(node.report.instance)
-                self._tracker.remove_node(report.node)
+                self._tracker.remove_node(id)
             self._record_pieces(node, report)
             by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
             changed = list(self._nodes.values()) if by_certificate else []
             node.follow(0 if joined else seen)
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
-            for copy in report.copies if joined else ():
+            for copy in report.versions if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
         notify(changed)
         if joined:
             node.changed.emit()  # an earlier process of this id may wait
-            self._note("node", f"nodes/{report.node}", "joined", "")
+            self._note("node", report.node, "joined", "")
         return node
 
-    def _record_pieces(self, node: KnownNode, report: StateReport) -> None:
+    def _record_pieces(self, node: KnownNode, report: node_pb2.SyncNodeRequest) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
-        reported, written = {copy.version: copy for copy in report.copies}, self.homes.not_adopted(report)
+        id, reported, written = id_of(report), {copy.version: copy for copy in report.versions}, self.homes.not_adopted(report)
         written = {version: files for version, files in written.items() if not self.replication.waits(version)}  # other `ETag`
         for version, numbering in self._numberings.items():
             copy, known = reported.get(version), self._table[version]
-            if copy is not None or version in written or report.node in known.index or report.node in known.awaited:
+            if copy is not None or version in written or id in known.index or id in known.awaited:
                 held = bitmap_of(numbering.count, copy) | pieces_of(numbering, written.get(version, ()))
-                self._table.report(version, report.node, held, whole=True)
+                self._table.report(version, id, held)
                 if len(held) and version not in node.wants and self._table.lacks(version, DAEMON):
                     node.want(version, (), held)
 
-    def _orders(self, id: str) -> Orders:
+    def _orders(self, id: str) -> node_pb2.NodeOrders:
         with self._lock:
             node = self._nodes.get(id)
             if node is None:
-                return Orders(0, (), False, self._longest)
-            reported = {copy.version: copy for copy in node.report.copies}
+                return node_pb2.NodeOrders(lease_seconds=self.lease_seconds, report_seconds=self._longest)
+            reported = {copy.version: copy for copy in node.report.versions}
             wanted = self._chosen(node)
             answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            stamp = revision_of([node.drained, *needs, *readers, *reservations, *self._table.doubts()])
-            soonest = min((self._longest, *(seconds for _, seconds in answers)))
-            return Orders(stamp, tuple(order for order, _ in answers), node.drained, soonest, reservations)
+            texts = (each.SerializeToString(deterministic=True) for each in reservations)
+            return node_pb2.NodeOrders(
+                lease_seconds=self.lease_seconds,
+                revision=revision_of([node.drained, *needs, *readers, *texts, *self._table.doubts()]),
+                versions=[order for order, _ in answers],
+                drained=node.drained,
+                report_seconds=min((self._longest, *(seconds for _, seconds in answers))),
+                reservations=reservations,
+            )
 
     def _chosen(self, node: KnownNode) -> list[str]:
-        id = node.report.node
+        id = id_of(node.report)
         return chosen_of(
             node, self._numberings, lambda version: self._table.has_more(version, id, DAEMON), self.homes.reserved_bytes(id)
         )
 
-    def _copy_order(self, id: str, node: KnownNode, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
+    def _copy_order(
+        self, id: str, node: KnownNode, version: str, copy: node_pb2.NodeVersion | None
+    ) -> tuple[node_pb2.NodeOrder, float]:
         held = bitmap_of(self._numberings[version].count, copy)
         wanted = node.pieces[version]
-        report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
-        answer = self._tracker.report(report, self._clock())
-        peers = [self._source(offer, version) for offer in answer.offers]
-        readers = tuple(sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())))
-        given = version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers
-        return CopyOrder(*given, len(held & answer.scarce) > 0), answer.interval
+        answer = self._tracker.report(version, id, held, wanted, node.report.transfers, self._clock())
+        order = node_pb2.NodeOrder(
+            version=version,
+            wanted=wanted.to_bytes(),
+            peers=[self._peer(offer, version) for offer in answer.offers],
+            scarce=answer.scarce.to_bytes(),
+            granted=answer.granted,
+            readers=sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())),
+            sole_holder=len(held & answer.scarce) > 0,
+        )
+        return order, answer.interval
 
-    def _source(self, offer: PeerOffer, version: str) -> PeerSource:
-        return PeerSource(offer, "") if offer.peer == DAEMON else source_of(self._nodes[offer.peer].report, offer, version)
+    def _peer(self, offer: PeerOffer, version: str) -> node_pb2.NodePeer:
+        return peer_of(self._nodes[offer.peer].report if offer.peer != DAEMON else None, offer, version)
 
-    def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> HostCopy:
+    def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> node_pb2.HostVersion:
         with self._lock:
-            return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(node.report.node) is node)
+            return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(id_of(node.report)) is node)
 
     def _view(self, node: KnownNode) -> NodeView:
         state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
         chosen = set(self._chosen(node)) if state != resources_pb2.Node.LOST else set()
-        held = {name: len(self._table.bitmap(name, node.report.node)) for name in self._numberings}
+        held = {name: len(self._table.bitmap(name, id_of(node.report))) for name in self._numberings}
         copies = copies_of(node, chosen, self._numberings, held)
-        for version, (own, files) in self.homes.uploading(node.report.node).items():
+        for version, (own, files) in self.homes.uploading(id_of(node.report)).items():
             pieces = number_pieces(own).count, number_pieces(files).count
             copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
-        return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
+        return NodeView(node.report, state, node.report_time, tuple(copies))

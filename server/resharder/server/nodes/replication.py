@@ -293,7 +293,7 @@ class Replication:
     def _bar(self, live: Mapping[str, KnownNode], now: float) -> None:
         """Place no further pieces of a version on a node that reports a problem with it, for some time."""
         for id, node in live.items():
-            for copy in node.report.copies:
+            for copy in node.report.versions:
                 if copy.problem and copy.version in node.replicas:
                     self._barred[copy.version, id, node.report.instance] = now + _BARRED_SECONDS, copy.problem
         self._barred = {key: found for key, found in self._barred.items() if found[0] > now and key[0] in self._numberings}

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 
 import structlog
-from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.held_files import HeldFiles
-from resharder.server.holding.sources import LIMITS, PeerOffer
+from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import HttpTransfer, PieceSource, ReceivedBytes
+from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
@@ -79,7 +78,7 @@ class StoreFetcher:
             if self._partials.get(name) is not partial:
                 _log.info("version_lacks_pieces", version=name, pieces=partial.numbering.count, missing=missing)
             if missing:
-                self._swarm.fill(partial, self._offers(partial))
+                self._swarm.fill(partial, PieceOffers.of(self._nodes.own_order(name), partial.numbering.count, ""))
         self._partials = partials
         self._nodes.count_own()
 
@@ -102,13 +101,6 @@ class StoreFetcher:
             if done:
                 del self._settled[partial.name]
                 self._nodes.count_own()
-
-    def _offers(self, partial: PartialVersion) -> PieceOffers:
-        """Return the nodes that hold missing pieces. All may be requested: the daemon has to hold each of them."""
-        found = self._nodes.own_sources(partial.name)
-        sources = {f"nodes/{peer.offer.peer}": PieceSource(peer.data_address, daemon=False) for peer in found}
-        offers = tuple(PeerOffer(f"nodes/{peer.offer.peer}", peer.offer.held, peer.offer.load) for peer in found)
-        return PieceOffers(offers, sources, Bitmap(partial.numbering.count), ())
 
     def _wake(self) -> None:
         with self._changed:

@@ -137,39 +137,16 @@ _MORE = 8  # further peers that hold pieces which too few peers need
 
 
 @dataclass(frozen=True)
-class NodeReport:
-    """Report of a node on one version.
-
-    Attributes:
-        node: Id of the node.
-        version: Resource name of the version.
-        gained: Checked pieces since the last recorded report; with `whole`, all that it holds.
-        whole: Whether `gained` replaces earlier reports.
-        wanted: Pieces that it needs; None for all.
-        load: Requests of other nodes that it is answering.
-    """
-
-    node: str
-    version: str
-    gained: Bitmap
-    whole: bool = False
-    wanted: Bitmap | None = None
-    load: int = 0
-
-
-@dataclass(frozen=True)
 class TrackerAnswer:
     """Answer to a report.
 
     Attributes:
-        recorded: Whether the report was recorded; otherwise the node reports the whole next.
         offers: Pieces of the peers that hold any piece which the node misses.
         scarce: Pieces that one node alone holds.
         granted: Pieces of these that the node may take.
         interval: Seconds until the next report.
     """
 
-    recorded: bool
     offers: tuple[PeerOffer, ...]
     scarce: Bitmap
     granted: tuple[int, ...]
@@ -190,45 +167,47 @@ class Tracker:
         self._grants: dict[str, SourceGrants] = {}
         self._load: dict[str, int] = {}
 
-    def report(self, report: NodeReport, now: float) -> TrackerAnswer:
-        """Record a report and answer it. Raises KeyError for an unknown version, ValueError for a bitmap of another one.
+    def report(self, version: str, node: str, held: Bitmap, wanted: Bitmap, load: int, now: float) -> TrackerAnswer:
+        """Record a node's report on a version and answer it.
 
         Args:
-            report: The report.
+            version: Resource name of the version.
+            node: Id of the node.
+            held: Checked pieces that it holds.
+            wanted: Pieces that it needs.
+            load: Requests of other nodes that it is answering.
             now: Seconds of a monotonic clock.
+
+        Raises:
+            KeyError: An unknown version.
+            ValueError: A bitmap of another one.
         """
-        recorded = self.table.report(report.version, report.node, report.gained, whole=report.whole)
-        self._load[report.node] = report.load
-        version = self.table[report.version]
-        scarce = self.table.scarce(report.version)
-        if not recorded:
-            return TrackerAnswer(False, (), scarce, (), SHORTEST)
-        held = self.table.bitmap(report.version, report.node)
-        wanted = report.wanted or Bitmap.full(version.count)
-        grants = self._grants.setdefault(report.version, SourceGrants())
-        self.table.want(report.version, report.node, wanted)
-        granted = grants.give(report.node, now, held, wanted, version.copies, max(1, len(version.sources)))
+        self.table.report(version, node, held)
+        self.table.want(version, node, wanted)
+        self._load[node] = load
+        found, scarce = self.table[version], self.table.scarce(version)
+        grants = self._grants.setdefault(version, SourceGrants())
+        granted = grants.give(node, now, held, wanted, found.copies, max(1, len(found.sources)))
         missing = wanted - held
-        offers = self._offers(version, report, missing, missing - scarce, granted, now) if len(missing) else ()
-        interval = self._interval(len(version.nodes), len(missing) > 0)
-        return TrackerAnswer(True, offers, scarce, tuple(granted), interval)
+        offers = self._offers(found, node, missing, missing - scarce, granted, now) if len(missing) else ()
+        return TrackerAnswer(offers, scarce, tuple(granted), self._interval(len(found.nodes), len(missing) > 0))
 
     def drop_version(self, version: str) -> None:
         """Forget a version."""
         self.table.drop_version(version)
         self._grants.pop(version, None)
 
-    def remove_node(self, node: str) -> list[str]:
-        """Forget a node that is gone. Returns the versions that have lost pieces by it."""
+    def remove_node(self, node: str) -> None:
+        """Forget a node that is gone."""
         self._load.pop(node, None)
         for grants in self._grants.values():
             grants.forget(node)
-        return self.table.remove_node(node)
+        self.table.remove_node(node)
 
     def _offers(
-        self, version: VersionPieces, report: NodeReport, missing: Bitmap, spread: Bitmap, granted: list[int], now: float
+        self, version: VersionPieces, node: str, missing: Bitmap, spread: Bitmap, granted: list[int], now: float
     ) -> tuple[PeerOffer, ...]:
-        row = version.index[report.node]
+        row = version.index[node]
         rows = dict.fromkeys(neighbours(row, len(version.nodes), int(now // _PERIOD), self._peers))
         for piece in granted:
             holders = np.flatnonzero(version.rows[: len(version.nodes), piece >> 3] >> (piece & 7) & 1)

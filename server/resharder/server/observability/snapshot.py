@@ -9,9 +9,9 @@ from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.nodes.known_node import NodeView
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.replication import ReplicaShortage
-from resharder.server.nodes.reports import NodeView
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 

@@ -12,7 +12,7 @@ from resharder.server.fleets.explain import FleetView, ServerView, explain_serve
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.nodes.reports import NodeView
+from resharder.server.nodes.known_node import NodeView
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.state.errors import InvalidArgument, unknown_value
 from resharder.server.state.fleet import Move, UpdateStrategy
@@ -364,7 +364,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
     """Convert a node for operators."""
     report = view.report
     return resources_pb2.Node(
-        name=f"nodes/{report.node}",
+        name=report.node,
         state=view.state,
         data_address=report.data_address,
         capacity_bytes=report.capacity_bytes,
@@ -388,7 +388,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
             )
             for copy in view.copies
         ],
-        links=[link.to_proto() for link in report.links],
+        links=report.links,
     )
 
 

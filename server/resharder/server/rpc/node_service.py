@@ -8,29 +8,31 @@ from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
 from resharder.server.holding.part_files import FileProof, files_to_proto
-from resharder.server.holding.swarm import MOST_LINKS, LinkReport
+from resharder.server.holding.swarm import MOST_LINKS, bounded_link
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
+from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.reports import (
-    CopyOrder,
-    CopyReport,
-    ReportedSet,
-    ReservationOrder,
-    ReservationReport,
-    StateReport,
-)
 from resharder.server.rpc.convert import node_id, seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound
-from resharder.server.state.version import host_name, parse_name
+from resharder.server.state.version import parse_name
 from resharder.v1 import node_pb2
 
 _MOST_PIECES = 256
 _MOST_COPIES = 1024
 _MOST_WAIT = 10.0  # seconds
+_COUNTS = (
+    "capacity_bytes",
+    "used_bytes",
+    "transfers",
+    "received_daemon_bytes",
+    "received_peer_bytes",
+    "received_engine_bytes",
+    "sent_bytes",
+)
 _CERTIFICATE = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -55,20 +57,13 @@ class NodeService:
 
     def SyncNode(self, request: node_pb2.SyncNodeRequest, call: Call) -> Waiting[node_pb2.NodeOrders]:
         """Record a node's report, and return its orders."""
-        report = _report(request)
-        if request.leaving:
-            self._nodes.leave(report.node, report.instance)
+        report = _bounded(request)
+        if report.leaving:
+            self._nodes.leave(id_of(report), report.instance)
             return node_pb2.NodeOrders()
-        orders = yield from self._nodes.sync(report, CALLER.get(), request.seen, min(seconds(request.wait_seconds), _MOST_WAIT))
-        return node_pb2.NodeOrders(
-            lease_seconds=self._nodes.lease_seconds,
-            revision=orders.revision,
-            drained=orders.drained,
-            report_seconds=orders.report_seconds,
-            versions=map(_order, orders.versions),
-            reservations=map(_reservation, orders.reservations),
-            daemon_certificate=self._certificate(),
-        )
+        orders = yield from self._nodes.sync(report, CALLER.get(), report.seen, min(seconds(report.wait_seconds), _MOST_WAIT))
+        orders.daemon_certificate = self._certificate()
+        return orders
 
     @medium_errors()
     def GetPieceChecksums(self, request: node_pb2.GetPieceChecksumsRequest, call: Call) -> node_pb2.PieceChecksums:
@@ -92,15 +87,7 @@ class NodeService:
         """Let the node on the caller's host hold pieces of a READY version, and return how far it is."""
         parse_name(request.version, "versions")
         readable = [(access.nonce_file, access.nonce) for access in request.readable]
-        found = self._nodes.host_copy(request.version, request.server.removeprefix("servers/"), readable, request.needed)
-        return node_pb2.HostVersion(
-            node=found.node,
-            folder=found.folder,
-            whole=found.whole,
-            held_bytes=found.held_bytes,
-            problem=found.problem,
-            nonce_files=found.nonce_files,
-        )
+        return self._nodes.host_copy(request.version, request.server.removeprefix("servers/"), readable, request.needed)
 
     def GetReservedFiles(self, request: node_pb2.GetReservedFilesRequest, call: Call) -> node_pb2.ReservedFiles:
         """Return the files that a node lays out for versions of an epoch."""
@@ -122,82 +109,27 @@ class NodeService:
         return node_pb2.PutFileProofResponse()
 
 
-def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
-    if not request.instance or len(request.versions) > _MOST_COPIES:
-        raise InvalidArgument("NODE", f"expected an instance and at most {_MOST_COPIES} versions, got {len(request.versions)}")
-    if request.certificate and not _CERTIFICATE.fullmatch(request.certificate):
-        raise InvalidArgument("NODE", f"expected sha256: and 64 hexadecimal digits, got {request.certificate[:100]!r}")
-    return StateReport(
-        node=node_id(request.node),
-        instance=request.instance[:64],
-        data_address=request.data_address[:300],
-        nonce_file=request.store.nonce_file[:4096],
-        nonce=request.store.nonce[:64],
-        capacity_bytes=max(0, request.capacity_bytes),
-        used_bytes=max(0, request.used_bytes),
-        transfers=max(0, request.transfers),
-        received_daemon_bytes=max(0, request.received_daemon_bytes),
-        received_peer_bytes=max(0, request.received_peer_bytes),
-        sent_bytes=max(0, request.sent_bytes),
-        copies=tuple(
-            CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500], copy.wanted, tuple(copy.addresses))
-            for copy in request.versions
-        ),
-        session=request.session[:300],
-        received_engine_bytes=max(0, request.received_engine_bytes),
-        certificate=request.certificate,
-        ending=request.ending,
-        gathers=request.gathers,
-        links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
-        reservations=tuple(
-            ReservationReport(
-                each.id[:64], tuple(ReportedSet(found.id[:64], found.folder[:4096]) for found in each.sets), each.problem[:500]
-            )
-            for each in request.reservations[:_MOST_COPIES]
-        ),
-    )
-
-
-def _reservation(order: ReservationOrder) -> node_pb2.ReservationOrder:
-    return node_pb2.ReservationOrder(
-        id=order.id,
-        publisher=order.publisher,
-        sets=[
-            node_pb2.FileSetOrder(
-                id=each.set,
-                version=each.version,
-                state=each.state,
-                closed=each.closed,
-                gathers=each.gathers,
-                sources=[node_pb2.PartSource(node=f"nodes/{node}", data_address=address) for node, address in each.sources],
-            )
-            for each in order.sets
-        ],
-        readers=order.readers,
-    )
-
-
-def _order(order: CopyOrder) -> node_pb2.NodeOrder:
-    return node_pb2.NodeOrder(
-        version=order.version,
-        wanted=order.wanted,
-        scarce=order.scarce,
-        granted=order.granted,
-        readers=order.readers,
-        sole_holder=order.sole_holder,
-        peers=[
-            node_pb2.NodePeer(
-                node=host_name(source.offer.peer),
-                data_address=source.data_address,
-                held=source.offer.held.to_bytes(),
-                transfers=source.offer.load,
-                source=source.offer.is_source,
-                session=source.session,
-                addresses=source.addresses,
-            )
-            for source in order.peers
-        ],
-    )
+def _bounded(report: node_pb2.SyncNodeRequest) -> node_pb2.SyncNodeRequest:
+    """Return a report with its values cut to their bounds. Raises InvalidArgument (NODE)."""
+    node_id(report.node)
+    if not report.instance or len(report.versions) > _MOST_COPIES:
+        raise InvalidArgument("NODE", f"expected an instance and at most {_MOST_COPIES} versions, got {len(report.versions)}")
+    if report.certificate and not _CERTIFICATE.fullmatch(report.certificate):
+        raise InvalidArgument("NODE", f"expected sha256: and 64 hexadecimal digits, got {report.certificate[:100]!r}")
+    report.instance, report.data_address, report.session = report.instance[:64], report.data_address[:300], report.session[:300]
+    report.store.nonce_file, report.store.nonce = report.store.nonce_file[:4096], report.store.nonce[:64]
+    for name in _COUNTS:
+        setattr(report, name, max(0, getattr(report, name)))
+    for copy in report.versions:
+        copy.folder, copy.problem = copy.folder[:4096], copy.problem[:500]
+    links = [bounded_link(link) for link in report.links[:MOST_LINKS]]
+    del report.links[:], report.reservations[_MOST_COPIES:]
+    report.links.extend(links)
+    for reservation in report.reservations:
+        reservation.id, reservation.problem = reservation.id[:64], reservation.problem[:500]
+        for found in reservation.sets:
+            found.id, found.folder = found.id[:64], found.folder[:4096]
+    return report
 
 
 def _pieces(start: int, end: int, size: int) -> Iterable[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,12 +47,13 @@ class Reservation(SetPool):
         sets: int,
         model: "StoredModel",
         changed: Condition,
+        numbers: Iterator[int],
         host: SetHost,
         layouts: tuple[FileLayout, ...],
         small: Path,
     ) -> None:
         path = model.folder / "pool" / str(epoch)
-        super().__init__(changed, model.background, path, "pool.write", host, layouts, small=small)
+        super().__init__(changed, model.background, path, numbers, "pool.write", host, layouts, small=small)
         self.epoch, self.sets = epoch, sets
 
 

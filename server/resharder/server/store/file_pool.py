@@ -5,6 +5,7 @@ the model's small files. No version waits for a held set where the limit leaves 
 """
 
 import shutil
+from itertools import count
 from pathlib import Path
 
 import structlog
@@ -25,6 +26,7 @@ class FilePool:
 
     def __init__(self, catalogue: Catalogue, capacity: Capacity) -> None:
         self._catalogue, self._changed, self._capacity = catalogue, catalogue.changed, capacity
+        self._numbers = count(1)
 
     def reserve(self, model: StoredModel, epoch: int, sets: int, layouts: tuple[FileLayout, ...], small: Path) -> None:
         """Reserve files for the versions of an epoch, in place of those of the epoch before, and begin to lay them out.
@@ -46,7 +48,7 @@ class FilePool:
             lambda: self.top_up(model),
             lambda failure: self._settled(model, failure),
         )
-        model.reservation = Reservation(epoch, sets, model, self._changed, host, layouts, small)
+        model.reservation = Reservation(epoch, sets, model, self._changed, self._numbers, host, layouts, small)
         self._changed.notify_all()
         self.top_up(model)
 

@@ -9,7 +9,7 @@ from resharder.converters.units import size_text
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
-from resharder.server.nodes.reports import NodeView
+from resharder.server.nodes.known_node import NodeView, id_of
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import Move, UpdateStrategy, VersionTarget
 from resharder.server.state.server import Install, Server, Settings, Worker
@@ -61,9 +61,9 @@ def _problems(now: Snapshot) -> Iterator[str]:
         yield f"{path} cannot be removed, and takes {size_text(size)} of the store: remove what protects it"
     for node in now.nodes:
         if node.state == resources_pb2.Node.LOST:
-            yield f"node {node.report.node} is LOST: it has not called within its lease"
+            yield f"node {id_of(node.report)} is LOST: it has not called within its lease"
         for copy in (copy for copy in node.copies if copy.problem and copy.wanted):
-            yield f"node {node.report.node}: {copy.version} does not arrive: {copy.problem}"
+            yield f"node {id_of(node.report)}: {copy.version} does not arrive: {copy.problem}"
     for each in now.shortages:
         yield f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}"
 
@@ -348,7 +348,7 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
 def _node(view: NodeView) -> dict[str, Any]:
     report = view.report
     return {
-        "id": report.node,
+        "id": id_of(report),
         "state": resources_pb2.Node.State.Name(view.state),
         "badge": _badge(badge("node", resources_pb2.Node.State.Name(view.state))),
         "address": report.data_address,
