@@ -5,18 +5,20 @@ when the application starts. SGLang's warm-up is a request to the server itself,
 """
 
 import functools
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings, server_address
 
+if TYPE_CHECKING:  # SGLang says where metrics go before prometheus_client may be imported
+    from resharder.client.inference.control.attach import AttachedEngine
+    from resharder.client.inference.control.gate import Gate
+
 _ATTRIBUTE = "resharder"  # of a tokenizer manager: its `Attached`
 _LOOK_SECONDS = 0.05  # between looks whether the gate is open
-logger = logging.getLogger("sglang.resharder.server")
 
 
 class Attached:
@@ -25,10 +27,10 @@ class Attached:
     def __init__(self) -> None:
         self.failure = ""
         """Why the engine has ended without an order; empty while it has not."""
-        self.gate: Any = None
-        """The engine's `Gate`; None before the engine is attached."""
-        self.handle: Any = None
-        """The `AttachedEngine`, likewise."""
+        self.gate: Gate | None = None
+        """The engine's gate; None before the engine is attached."""
+        self.handle: AttachedEngine | None = None
+        """Its handle, likewise."""
 
     def end(self, failure: str) -> None:
         """Announce the end of the engine to the daemon, at once.
@@ -37,7 +39,7 @@ class Attached:
             failure: Why it ends without an order; empty if it does not.
         """
         self.failure = failure
-        if self.handle is not None:
+        if self.handle is not None and self.gate is not None:
             self.gate.shut(failure or "the server ends")
             self.handle.leave()
 
@@ -124,7 +126,9 @@ def check(manager: Any, settings: PluginSettings) -> None:
         raise UsageError(f"{problem}: start SGLang without it, or leave resharder out of SGLANG_PLUGINS")
 
 
-async def attach(engine: Any, settings: PluginSettings | None = None, *, gate: Any = None, address: str = "") -> Any:
+async def attach(
+    engine: Any, settings: PluginSettings | None = None, *, gate: "Gate | None" = None, address: str = ""
+) -> "AttachedEngine":
     """Attach an engine to the daemon. Returns at once, even if the daemon is away.
 
     Args:
@@ -134,7 +138,7 @@ async def attach(engine: Any, settings: PluginSettings | None = None, *, gate: A
         address: Address of the server, as the daemon's operators see it.
 
     Returns:
-        The `AttachedEngine`.
+        The handle of the attached engine.
 
     Raises:
         UsageError: The engine or its configuration is not supported.
