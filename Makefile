@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := 0.32.0
 MEGATRON := 0.16.1
+SGLANG := 0.5.23
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-nixl bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-nixl test-sglang bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -203,6 +204,18 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 
 test-nixl: .venv-nixl/.ready
 	.venv-nixl/bin/python -m pytest tests/client/test_nixl.py tests/client/test_nixl_cut.py tests/client/test_direct_hosts.py tests/e2e/test_nixl.py tests/server/test_nixl_nodes.py $(PYTEST)
+
+# SGLang on a CPU, over the packages of make setup, of which it takes what fits: its own pins are CUDA builds. What it imports and
+# has no build for CPUs, tests/support/sglang stands in for.
+.venv-sglang/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-sglang
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-sglang/lib/python3*/site-packages)/setup.pth"
+	.venv-sglang/bin/pip install -q --no-deps sglang==$(SGLANG) distro gguf ipython orjson soundfile traitlets decorator jedi parso \
+		matplotlib-inline prompt_toolkit stack_data
+	touch $@
+
+test-sglang: .venv-sglang/.ready
+	.venv-sglang/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/sglang $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))

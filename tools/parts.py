@@ -93,6 +93,7 @@ REST = [
     megatron(MEGATRON),
     make("training frameworks", 40, "integrations", in_ci=False),
     make("NIXL", 20, "test-nixl"),
+    make("SGLang", 20, "test-sglang"),
 ]
 
 

@@ -103,7 +103,8 @@ def test_the_newest_megatron_core_that_is_supported_runs_in_every_run_of_all_tes
 
 def test_every_test_is_in_make_test_or_in_the_rest() -> None:
     """By their marks and folders."""
-    folders = {path.name for path in (parts.ROOT / "tests").iterdir() if list(path.glob("test_*.py"))} - {"gpu", "integrations"}
+    others = {"gpu", "integrations", "sglang"}
+    folders = {path.name for path in (parts.ROOT / "tests").iterdir() if list(path.glob("test_*.py"))} - others
     given = [part.command for part in REST if part.command[0].endswith("pytest")]
     for mark, where in (("full and not storm", folders), ("full and storm", {"chaos", "failpoints"})):
         paths = {argument for command in given if mark in command for argument in command if argument.startswith("tests/")}

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import xxhash
+from resharder.client.inference.control.attach import AttachedEngine
 from resharder.client.inference.engine import STAY_PAUSED
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.vllm import attach as attach_module
 from resharder.client.inference.vllm import boot_loader, worker_rpc
-from resharder.client.inference.vllm.attach import AttachedEngine, attach
+from resharder.client.inference.vllm.attach import attach
 from resharder.client.inference.vllm.sleep import watch_sleep
+from resharder.client.inference.worker import boot
 from resharder.client.inference.worker.model_part import MODEL
 
 from tests.failpoints.roles import SHAPES
@@ -201,7 +203,7 @@ class LightServer:
         assert agent is not None
         assert agent.boot is not None
         assert agent.staging.sources is not None
-        booting = boot_loader._Booting(agent, agent.staging.sources, agent.boot, agent.parts.part(MODEL))
+        booting = boot.Booting(agent, agent.staging.sources, agent.boot, agent.parts.part(MODEL))
         booting.load(self._model)
         inventory.after_loading(self._model)
         booting.verify(self._model)

@@ -10,6 +10,7 @@ from resharder.client.inference.control.gate import Gate, Position, ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.engine import STAY_PAUSED, SleepState
 from resharder.client.inference.version_page import Journal
+from resharder.client.inference.vllm.engine_core import pausing
 from resharder.v1.resources_pb2 import Power
 from resharder.v1.server_pb2 import Order
 
@@ -121,6 +122,7 @@ class Side:
             lambda: self.now,
             lambda: self.journal,
             why_restart,
+            pausing(self.engine),
         )
         if leads:
             self.do(LEAD)

@@ -10,7 +10,7 @@ from resharder.client.inference.control.fence import FENCED, Fence
 from resharder.client.inference.control.gate import Gate, Position, ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.engine import STAY_PAUSED, SleepState
-from resharder.client.inference.vllm.engine_core import guard
+from resharder.client.inference.vllm.engine_core import guard, pausing
 from resharder.v1.server_pb2 import Order
 
 LEASE = 10.0
@@ -157,7 +157,15 @@ class Side:
         self.engine = AsyncEngine(server.core)
         self.reattached: list[str] = []
         names, clock = (lambda n: f"models/policy/versions/{n}"), (lambda: server.now)
-        self.control = OrderExecutor(self.engine, self.gate, self.reattached.append, names, lambda: None, clock=clock)  # type: ignore[arg-type]
+        self.control = OrderExecutor(
+            self.engine,  # type: ignore[arg-type]
+            self.gate,
+            self.reattached.append,
+            names,
+            lambda: None,
+            clock=clock,
+            pause=pausing(self.engine),
+        )
         self.renew()
 
     def renew(self) -> None:

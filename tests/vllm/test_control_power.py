@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import UsageError
+from resharder.client.inference.control.attach import AttachedEngine
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.engine import STAY_PAUSED
-from resharder.client.inference.vllm.attach import AttachedEngine
 from resharder.client.rpc.channel import Channel
 from resharder.v1.resources_pb2 import Power
 from resharder.v1.server_pb2 import Order

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from resharder.client.inference.control.gate import Gate, GateMiddleware, Position, ServerLease
+from resharder.client.inference.vllm.route_rules import ROUTES
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -45,7 +46,7 @@ class Client(httpx.AsyncClient):
 
         routes = [Route(path, fine) for path in INFERENCE + HEALTH + INNOCENT + STORED]
         app = Starlette(routes=[*routes, Route("/slow", slow), Route("/stream", stream)])
-        app.add_middleware(GateMiddleware, gate=gate, installed=lambda: self.installed)
+        app.add_middleware(GateMiddleware, gate=gate, routes=ROUTES, installed=lambda: self.installed)
         super().__init__(transport=httpx.ASGITransport(app=app), base_url="http://test")
 
 
@@ -196,7 +197,7 @@ def test_a_websocket_is_closed_with_try_again_later_while_the_gate_is_shut_and_a
         await socket.close()
 
     app = Starlette(routes=[WebSocketRoute("/v1/realtime", echo)])
-    app.add_middleware(GateMiddleware, gate=gate, installed=lambda: 0)
+    app.add_middleware(GateMiddleware, gate=gate, routes=ROUTES, installed=lambda: 0)
     client = TestClient(app)
     with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime"):
         pass
@@ -208,7 +209,7 @@ def test_a_websocket_is_closed_with_try_again_later_while_the_gate_is_shut_and_a
 
 def test_a_root_path_in_front_of_a_route_changes_nothing() -> None:
     app = Starlette(routes=[Route("/metrics", lambda request: PlainTextResponse("fine"))])
-    app.add_middleware(GateMiddleware, gate=Gate(), installed=lambda: 0)
+    app.add_middleware(GateMiddleware, gate=Gate(), routes=ROUTES, installed=lambda: 0)
     client = TestClient(app, root_path="/api")
     assert client.get("/api/metrics").status_code == 200
     assert client.get("/api/v1/completions").status_code == 503
@@ -265,7 +266,7 @@ def test_a_websocket_counts_until_it_is_closed() -> None:
         await socket.close()
 
     app = Starlette(routes=[WebSocketRoute("/v1/realtime", echo)])
-    app.add_middleware(GateMiddleware, gate=gate, installed=lambda: 0)
+    app.add_middleware(GateMiddleware, gate=gate, routes=ROUTES, installed=lambda: 0)
     with TestClient(app).websocket_connect("/v1/realtime") as session:
         assert session.receive_text() == "1"
     assert gate.in_flight == 0

@@ -8,8 +8,9 @@ import httpx
 import pytest
 from resharder.client.inference.control.gate import Gate, GateMiddleware
 from resharder.client.inference.control.labels import VERSION_HEADER
+from resharder.client.inference.control.route_rules import Handling, RouteRulesMiddleware
 from resharder.client.inference.vllm.endpoint import EndpointPlugin
-from resharder.client.inference.vllm.route_rules import RULES, Handling, RouteRulesMiddleware
+from resharder.client.inference.vllm.route_rules import ROUTES, RULES
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -28,8 +29,8 @@ def app(gate: Gate) -> Starlette:
 
     paths = {*REFUSED, *PASSES, "/adapters/{adapter_name}"}
     made = Starlette(routes=[Route(path, reached, methods=["POST", "GET", "DELETE"]) for path in paths])
-    made.add_middleware(GateMiddleware, gate=gate, installed=lambda: 0)
-    made.add_middleware(RouteRulesMiddleware)
+    made.add_middleware(GateMiddleware, gate=gate, routes=ROUTES, installed=lambda: 0)
+    made.add_middleware(RouteRulesMiddleware, rules=RULES)
     return made
 
 

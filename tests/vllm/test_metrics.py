@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from resharder.client.inference.control.gate import LEASE_ENDED, Gate, GateMiddleware, ServerLease
 from resharder.client.inference.control.metrics import Numbers
 from resharder.client.inference.control.orders import Outcome
+from resharder.client.inference.vllm.route_rules import ROUTES
 from resharder.v1 import resources_pb2
 from resharder.v1.server_pb2 import Order
 from starlette.applications import Starlette
@@ -64,7 +65,7 @@ def test_requests_that_are_turned_away_are_counted_by_why_and_health_checks_are_
         return PlainTextResponse("fine")
 
     app = Starlette(routes=[Route("/v1/completions", fine), Route("/health", fine), Mount("/metrics", make_asgi_app(registry))])
-    app.add_middleware(GateMiddleware, gate=gate, installed=lambda: 1)
+    app.add_middleware(GateMiddleware, gate=gate, routes=ROUTES, installed=lambda: 1)
     with TestClient(app) as client:
         assert client.get("/v1/completions").status_code == 503
         assert client.get("/health").status_code == 503

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from resharder.client import connect
-from resharder.client.inference.vllm.route_rules import RULES, Handling
+from resharder.client.inference.control.route_rules import Handling
+from resharder.client.inference.vllm.route_rules import RULES
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import Power
 from resharder.client.trainer.publisher import Publisher

@@ -145,5 +145,5 @@ def test_a_server_whose_earlier_move_failed_is_waited_for(daemon: FakeOperator) 
 
 def test_a_daemon_that_has_not_seen_the_server_yet_is_waited_for(daemon: FakeOperator) -> None:
     daemon.servers.clear()
-    with pytest.raises(NotServed, match=r"within 0.1 s, got vLLM's own weights: .*servers/a"):
+    with pytest.raises(NotServed, match=r"within 0.1 s, got the engine's own weights: .*servers/a"):
         run(updates(daemon, Gate(prefer=True), timeout=0.1).finish("7"))

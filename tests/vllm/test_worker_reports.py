@@ -14,6 +14,7 @@ from resharder.client.inference.engine import InstallError
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from resharder.client.inference.worker import agent as agent_module
+from resharder.client.inference.worker import boot
 from resharder.client.inference.worker.claim import claim
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.receiver import EarlyVersion
@@ -197,7 +198,7 @@ def test_without_a_daemon_a_server_does_not_start_unless_it_prefers_to(
         asked.append(patience)
         return claim(*args, patience=patience, **kwargs)
 
-    monkeypatch.setattr(boot_loader, "claim", asks)
+    monkeypatch.setattr(boot, "claim", asks)
     with pytest.raises(DaemonUnreachable, match=nobody):
         load(nobody, "require")
     monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "600")
@@ -225,7 +226,7 @@ def test_any_other_word_for_it_is_refused(load: Callable[..., Any]) -> None:
 def test_only_what_is_missing_is_got_around() -> None:
     missing = [DaemonUnreachable("gone"), DaemonUnreachable("nothing yet", "NO_VERSION")]
     refused = [Refused("no", "FLEET_MODEL"), UsageError("wrong")]
-    assert [boot_loader._is_missing(error) for error in missing + refused] == [True, True, False, False]
+    assert [boot.is_missing(error) for error in missing + refused] == [True, True, False, False]
 
 
 def test_a_version_that_is_served_ahead_is_compared_after_the_pause_of_its_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,7 @@ OF_SERVERS: tuple[Variable[object], ...] = (
 # Variables that the processes of a server inherit from each other.
 PAGE = text("RESHARDER_PAGE")
 WARNED_OF_VLLM = text("RESHARDER_WARNED_OF_VLLM")  # so that a server warns once
+WARNED_OF_SGLANG = text("RESHARDER_WARNED_OF_SGLANG")
 
 # Variables of others.
 GLOO_INTERFACES = text("GLOO_SOCKET_IFNAME")  # as torch reads it: names, separated by commas
@@ -219,3 +220,4 @@ VLLM_RAY_PREFIXES = names("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY")
 VLLM_RUST_FRONTEND = text("VLLM_USE_RUST_FRONTEND")
 VLLM_RUNTIME_LORA = text("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 VLLM_LOGGING_LEVEL = text("VLLM_LOGGING_LEVEL")
+SGLANG_RUST_SERVER = text("SGLANG_RUST_SERVER")

@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from resharder.client.inference.control import attach as control_side
 from resharder.client.inference.control import lease as lease_module
 from resharder.client.inference.control.fence import FENCED
 from resharder.client.inference.control.gate import Gate, GateMiddleware, Position, ServerLease
@@ -21,6 +22,7 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import joined
 from resharder.client.inference.vllm import attach as attach_module
 from resharder.client.inference.vllm import outputs
+from resharder.client.inference.vllm.route_rules import ROUTES
 from resharder.v1.server_pb2 import Order
 
 from tests.simulation.control.daemon_model import Daemon, Link, SimulatedChannel
@@ -225,7 +227,7 @@ class ApiServer:
         self.processor = OutputProcessor()
         self.processor.resharder = outputs._Source(core.page, True, schedule.monotonic)  # type: ignore[attr-defined,arg-type]
         self.engine = EngineClient(self, len(core.workers))
-        self.middleware = GateMiddleware(self._app, self.gate, lambda: core.page.version)  # type: ignore[arg-type]
+        self.middleware = GateMiddleware(self._app, self.gate, ROUTES, lambda: core.page.version)  # type: ignore[arg-type]
         self.handle: Any = None
         self.admitted: Callable[[ApiServer], None] = lambda api: None
         """Called when the gate has admitted a request."""
@@ -362,7 +364,7 @@ def _labelled(event: bytes) -> bool:
 @contextmanager
 def simulated_modules(schedule: Schedule) -> Iterator[None]:
     """Replace what the plugin's modules take from the system: clocks, threads, channels. Yield while it is in effect."""
-    executor = attach_module.OrderExecutor
+    executor = control_side.OrderExecutor
 
     def made(*args: Any, **options: Any) -> Any:
         assert schedule.running is not None
@@ -379,8 +381,8 @@ def simulated_modules(schedule: Schedule) -> Iterator[None]:
     replaced = [
         (lease_module, "time", clocks),
         (lease_module, "threading", threading_of(schedule)),
-        (attach_module, "Channel", channel),
-        (attach_module, "OrderExecutor", made),
+        (control_side, "Channel", channel),
+        (control_side, "OrderExecutor", made),
         *((module, "replace", replace) for module in users()),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -1,4 +1,4 @@
-"""The interface of an inference engine, implemented in one folder for each engine (`vllm/`).
+"""The interface of an inference engine, implemented in one folder for each engine (`vllm/`, `sglang/`).
 
 `Host` is the engine around one worker's model; `Engine` is the whole engine. `worker/` and `control/`
 reach engines through these protocols only. `InstallError` is the end of an install.
@@ -75,6 +75,22 @@ class SleepState:
         if WEIGHTS in self.tags:
             return Power.ASLEEP_2 if self.level == 2 else Power.ASLEEP_1
         return Power.WEIGHTS_AWAKE if self.tags else Power.AWAKE
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What an engine is and can do, as its control side and operators see it."""
+
+    name: str
+    """Name in metrics."""
+    title: str
+    """Name in messages."""
+    world_size: int
+    """Number of workers, over all data parallel replicas."""
+    cannot_sleep: str = ""
+    """Why the engine cannot sleep; empty if it can."""
+    passes_kv: bool = False
+    """Whether the engine exchanges KV cache with other servers."""
 
 
 class ModelConfig(Protocol):

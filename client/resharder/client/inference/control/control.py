@@ -14,7 +14,7 @@ which tags sleep.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,6 +56,8 @@ class OrderExecutor:
         journal: Returns the versions that the workers on this host have installed; without it, RESUME does not compare them.
         why_restart: Returns why the engine must start again for a version, given its name; empty if it need not. Without it, the
             engine is not ended for a version. Called on a thread.
+        pause: Pauses the engine: on return no step is in progress and none begins, and caches are unchanged. By default the
+            engine's `pause_generation`.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class OrderExecutor:
         clock: Callable[[], float] = time.monotonic,
         journal: Callable[[], Journal] = Journal,
         why_restart: Callable[[str], str] | None = None,
+        pause: Callable[[Mode], Awaitable[object]] | None = None,
     ) -> None:
         self._engine, self._gate, self._power_changed = engine, gate, power_changed
+        self._pause = pause or (lambda mode: engine.pause_generation(mode=mode, clear_cache=False))
         self._journal, self._why_restart = journal, why_restart
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state, self._released = State(cannot_sleep=cannot_sleep), False
@@ -147,7 +151,7 @@ class OrderExecutor:
         """Update the power state from the engine and its workers.
 
         Raises:
-            WorkersFailed: A worker did not answer. Errors of vLLM itself propagate.
+            WorkersFailed: A worker did not answer. Errors of the engine itself propagate.
         """
         if self.state.dropped or await self._engine.is_sleeping():
             self._update_power(await _call_workers(self._engine, "resharder_describe"))
@@ -214,7 +218,7 @@ class OrderExecutor:
                 began = self._clock()
                 with timed(timings, "pause"):
                     failpoint("control.pause")
-                    await _pause(self._engine, await _effective_mode(self._engine, order.mode))
+                    await self._pause(await _effective_mode(self._engine, order.mode))
                 self.state = replace(self.state, paused_at=began)
             self._check_lease(order)  # a pause that waits for requests to end can outlive the lease
             failpoint("control.apply")
@@ -232,14 +236,14 @@ class OrderExecutor:
         return self._record(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
 
     async def _reset_caches(self) -> None:
-        """Drop all caches that the previous weights filled, frozen requests' KV cache included; vLLM recomputes them.
+        """Drop all caches that the previous weights filled, frozen requests' KV cache included; the engine recomputes them.
 
         The caches are reset here and not by the pause, because the engine still fills them after the
         pause (a KV connector's saves, dummy batches of idle replicas). The reset changes bookkeeping
         only, so it also works while the KV cache's memory sleeps.
 
         Raises:
-            WorkersFailed: vLLM did not reset the prefix cache or its KV connector.
+            WorkersFailed: The engine did not reset the prefix cache or its KV connector.
         """
         failpoint("control.reset")
         prefix, *_ = await asyncio.gather(
@@ -248,7 +252,7 @@ class OrderExecutor:
             self._engine.reset_encoder_cache(),
         )
         if not prefix:
-            raise WorkersFailed("vLLM refused to reset the prefix cache and its KV connector")
+            raise WorkersFailed("the engine refused to reset the prefix cache and its KV connector")
         self.state = replace(self.state, stale=False)
 
     async def _resume(self, order: ControlOrder) -> Outcome | None:
@@ -302,7 +306,7 @@ class OrderExecutor:
         await self._wake(Power.AWAKE)
         mode = await _effective_mode(self._engine, order.mode)
         if mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
-            await _pause(self._engine, mode)
+            await self._pause(mode)
         failpoint("control.sleep")
         await self._engine.sleep(level=SLEEP_LEVELS[order.power], mode=mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
@@ -344,7 +348,7 @@ class OrderExecutor:
                 return await sleep(level, mode)
             async with self._exclusive():
                 if level == 2 and self._gate.position is not Position.SHUT:
-                    self._gate.shut("vLLM was put to sleep at level 2, which drops the weights")
+                    self._gate.shut("the engine was put to sleep at level 2, which drops the weights")
                 try:
                     await sleep(level, mode)
                 finally:
@@ -418,21 +422,6 @@ async def _call_workers(engine: Engine, method: str, *args: Any) -> Sequence[Any
     if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
         raise (InstallFailed if method in _INSTALLS else WorkersFailed)("; ".join(problems))
     return answers
-
-
-async def _pause(engine: Engine, mode: Mode) -> None:
-    """Pause the engine: on return no step is in progress and none begins. Caches are unchanged.
-
-    vLLM's `AsyncLLM.pause_generation` (`v1/engine/async_llm.py`; 0.26, 0.28 and 0.32) calls the engine
-    core, which answers when it is idle, and then sleeps for 20 ms so that the last tokens leave before
-    it returns, which is "not required for correctness". Without the sleep, these tokens still leave
-    before later ones. This function therefore calls the engine core directly, if the engine has one.
-    """
-    pause_core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
-    if pause_core is None:
-        await engine.pause_generation(mode=mode, clear_cache=False)
-    else:
-        await pause_core(mode=mode, clear_cache=False)
 
 
 def _problem(method: str, answer: Any) -> str:

@@ -1,4 +1,4 @@
-"""The gate in front of vLLM's routes: it admits requests only while a confirmed version is in service.
+"""The gate in front of an engine's routes: it admits requests only while a confirmed version is in service.
 
     OPEN   a confirmed version is in service                  requests pass             /health passes
     HELD   a version is being installed                       requests wait             /health passes
@@ -7,7 +7,7 @@
 
 An install holds the gate for tens of milliseconds, so requests wait instead of being refused. When the
 gate becomes late, all waiting requests are answered 503. The gate decides on the start of a request
-only; vLLM keeps, finishes or aborts requests in flight. A 503 on /health means that the server must not
+only; the engine keeps, finishes or aborts requests in flight. A 503 on /health means that the server must not
 receive requests, not that it must restart: use it for readiness.
 
 Every response that passes the gate has the header `X-Resharder-Version` (`labels.py`): the versions that
@@ -39,23 +39,6 @@ Receive = Callable[[], Awaitable[Message]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 RETRY_AFTER_SECONDS = 1
-# Routes that do not use the model. All others are gated, including routes of other plugins and of later vLLM releases.
-UNGATED = frozenset(
-    {
-        "/metrics",
-        "/metrics/",
-        "/version",
-        "/load",
-        "/docs",
-        "/redoc",
-        "/openapi.json",
-        "/is_paused",
-        "/is_sleeping",
-        "/server_info",
-    }
-)
-HEALTH = frozenset({"/health", "/ping"})
-STORED = "/v1/responses/"  # prefix of routes that return stored answers by id
 LEASE_ENDED = "the lease has ended, and the fleet allows no server to answer without one"
 
 
@@ -135,7 +118,7 @@ class Gate:
     """The gate of one API server.
 
     Args:
-        prefer: Start open, on vLLM's own weights, until the first version arrives.
+        prefer: Start open, on the engine's own weights, until the first version arrives.
         hold_seconds: Time for which requests wait while the gate is held.
         lease: The server's lease; by default a new one, which does not affect the gate until it is renewed as strict.
         clock: A monotonic clock, in seconds.
@@ -178,7 +161,7 @@ class Gate:
 
     @property
     def open_on(self) -> int | None:
-        """The version that the gate is open on, 0 for vLLM's own weights; `None` while it is held or closed."""
+        """The version that the gate is open on, 0 for the engine's own weights; `None` while it is held or closed."""
         return self.version if self.position is Position.OPEN else None
 
     @property
@@ -263,26 +246,39 @@ class Gate:
         return self._reason + late
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The routes of an engine's server that are not gated, or not like others. All further ones are gated."""
+
+    ungated: frozenset[str]
+    """Routes that do not use the model."""
+    health: frozenset[str]
+    """Health checks, which are refused while the gate is closed and do not wait."""
+    stored: str = ""
+    """Prefix of routes that return stored answers by id; empty for none."""
+
+
 class GateMiddleware:
     """ASGI middleware that applies the gate. It is the innermost one, so authentication precedes it.
 
     Args:
         app: The application behind the gate.
         gate: The gate.
+        routes: The engine's routes.
         installed: Returns the version that the engine has installed now; 0 for none.
         passing: Further paths that are not gated; read at each request.
     """
 
-    def __init__(self, app: App, gate: Gate, installed: Callable[[], int], passing: Collection[str] = ()) -> None:
-        self._app, self._gate, self._installed, self._passing = app, gate, installed, passing
+    def __init__(self, app: App, gate: Gate, routes: Routes, installed: Callable[[], int], passing: Collection[str] = ()) -> None:
+        self._app, self._gate, self._routes, self._installed, self._passing = app, gate, routes, installed, passing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        ungated = path in UNGATED or path in self._passing or scope.get("method") == "OPTIONS"
-        if ungated or path in HEALTH:
+        ungated = path in self._routes.ungated or path in self._passing or scope.get("method") == "OPTIONS"
+        if ungated or path in self._routes.health:
             refusal = None if ungated else self._gate.check_health()
             counted: AbstractContextManager[None] = nullcontext()
         else:
@@ -290,7 +286,8 @@ class GateMiddleware:
         if refusal is not None:
             await refuse(scope, receive, send, refusal)
             return
-        installed = _no_version if path.startswith(STORED) else self._installed
+        stored = self._routes.stored and path.startswith(self._routes.stored)
+        installed = _no_version if stored else self._installed
         with counted, labels.answering() as answer:
             await self._app(scope, receive, Signed(send, answer, installed))
 

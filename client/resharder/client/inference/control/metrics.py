@@ -1,8 +1,8 @@
-"""The control side's metrics, on vLLM's own /metrics.
+"""The control side's metrics, on the engine's own /metrics.
 
 vLLM serves prometheus_client's default registry or, with several API servers, the values that all their
-processes wrote to PROMETHEUS_MULTIPROC_DIR (`v1/metrics/prometheus.py`; 0.26 to 0.32). Metrics of this
-module appear in both, because the API server creates them with the library's plain types. Each gauge has
+processes wrote to PROMETHEUS_MULTIPROC_DIR (`v1/metrics/prometheus.py`; 0.26 to 0.32); SGLang always the latter. Metrics of
+this module appear in both, because the API server creates them with the library's plain types. Each gauge has
 the mode in which the values of several processes are combined.
 """
 
@@ -22,13 +22,17 @@ class Numbers:
     """The metrics of one API server.
 
     The lease's thread calls `renewed`; all other methods are called on the event loop.
+
+    Args:
+        registry: The registry of the metrics.
+        engine: The engine's name in the metrics' names.
     """
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        name = "resharder_vllm_{}".format
+    def __init__(self, registry: CollectorRegistry = REGISTRY, engine: str = "vllm") -> None:
+        name = f"resharder_{engine}_{{}}".format
         self._served = Gauge(
             name("served_version"),
-            "Version in service; 0 for none and for vLLM's own weights. The lowest of several API servers",
+            "Version in service; 0 for none and for the engine's own weights. The lowest of several API servers",
             registry=registry,
             multiprocess_mode="livemin",
         )
@@ -118,6 +122,6 @@ class Numbers:
 
 
 @functools.cache
-def numbers() -> Numbers:
+def numbers(engine: str = "vllm") -> Numbers:
     """Return the metrics of this process."""
-    return Numbers()
+    return Numbers(engine=engine)

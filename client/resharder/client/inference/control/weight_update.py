@@ -158,7 +158,7 @@ def _require(found: Version, fingerprint: str) -> None:
 
 
 def _served(gate: Gate) -> str:
-    return "none" if gate.open_on is None else f"version {gate.open_on}" if gate.open_on else "vLLM's own weights"
+    return "none" if gate.open_on is None else f"version {gate.open_on}" if gate.open_on else "the engine's own weights"
 
 
 def _number(label: str) -> int:

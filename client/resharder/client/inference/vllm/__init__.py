@@ -67,7 +67,7 @@ def register() -> None:
 
     if front_end := refusals.ungated_front_end():
         raise UsageError(f"Resharder does not support servers with {front_end}: start vLLM without it")
-    if getattr(WorkerBase, "resharder_describe", None) is worker_rpc.resharder_describe:
+    if hasattr(WorkerBase, "resharder_describe"):
         return
     for method in worker_rpc.METHODS:
         setattr(WorkerBase, method.__name__, method)

@@ -10,8 +10,8 @@ from typing import Any
 
 from resharder.client.inference.control.gate import App, Receive, Scope, refuse
 from resharder.client.inference.control.labels import Send
+from resharder.client.inference.control.route_rules import read_body
 from resharder.client.inference.vllm.adapter_engine import Adapter
-from resharder.client.inference.vllm.route_rules import read_body
 
 
 class AdapterNames(dict[str, Any]):

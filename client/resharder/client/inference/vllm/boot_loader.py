@@ -6,28 +6,21 @@ claim of the id fixes the version that all ranks boot.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
-from resharder.client.inference.recording import inventory, recorder
+from resharder.client.errors import UsageError
+from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.drafters import is_drafter
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.vllm.refusals import refuse_unsupported
 from resharder.client.inference.vllm.worker_rpc import AGENTS
-from resharder.client.inference.worker import install
+from resharder.client.inference.worker import boot
 from resharder.client.inference.worker.agent import Agent
-from resharder.client.inference.worker.claim import Renewal, claim
-from resharder.client.inference.worker.install import Feed, Installed
-from resharder.client.inference.worker.memory import Fault
-from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart
-from resharder.client.inference.worker.source import Sources, VersionSource
-from resharder.client.rpc.channel import Channel
-from resharder.client.tracing import Timings, timed
-from resharder.client.versions.manifest import VersionManifest, get_manifest
-from resharder.converters.failpoints import failpoint
+from resharder.client.inference.worker.boot import Booting
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -43,7 +36,7 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self._booting: _Booting | None = None
+        self._booting: Booting | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Do nothing: `load_weights` fetches the weights."""
@@ -57,7 +50,7 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
         if agent is None or agent.boot is None or agent.staging.sources is None:
             loader = DefaultModelLoader(replace(self.load_config, load_format="auto"))
             return cast(torch.nn.Module, loader.load_model(vllm_config, model_config, *args, **kwargs))
-        self._booting = booting = _Booting(
+        self._booting = booting = Booting(
             agent, agent.staging.sources, agent.boot, agent.parts.part(DRAFTER if drafter else MODEL)
         )
         model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
@@ -73,82 +66,8 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
         self._booting.load(model)
 
 
-@dataclass
-class _Booting:
-    """The boot of one of a worker's models."""
-
-    agent: Agent
-    sources: Sources
-    manifest: VersionManifest
-    part: ModelPart
-    source: VersionSource | None = None
-    installed: Installed = field(default_factory=lambda: Installed(0, 0, 0.0))
-    stage_seconds: float = 0.0
-    timings: Timings = field(default_factory=list)
-
-    def load(self, model: torch.nn.Module) -> None:
-        """Record the model, stage the version and feed it to `load_weights`."""
-        inventory.before_loading(model)
-        host = self.agent.host
-        self.part.record(recorder.record(model, self.manifest.specs, host.original_loader, host.defaults), self.manifest)
-        self.agent.parts.count_needed_bytes()
-        recording = self.part.known
-        with timed(self.timings, "stage"):
-            self.source = self.sources.open(self.manifest, recording.needs)
-            self.source.populate(recording.needs)
-        self.stage_seconds = self.timings[-1].seconds
-        names = [name for name in self.manifest.specs if name in recording.needs]
-        failpoint("worker.boot.load")
-        feed = Feed(self.source, names, recording, Fault.from_environment())
-        with timed(self.timings, "load"):
-            cast(Any, model).load_weights(iter(feed))
-        install.refuse(feed.differences())
-        self.installed = Installed(len(feed.boxes), 0, 0.0)
-
-    def verify(self, model: torch.nn.Module) -> None:
-        """Compare memory with the store after vLLM's post-processing, decide the route, and report the boot."""
-        if self.source is None:
-            raise UsageError("vLLM has loaded a model without calling load_weights")
-        failpoint("worker.boot.verify")
-        with self.agent.host.calling():
-            self.part.decide_route(model, self.source)
-        self.agent.verifier.expect(self.part, self.source.expected)
-        self.source.close()
-        self.agent.booted(self.manifest, self.installed, self.stage_seconds, self.timings)
-
-
 def _begin(vllm_config: Any) -> Agent | None:
-    """Create the worker's agent and claim the server.
-
-    Returns:
-        The agent with its boot version; `None` if the server may start on vLLM's own weights and the daemon has none.
-
-    Raises:
-        ResharderError: The claim failed.
-    """
-    settings = PluginSettings.from_environment()
-    host = VLLMHost.of_loader(vllm_config)
-    channel = Channel(settings.endpoint)
-    # One renewal for the whole server, because its processes end together.
-    renewal = Renewal() if host.rank == 0 else None
-    wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
-    try:
-        failpoint("worker.boot.claim")
-        answer = claim(channel, settings, boot=True, renews=renewal is not None, wait_seconds=wait, patience=patience)
-        if renewal is not None:
-            renewal.begin()
-        failpoint("worker.boot.claimed")
-        boot = get_manifest(channel, f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}")
-    except ResharderError as error:
-        if renewal is not None:
-            renewal.close()
-        if settings.prefer and _is_missing(error):
-            return None
-        raise
-    agent = Agent(host, settings, channel, boot, renewal)
-    agent.parts.check_config(boot.name, boot.config, booting=True)
-    agent.staging.connect(answer.store)
-    return agent
+    return boot.begin(VLLMHost.of_loader(vllm_config), PluginSettings.from_environment())
 
 
 def _agent_of_model(vllm_config: Any) -> Agent | None:
@@ -158,11 +77,6 @@ def _agent_of_model(vllm_config: Any) -> Agent | None:
         if isinstance(agent.host, VLLMHost) and agent.host.vllm_config.speculative_config is speculative:
             return agent
     return None
-
-
-def _is_missing(error: ResharderError) -> bool:
-    """Return whether the daemon is away or has no version; `prefer` does not apply to other errors."""
-    return isinstance(error, DaemonUnreachable) or error.reason == NO_VERSION
 
 
 def watch_loading() -> None:

@@ -15,14 +15,16 @@ from argparse import Namespace
 from typing import Any
 
 from resharder.client.errors import UsageError
+from resharder.client.inference.control.attach import AttachedEngine
 from resharder.client.inference.control.gate import Gate, GateMiddleware
+from resharder.client.inference.control.route_rules import RouteRulesMiddleware
 from resharder.client.inference.settings import PluginSettings, server_address
 from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import weight_transfer
 from resharder.client.inference.vllm.adapter_engine import Adapter
 from resharder.client.inference.vllm.adapter_routes import AdapterGateMiddleware, AdapterNames
-from resharder.client.inference.vllm.attach import AttachedEngine, attach
-from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
+from resharder.client.inference.vllm.attach import attach
+from resharder.client.inference.vllm.route_rules import ROUTES, RULES
 from resharder.client.settings import ENDPOINT
 
 CONFIG_CHANGED = 75
@@ -57,8 +59,10 @@ class EndpointPlugin:
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
         if self._settings.adapters:
             app.add_middleware(AdapterGateMiddleware, adapters=self._adapters)
-        app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version, passing=self._passing)
-        app.add_middleware(RouteRulesMiddleware, passing=self._passing)
+        app.add_middleware(
+            GateMiddleware, gate=self._gate, routes=ROUTES, installed=lambda: page().version, passing=self._passing
+        )
+        app.add_middleware(RouteRulesMiddleware, rules=RULES, passing=self._passing)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Attach the engine to the daemon.
@@ -79,6 +83,10 @@ class EndpointPlugin:
         if self._adapters:
             state.openai_serving_models.lora_requests = AdapterNames(self._adapters.values())
         atexit.register(self.handle.leave)  # vLLM has no shutdown hook
+
+
+def _installed() -> int:
+    return page().version
 
 
 def end_process() -> None:

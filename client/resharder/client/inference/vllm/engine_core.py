@@ -6,12 +6,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
-from resharder.client.inference.engine import STAY_PAUSED
+from resharder.client.inference.engine import STAY_PAUSED, Mode
 from resharder.client.inference.vllm.adapter_ids import adapter_of, is_ours, renewed, version_of
 
 _RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
@@ -239,6 +239,22 @@ def guard(client: Any) -> None:
 
     guarded.resharder = True  # type: ignore[attr-defined]
     client._call_utility_async = guarded
+
+
+def pausing(engine: Any) -> Callable[[Mode], Awaitable[object]]:
+    """Return what pauses an engine: on return no step is in progress and none begins, and caches are unchanged.
+
+    vLLM's `AsyncLLM.pause_generation` (`v1/engine/async_llm.py`; 0.26, 0.28 and 0.32) calls the engine
+    core, which answers when it is idle, and then sleeps for 20 ms so that the last tokens leave before
+    it returns, which is "not required for correctness". Without the sleep, these tokens still leave
+    before later ones. The engine core is therefore called directly, if the engine has one.
+    """
+
+    async def pause(mode: Mode) -> object:
+        pause_core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None) or engine.pause_generation
+        return await pause_core(mode=mode, clear_cache=False)
+
+    return pause
 
 
 class EngineEnd:

@@ -203,7 +203,8 @@ def _derived(
     notes = inventory.NOTES.get(model)
     if notes is None:
         raise InstallError(
-            "Resharder cannot observe the loader that loaded this model: start vLLM with --load-format auto, dummy or resharder"
+            "Resharder cannot observe the loader that loaded this model: start the server with --load-format auto or dummy, or "
+            "with its weights from the daemon"
         )
     paths = {id(module): path for path, module in named_modules(model)}
     modules = list(named_modules(model, remove_duplicate=False))  # a module's are together

@@ -1,0 +1,109 @@
+"""SGLang as an `engine.Engine`: the tokenizer manager, by which the control side reaches schedulers; read against 0.5.23."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from resharder.client.errors import UsageError
+from resharder.client.inference.control.fence import accepted, claim_in_effect
+from resharder.client.inference.control.labels import Label
+from resharder.client.inference.engine import STAY_PAUSED, Mode
+from resharder.client.inference.sglang.messages import ResharderReqInput, ResharderReqOutput
+from resharder.client.inference.version_page import page
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.utils import TypeBasedDispatcher
+
+_LOOK_SECONDS = 0.02  # between looks whether all requests have ended
+
+
+class CallFailed(Exception):
+    """A call of the engine failed in a scheduler process. The message has the error of each rank."""
+
+
+class SGLangEngine:
+    """The engine behind one tokenizer manager. Use it on the tokenizer manager's event loop only.
+
+    Args:
+        manager: SGLang's `TokenizerManager`.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        manager.auto_create_handle_loop()
+        if manager.event_loop is not asyncio.get_running_loop():
+            raise UsageError("attach the engine on the event loop on which it answers requests")
+        self._manager = manager
+        self._calls = FanOutCommunicator(manager._dispatch_to_scheduler, 1)
+        manager._result_dispatcher += TypeBasedDispatcher([(ResharderReqOutput, self._calls.handle_recv)])
+
+    async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None:
+        """Hold new requests and stop scheduling: `keep` puts requests in progress back into the queue."""
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+        while mode != "keep" and await self._manager.model_update_lock.is_locked():
+            if mode == "abort":
+                self._manager.abort_request(abort_all=True)
+            await asyncio.sleep(_LOOK_SECONDS)
+        await self._engine_call("pause")
+
+    async def resume_generation(self) -> None:
+        """Schedule requests again."""
+        await self._engine_call("resume")
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = False
+            self._manager.is_pause_cond.notify_all()
+
+    async def is_paused(self) -> bool:
+        """Return whether scheduling is paused."""
+        return self._manager.is_pause or any(answer["paused"] for answer in await self._engine_call("state"))
+
+    async def sleep(self, level: int, mode: Mode) -> None:
+        """Pause, then release the memory of the weights and the KV cache."""
+        await self.pause_generation(mode=mode, clear_cache=True)
+        await self._engine_call("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Restore the memory of `tags`; resume unless `STAY_PAUSED` is among them."""
+        named = [tag for tag in tags or () if tag != STAY_PAUSED]
+        await self._engine_call("wake", named)
+        if STAY_PAUSED not in (tags or ()):
+            await self.resume_generation()
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps or is paused."""
+        return any(answer["paused"] or answer["asleep"] for answer in await self._engine_call("state"))
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]:
+        """Call `method` in every scheduler process and return their answers."""
+        return await self._call(method, *args)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        """Drop the KV cache of a paused engine, which no request uses; return whether it succeeded."""
+        return all(answer["reset"] for answer in await self._engine_call("reset"))
+
+    async def reset_mm_cache(self) -> None:
+        """Do nothing: models with other inputs than text are refused."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Do nothing, as for `reset_mm_cache`."""
+
+    async def _engine_call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call one of the engine's own methods. Raises CallFailed if a rank failed."""
+        answers = await self._call(method, *args)
+        if problems := [f"rank {answer['rank']}: {answer['error']}" for answer in answers if not answer["ok"]]:
+            raise CallFailed("; ".join(problems))
+        return answers
+
+    async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        claim = claim_in_effect()
+        token = json.dumps(claim.token()) if claim is not None else ""
+        (output,) = await self._calls(ResharderReqInput(method=method, args=json.dumps(args), token=token))
+        self._follow_page()
+        answers: list[dict[str, Any]] = accepted(json.loads(output.answers))
+        return answers
+
+    def _follow_page(self) -> None:
+        """Make the installed version the weight version of `/model_info` and of answers without tokens."""
+        label = str(Label((page().version,)))
+        if self._manager.config_value("weight_version") != label:
+            self._manager._update_weight_version_if_provided(label)

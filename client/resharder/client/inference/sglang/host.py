@@ -1,0 +1,102 @@
+"""SGLang's scheduler process as the host of a model (`engine.Host`); read against 0.5.23."""
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from resharder.client.inference.engine import Loader, ModelConfig
+from resharder.client.inference.sglang.hf_config import EngineConfig
+from resharder.client.inference.sglang.refusals import refuse_unsupported
+from resharder.converters.hf_config import Difference
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.model_loader.loader import device_loading_context
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.runtime_context import get_parallel, get_server_args
+
+
+def server_config() -> Any:
+    """Return this process's `ServerArgs`, with the values that SGLang has resolved."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(get_server_args())
+
+
+@dataclass(frozen=True)
+class SGLangHost:
+    """The scheduler process in which a model runs."""
+
+    config: Any
+    """SGLang's `ModelConfig`."""
+    device: torch.device
+    rank: int
+    neighbours: int
+    """Number of scheduler processes of the server."""
+    engine_config: EngineConfig
+
+    @classmethod
+    def of(cls, model_config: Any, device: Any) -> "SGLangHost":
+        """Create the host of a model that SGLang loads or has loaded into this process.
+
+        Args:
+            model_config: SGLang's `ModelConfig`.
+            device: The model's device.
+        """
+        found, parallel, server = torch.device(device), get_parallel(), server_config()
+        if found.type == "cuda" and found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        known = EngineConfig(model_config.model_path, server.json_model_override_args, server.context_length)
+        return cls(model_config, found, int(parallel.tp_rank), int(parallel.tp_size), known)
+
+    def refusal(self) -> str:
+        """Return why SGLang's configuration is not supported; empty if it is."""
+        return refuse_unsupported(server_config(), self.config)
+
+    def config_differences(self, version: bytes) -> list[Difference]:
+        """Return how the engine's config.json differs from a version's, with the engine's values first."""
+        return self.engine_config.differences(version)
+
+    def model_config(self, *, drafter: bool) -> ModelConfig:
+        """Return SGLang's `ModelConfig`. Drafters are refused."""
+        found: ModelConfig = self.config
+        return found
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Set the default dtype and the device, and disable gradients, without inference mode, in which schedulers run."""
+        with torch.inference_mode(False), torch.no_grad(), set_default_torch_dtype(self.config.dtype), self.device:
+            yield
+
+    def recordable(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a no-op: unquantised parameters keep their shapes, and a recording writes constants alone, as a load does."""
+        return nullcontext()
+
+    def original_loader(self, tensor: torch.Tensor) -> Loader:
+        """Return the tensor's own weight loader."""
+        found: Loader = getattr(tensor, "weight_loader", default_weight_loader)
+        return found
+
+    def defaults(self, module: torch.nn.Module) -> Collection[str]:
+        """Return nothing: SGLang has no parameters that a checkpoint of an unquantised model need not have."""
+        return ()
+
+    @contextmanager
+    def reloading(self, model: torch.nn.Module, model_config: ModelConfig, modules: frozenset[str]) -> Iterator[None]:
+        """Prepare `modules` for `model.load_weights` as SGLang's own update does, and post-process them at exit."""
+        methods = [
+            (module, method)
+            for name, module in model.named_modules()
+            if name in modules and (method := getattr(module, "quant_method", None)) is not None
+        ]
+        for module, method in methods:
+            if isinstance(method, QuantizeMethodBase):
+                with device_loading_context(module, self.device):
+                    method.restore_weights_before_loading(module)
+        try:
+            yield
+        finally:
+            for module, method in methods:
+                with device_loading_context(module, self.device):
+                    method.process_weights_after_loading(module)

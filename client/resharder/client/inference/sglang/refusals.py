@@ -1,0 +1,83 @@
+"""Configurations of SGLang that Resharder does not support; read against 0.5.23."""
+
+from typing import Any
+
+from resharder.client.errors import UsageError
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.settings import ADAPTERS, ON_CONFIG_CHANGE, SGLANG_RUST_SERVER
+
+_SIZES = {
+    "pp_size": "pipeline parallelism (--pp-size)",
+    "dp_size": "data parallelism (--dp-size)",
+    "nnodes": "several hosts (--nnodes)",
+    "ep_size": "expert parallelism (--ep-size)",
+    "tokenizer_worker_num": "several tokenizer workers (--tokenizer-worker-num)",
+}
+"""Options that may be 1."""
+_SWITCHES = {
+    "enable_dp_attention": "data parallel attention (--enable-dp-attention)",
+    "enable_eplb": "EPLB (--enable-eplb)",
+    "ep_num_redundant_experts": "redundant experts (--ep-num-redundant-experts)",
+    "elastic_ep_backend": "elastic expert parallelism (--elastic-ep-backend)",
+    "speculative_algorithm": "speculative decoding (--speculative-algorithm)",
+    "enable_lora": "adapters (--enable-lora)",
+    "lora_paths": "adapters (--lora-paths)",
+    "torchao_config": "torchao (--torchao-config)",
+    "cpu_offload_gb": "weights that are offloaded to the host (--cpu-offload-gb)",
+    "enable_hierarchical_cache": "a KV cache that keeps entries of older weights (--enable-hierarchical-cache)",
+    "enable_lmcache": "LMCache, which keeps entries of older weights (--enable-lmcache)",
+    "enable_flexkv": "FlexKV, which keeps entries of older weights (--enable-flexkv)",
+    "enable_streaming_session": "streaming sessions, which keep entries of older weights (--enable-streaming-session)",
+    "quantize_and_serve": "quantisation at the start (--quantize-and-serve)",
+    "encoder_only": "an encoder of its own (--encoder-only)",
+    "smg_grpc_mode": "the gRPC server, which has no gate (--smg-grpc-mode)",
+    "grpc_mode": "the gRPC server, which has no gate (--grpc-mode)",
+    "grpc_port": "the gRPC server, which has no gate (--grpc-port)",
+    "enable_http2": "the HTTP/2 server (--enable-http2)",
+    "use_ray": "Ray (--use-ray)",
+}
+"""Options that may be unset or off."""
+_CHOICES = {
+    "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
+    "weight_cache_mode": ("off", "a weight cache (--weight-cache-mode)"),
+    "startup_weight_load_mode": ("serial", "weights that load while graphs are captured (--startup-weight-load-mode)"),
+}
+"""Options that may have one value."""
+
+
+def refuse_unsupported(config: Any, model_config: Any) -> str:
+    """Return why a configuration is not supported; empty if it is.
+
+    Args:
+        config: SGLang's `ServerArgs`, resolved.
+        model_config: SGLang's `ModelConfig`.
+    """
+    wrong = [what for name, what in _SIZES.items() if (getattr(config, name, 1) or 1) > 1]
+    wrong += [what for name, what in _SWITCHES.items() if getattr(config, name, None)]
+    wrong += [what for name, (only, what) in _CHOICES.items() if getattr(config, name, only) not in (only, None)]
+    if SGLANG_RUST_SERVER.text().lower() in ("1", "true", "yes"):
+        wrong.append(f"the Rust server, which has no gate ({SGLANG_RUST_SERVER.name})")
+    if getattr(model_config, "quantization", None):
+        wrong.append(f"quantised weights ({model_config.quantization})")
+    if getattr(model_config, "is_multimodal", False):
+        wrong.append("models that read images, video or sound")
+    return f"Resharder does not support SGLang servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def refuse_settings(settings: PluginSettings) -> None:
+    """Raise `UsageError` for settings that servers of SGLang do not have."""
+    if settings.adapters:
+        raise UsageError(f"{ADAPTERS.name} is for vLLM servers: adapters are not supported with SGLang")
+    if settings.restarts:
+        raise UsageError(f"{ON_CONFIG_CHANGE.name}=exit is for vLLM servers, and not supported with SGLang")
+
+
+def cannot_sleep(config: Any) -> str:
+    """Return why this engine cannot sleep; empty if it can.
+
+    Args:
+        config: SGLang's `ServerArgs`, resolved. On a CPU its sleep releases nothing but is permitted, with the same states.
+    """
+    if config.device == "cpu" or config.enable_memory_saver:
+        return ""
+    return "the engine has no sleep mode: start SGLang with --enable-memory-saver"

@@ -1,0 +1,184 @@
+"""The gate in front of SGLang's HTTP server, and the control side behind it; read against 0.5.23.
+
+SGLang has one API process with a tokenizer manager. The plugin adds two middlewares to its application and attaches the engine
+when the application starts. SGLang's warm-up is a request to the server itself, so it waits until the gate is open.
+"""
+
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from resharder.client.errors import UsageError
+from resharder.client.inference.settings import PluginSettings, server_address
+
+if TYPE_CHECKING:  # SGLang says where metrics go before prometheus_client may be imported
+    from resharder.client.inference.control.attach import AttachedEngine
+    from resharder.client.inference.control.gate import Gate
+
+_ATTRIBUTE = "resharder"  # of a tokenizer manager: its `Attached`
+_LOOK_SECONDS = 0.05  # between looks whether the gate is open
+
+
+class Attached:
+    """The end of an attached engine. Use it on the engine's event loop."""
+
+    def __init__(self) -> None:
+        self.failure = ""
+        """Why the engine has ended without an order; empty while it has not."""
+        self.gate: Gate | None = None
+        """The engine's gate; None before the engine is attached."""
+        self.handle: AttachedEngine | None = None
+        """Its handle, likewise."""
+
+    def end(self, failure: str) -> None:
+        """Announce the end of the engine to the daemon, at once.
+
+        Args:
+            failure: Why it ends without an order; empty if it does not.
+        """
+        self.failure = failure
+        if self.handle is not None and self.gate is not None:
+            self.gate.shut(failure or "the server ends")
+            self.handle.leave()
+
+
+def watch_server() -> None:
+    """Gate all HTTP servers that are started from now on, and attach their engines."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers import tokenizer_manager
+
+    plain_run, plain_warm_up = http_server._setup_and_run_http_server, http_server._wait_and_warmup
+    handler = tokenizer_manager.SignalHandler
+    plain_quit = handler.running_phase_sigquit_handler
+    if hasattr(plain_run, "resharder"):
+        return
+
+    @functools.wraps(plain_run)
+    def run(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+        gate(http_server.app, manager)
+        return plain_run(server_args, manager, *args, **kwargs)
+
+    @functools.wraps(plain_warm_up)
+    def warm_up(*args: Any, **kwargs: Any) -> Any:
+        if _opened(http_server.app, http_server.get_global_state().tokenizer_manager):
+            return plain_warm_up(*args, **kwargs)
+        return None
+
+    @functools.wraps(plain_quit)
+    def quit_handler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attached, ordered = getattr(self.tokenizer_manager, _ATTRIBUTE, None), self.tokenizer_manager.gracefully_exit
+        if attached is not None:  # a SIGTERM to all processes of a server is an order too
+            attached.end("" if ordered else "one of its processes ended")
+        return plain_quit(self, *args, **kwargs)
+
+    run.resharder = True  # type: ignore[attr-defined]
+    http_server._setup_and_run_http_server, http_server._wait_and_warmup = run, warm_up
+    handler.running_phase_sigquit_handler = quit_handler
+
+
+def gate(app: Any, manager: Any) -> None:
+    """Put gate and rules in front of an application's routes, behind its authentication, and attach its engine when it starts.
+
+    Args:
+        app: SGLang's FastAPI application.
+        manager: Its tokenizer manager.
+
+    Raises:
+        UsageError: A variable is invalid, or the server is not supported.
+    """
+    from resharder.client.inference.control.gate import Gate, GateMiddleware
+    from resharder.client.inference.control.route_rules import RouteRulesMiddleware
+    from resharder.client.inference.sglang.routes import ROUTES, RULES
+    from resharder.client.inference.version_page import page
+    from starlette.middleware import Middleware
+
+    settings = PluginSettings.from_environment()
+    check(manager, settings)
+    made = Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
+    app.state.resharder_gate = made
+    app.user_middleware += [  # the last one is the innermost
+        Middleware(RouteRulesMiddleware, rules=RULES),
+        Middleware(GateMiddleware, gate=made, routes=ROUTES, installed=lambda: page().version),
+    ]
+    plain = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        async with plain(app) as state:
+            handle = await attach(manager, settings, gate=made, address=_address(settings))
+            try:
+                yield state
+            finally:
+                handle.leave()
+
+    app.router.lifespan_context = lifespan
+
+
+def check(manager: Any, settings: PluginSettings) -> None:
+    """Raise `UsageError` if a server is not supported."""
+    from resharder.client.inference.sglang.host import server_config
+    from resharder.client.inference.sglang.refusals import refuse_settings, refuse_unsupported
+
+    refuse_settings(settings)
+    if problem := refuse_unsupported(server_config(), getattr(manager, "model_config", None)):
+        raise UsageError(f"{problem}: start SGLang without it, or leave resharder out of SGLANG_PLUGINS")
+
+
+async def attach(
+    engine: Any, settings: PluginSettings | None = None, *, gate: "Gate | None" = None, address: str = ""
+) -> "AttachedEngine":
+    """Attach an engine to the daemon. Returns at once, even if the daemon is away.
+
+    Args:
+        engine: SGLang's `Engine`, or its tokenizer manager, on whose event loop this is called.
+        settings: The plugin's settings, by default from the environment.
+        gate: The gate in front of the engine, by default a new one.
+        address: Address of the server, as the daemon's operators see it.
+
+    Returns:
+        The handle of the attached engine.
+
+    Raises:
+        UsageError: The engine or its configuration is not supported.
+    """
+    from resharder.client.inference.control.attach import ControlSide
+    from resharder.client.inference.engine import EngineTraits
+    from resharder.client.inference.sglang.engine import SGLangEngine
+    from resharder.client.inference.sglang.host import server_config
+    from resharder.client.inference.sglang.refusals import cannot_sleep
+    from resharder.client.inference.version_page import page
+
+    manager = getattr(engine, "tokenizer_manager", engine)
+    settings = settings or PluginSettings.from_environment()
+    check(manager, settings)
+    config, attached = server_config(), Attached()
+    side = ControlSide(
+        SGLangEngine(manager),
+        settings,
+        EngineTraits("sglang", "SGLang", int(config.tp_size), cannot_sleep(config)),
+        gate=gate,
+        address=address,
+        failure=lambda: attached.failure,
+        journal=page().read,
+    )
+    setattr(manager, _ATTRIBUTE, attached)
+    attached.gate, attached.handle = side.gate, await side.start()
+    return attached.handle
+
+
+def _opened(app: Any, manager: Any, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Wait until the gate is open, and return True; False if the server ends before."""
+    while app.state.resharder_gate.open_on is None:
+        if manager.gracefully_exit:
+            return False
+        sleep(_LOOK_SECONDS)
+    return True
+
+
+def _address(settings: PluginSettings) -> str:
+    from sglang.srt.runtime_context import get_serving
+
+    serving = get_serving()
+    return server_address(settings.address, serving.host, int(serving.port), settings.endpoint)

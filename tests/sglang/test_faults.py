@@ -1,0 +1,82 @@
+"""An SGLang server whose processes die in each phase of an install, and installs that go wrong: torn weights never answer."""
+
+import time
+from pathlib import Path
+
+import pytest
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import Server
+from resharder.v1 import resources_pb2
+
+from tests.support.observing import servers, wait_serving, wait_until
+from tests.support.sglang_site import PROMPT, Site, running
+from tests.support.tiny_hf import tiny_config
+
+CONFIG = tiny_config("qwen3_moe", num_hidden_layers=2)
+PHASES = ("worker.stage.begin", "worker.apply.half-way", "worker.apply.verified", "control.reset")
+
+
+def restart(site: Site, failpoint: str) -> None:
+    site.server.kill()
+    site.server.env = {**site.server.env, "RESHARDER_FAILPOINT": failpoint, "RESHARDER_FAULT": ""}
+    site.server.start()
+    site.server.wait_ready()
+
+
+def test_a_server_that_dies_in_any_phase_of_an_install_comes_back_with_what_its_fleet_should_serve(tmp_path: Path) -> None:
+    """Its versions come from the data port."""
+    options = {"lease_seconds": 10, "shared_memory": False}
+    with running(tmp_path, CONFIG, {"RESHARDER_FAILPOINT": f"{PHASES[0]}=kill"}, **options) as site:
+        for phase, following in zip(PHASES, (*(f"{each}=kill" for each in PHASES[1:]), ""), strict=True):
+            before = max(site.seeds)
+            version = site.publish()
+            wait_until(lambda: not site.server.alive or state(site) == Server.State.LOST, f"it dies at {phase}", 60)
+            wait_until(lambda: state(site) == Server.State.LOST, f"the daemon has noticed the end at {phase}", 60)
+            began = time.monotonic()
+            restart(site, following)
+            wait_serving(site.daemon, version)
+            print(f"killed at {phase}: serves version {version}, before {before}, {time.monotonic() - began:.1f} s later")
+            site.check_answers(version)
+        version = site.serve()
+        site.check_answers(version)
+        assert [worker.transport for worker in servers(site.daemon)[0].workers] == ["http"]
+
+
+def state(site: Site) -> Server.State:
+    (server,) = site.operator.servers()
+    return server.state
+
+
+def test_an_install_that_fails_half_way_leaves_a_server_that_answers_nothing_and_lives(tmp_path: Path) -> None:
+    """Both an error of the plugin while boxes are written and one of the model's own loader."""
+    with running(tmp_path, CONFIG, {"RESHARDER_FAULT": "half-way"}) as site:
+        version = site.publish()
+        wait_until(lambda: "half-way" in servers(site.daemon)[0].reason, "the install fails", 60)
+        refused = site.server.request("POST", "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+        assert refused.status == 503
+        assert refused.version == "none"
+        assert site.server.request("GET", "/health").status == 503
+        (server,) = servers(site.daemon)
+        assert server.state != resources_pb2.Server.SERVING
+        assert site.server.alive
+        assert site.server.request("GET", "/model_info").json()["weight_version"] == "none"
+        restart(site, "")
+        with Operator(site.daemon.endpoint) as operator:
+            operator.update("policy", accept_refused=True)
+        wait_serving(site.daemon, version)
+        site.check_answers(version)
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"), [("--ep-size=2", "--ep-size"), ("--enable-streaming-session", "--enable-streaming-session")]
+)
+def test_a_server_that_is_not_supported_ends_with_one_clear_reason(tmp_path: Path, argument: str, named: str) -> None:
+    from tests.support.sglang_server import SGLangServer
+    from tests.support.sglang_site import write_config
+    from tests.support.vllm_server import ServerFailed
+
+    write_config(tmp_path, CONFIG)
+    server = SGLangServer(tmp_path, [argument], {"RESHARDER_ENDPOINT": "127.0.0.1:1"}, tp=2 if "ep" in argument else 1)
+    with pytest.raises(ServerFailed, match=named), server:
+        pass
+    assert "Resharder does not support SGLang servers with" in server.log_text()

@@ -1,0 +1,85 @@
+"""Two Megatron ranks and one SGLang server of two scheduler processes, over gloo, over shared memory, and from the data port."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resharder.client.operator import Operator
+
+from demo.trainer_job import TrainerJob
+from tests.support.daemon import Daemon
+from tests.support.direct_server import start_trainer
+from tests.support.observing import export, servers, wait_serving
+from tests.support.sglang_server import SGLangServer
+from tests.support.sglang_site import alone, checksums, contents, write_config
+from tests.support.tiny_hf import tiny_config
+
+CONFIG = tiny_config("qwen3_moe", num_hidden_layers=2)
+TRAINER = {"config": CONFIG, "ep": 2, "connect": {"direct_wait": 60.0}}
+
+
+@dataclass
+class System:
+    daemon: Daemon
+    trainer: TrainerJob
+    server: SGLangServer
+
+    def publish(self, step: int) -> int:
+        version = int(self.trainer.ask(do="publish", step=step)["version"])
+        wait_serving(self.daemon, version)
+        return version
+
+    def transfers(self) -> list[Any]:
+        lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"].startswith("direct_")]
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("config")
+    write_config(folder, CONFIG)
+    with Daemon(direct_seconds=60.0, log_format="json", data_listen="127.0.0.1:0") as daemon:
+        server = SGLangServer(folder, env={"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "two"}, tp=2)
+        trainer = start_trainer(daemon, folder, TRAINER, 0)
+        try:
+            server.start()
+            trainer.ask(do="publish", step=1)
+            server.wait_ready()
+            with Operator(daemon.endpoint) as operator:
+                operator.set_fleet("policy", serve_ahead=False)
+            yield System(daemon, trainer, server)
+        finally:
+            trainer.kill()
+            server.stop()
+
+
+def test_three_versions_go_from_the_ranks_memory_to_both_workers(system: System) -> None:
+    wait_serving(system.daemon, 1)
+    for step in (2, 3):
+        version = system.publish(step)
+        sent = [line for line in system.transfers() if line["event"] == "direct_transfer" and line["version"] == version]
+        assert sent, system.transfers()
+        assert system.server.generate([5, 17, 42], 4).version == str(version)
+    (server,) = servers(system.daemon)
+    assert {worker.path for worker in server.workers} == {"gloo"}
+
+
+def test_a_version_that_its_ranks_do_not_offer_comes_from_the_store(system: System) -> None:
+    system.trainer.ask(do="withhold")
+    version = system.publish(4)
+    (server,) = servers(system.daemon)
+    assert [(worker.version, worker.path, worker.transport) for worker in server.workers] == [(version, "", "shared-memory")] * 2
+
+
+def test_both_workers_hold_and_answer_what_a_fresh_servers_do(system: System, tmp_path: Path) -> None:
+    version = system.publish(5)
+    held, answered = checksums(system.server), contents(system.server)
+    assert len(held) == 2
+    system.server.stop()
+    export(system.daemon, f"models/policy/versions/{version}", tmp_path / "exported")
+    with alone(tmp_path / "exported", tp=2) as fresh:
+        assert checksums(fresh) == held
+        assert contents(fresh) == answered
