@@ -184,11 +184,15 @@ class System:
             version = self.publish(direct=False)
             for server in self.servers:
                 server.wait_ready()
-            wait_serving(self.daemon, version, PATIENCE)
+            if self.servers:
+                wait_serving(self.daemon, version, PATIENCE)
+            else:
+                self.wait_ready(version)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self.say(f"served; the servers needed {', '.join(f'{server.ready_seconds:.0f} s' for server in self.servers)}")
+        if self.servers:
+            self.say(f"served; the servers needed {', '.join(f'{server.ready_seconds:.0f} s' for server in self.servers)}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -196,7 +200,7 @@ class System:
             for server in self.servers:
                 print(server.log_tail(120), flush=True)
             lines = [line for line in self.daemon.log.read_text().splitlines() if "direct_" in line]
-            print(self._trainer_log()[-3000:], *lines[-30:], sep="\n", flush=True)
+            print(self.trainer_log()[-3000:], *lines[-30:], sep="\n", flush=True)
         if hasattr(self, "trainer"):
             self.trainer.kill()
         for server in self.servers:
@@ -226,7 +230,8 @@ class System:
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
 
-    def _trainer_log(self) -> str:
+    def trainer_log(self) -> str:
+        """Return the newest trainer's output."""
         found = sorted(self.folder.glob("trainer-*/trainer.log"))
         return found[-1].read_text(errors="replace") if found else ""
 
@@ -236,6 +241,11 @@ class System:
         self.began, self.published_seconds = float(answer["began"]), float(answer["publish_s"])
         self.say(f"version {answer['version']} published in {self.published_seconds:.2f} s")
         return int(answer["version"])
+
+    def wait_ready(self, version: int) -> None:
+        """Wait until a version is READY."""
+        with Operator(self.daemon.endpoint) as operator:
+            wait_until(lambda: operator.version(version, model="policy").state.name == "READY", "it is READY", PATIENCE)
 
     def happened(self, version: int) -> dict[str, float]:
         """Return the seconds from the begin of the last publish to each event in the daemon's log.
