@@ -213,6 +213,29 @@ def test_chunks_of_another_rank_take_early_digests_back(site: Site, read: list[s
     assert sorted(read) == [A, B, B, C]
 
 
+def test_files_that_no_rank_has_reported_are_read_while_the_last_reported_ones_are(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's seal may overtake its last report."""
+    begun, go_on, plain = list[str](), threading.Event(), digests._digests
+
+    def slow(files: MappedFiles, reads: Any, boxes: Any) -> list[int]:
+        begun.append(boxes[0].spec.name)
+        assert go_on.wait(60)
+        return plain(files, reads, boxes)
+
+    monkeypatch.setattr(digests, "_digests", slow)
+    site.early._threads = 3
+    for rank, file in ((0, A), (0, B), (1, A), (1, C)):
+        site.write(rank, file)
+    site.release(0, B)
+    for rank in (0, 1):
+        site.seal(rank)
+    wait_until(lambda: sorted(begun) == ["a", "b", "c"], "all files are read", 10)
+    go_on.set()
+    assert site.ended().state == "READY"
+
+
 def test_digests_of_an_aborted_version_are_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, plain = threading.Event(), threading.Event(), digests._digests
 

@@ -85,12 +85,12 @@ class FileProofs(Generic[T]):
         """
         with self._lock:
             for file in files if self._shared and not self._ended else ():
-                lease = read_lease(self._folder / file)
-                if lease is None:
-                    continue
-                try:
-                    self._begun[file] = _Begun(lease, self._begin_early(self._files[file]))
-                except (OSError, ValueError):  # those of an aborted version, or its verification reports them
+                lease = None
+                with suppress(OSError, ValueError):  # those of an aborted version, or its verification reports them
+                    lease = read_lease(self._folder / file)
+                    if lease is not None:
+                        self._begun[file] = _Begun(lease, self._begin_early(self._files[file]))
+                if lease is not None and file not in self._begun:
                     lease.close()
 
     def _begin_early(self, file: FileLayout) -> Callable[[], T]:
@@ -109,6 +109,7 @@ class FileProofs(Generic[T]):
 
         Raises ProofFailed, OSError.
         """
+        self.begin([file.path for file in files if file.path not in self._begun])  # while the last early ones are read
         found = self._settle()
         rest = [file for file in files if file.path not in found]
         with ExitStack() as stack:
