@@ -70,16 +70,19 @@ def digests(folder: Path, files: tuple[FileLayout, ...], threads: int) -> Iterat
 
 
 def hand_over(folder: Path, specs: list[TensorSpec], tensors: dict[str, torch.Tensor], setting: Setting | None) -> float:
-    """Return the median seconds, after a first time that registers the pages if there is no `setting` of buffers."""
+    """Return the median seconds, after a first time. Without a `setting` of buffers, the pages are registered after that."""
     pieces = [Piece(spec.name, full_box(spec.shape), spec.name, 0, contiguous_strides(spec.shape)) for spec in specs]
     slot, device = AssignedSlot(0, tuple(piece.box for piece in pieces), tuple(specs), 1 << 20), torch.device("cuda", 0)
     threads, buffer_bytes = setting or Setting(8, 16 << 20)
-    transport = FromGpu(device, threads, lambda: NotImplemented, keep=setting is None, buffer_bytes=buffer_bytes)
+    next_files = None if setting else lambda version: folder
+    transport = FromGpu(device, threads, lambda: NotImplemented, next_files=next_files, buffer_bytes=buffer_bytes)
+    version = resources_pb2.Version(name="models/m/versions/1", folder=str(folder))
     times = []
     for _ in range(1 + ROUNDS):
         began = time.perf_counter()
-        transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, pieces), ImmediateReleases())
+        transport.deliver(version, slot, LiveItems(tensors, pieces), ImmediateReleases())
         times.append(time.perf_counter() - began)
+        transport.wait_prepared(60)
     transport.close()
     return median(times[1:])
 

@@ -150,22 +150,39 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     assert not any(array.any() for array in arrays.values())
 
 
-def a_slot_goes_into_files_of_any_version_and_place(keep: bool) -> None:
-    """With the plan of the first version, into other files, from tensors that have moved; constants are added."""
+def a_slot_goes_into_files_of_any_version_and_place(way: str) -> None:
+    """With the plan of the first version, into other files, from tensors that have moved; constants are added.
+
+    Ways: all through buffers; into pages that are registered at their first use; or that are registered before their version.
+    """
     layout, tensors, _ = some_layout()
     pieces = [piece._replace(plus=float(i % 2 and piece.tensor[0] != "U")) for i, piece in enumerate(layout.pieces[::2])]
     specs = tuple(layout.tensors[piece.tensor] for piece in pieces)
     slot = AssignedSlot(0, tuple(piece.box for piece in pieces), specs, 1 << 20)
-    transport = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented, keep=keep)
+    following = list[Path]()
+    next_files = None if way == "buffers" else lambda version: following[0]
+    transport = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented, next_files=next_files)
     files, plans = lay_out(layout.tensors.values(), 8 << 10), set()
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         for folder in (first, second):
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
-        for folder in (first, second, first):
+        for number, folder in enumerate((first, second, first)):
+            following[:] = [Path(second if folder == first else first)]
+            version = resources_pb2.Version(name=f"models/m/versions/{number}" if way == "before" else "", folder=folder)
             tensors = {name: tensor.clone().copy_(torch.randint(0, 100, tensor.shape)) for name, tensor in tensors.items()}
             releases = ImmediateReleases()
-            found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces), releases).digests
+            found = transport.deliver(version, slot, LiveItems(tensors, pieces), releases).digests
+            assert transport.wait_prepared(30)
+            used = {"straight", "through_buffers"} & vars(transport._planned).keys()
+            assert (
+                used
+                == {
+                    "buffers": {"through_buffers"},
+                    "at once": {"straight"},
+                    "before": {"through_buffers", *(["straight"] if number else [])},
+                }[way]
+            )
             assert releases.files == [file.path for file in files if file.by_name.keys() & {spec.name for spec in specs}]
             with MappedFiles(Path(folder), files) as mapped:
                 for piece, spec, value in zip(pieces, specs, found, strict=True):
@@ -195,7 +212,7 @@ def a_slot_is_divided_between_the_files_of_a_node_and_the_daemon() -> None:
     names = {specs[i].name for i in home}
     home = tuple(i for i, spec in enumerate(specs) if spec.name in names)
     slot = AssignedSlot(0, tuple(piece.box for piece in pieces), specs, 1 << 20, "nodes/a", home)
-    memory, subsets = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented, keep=False), (PieceSubset(), PieceSubset())
+    memory, subsets = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented), (PieceSubset(), PieceSubset())
     files, plans = lay_out([layout.tensors[name] for name in names]), set()
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
@@ -219,8 +236,8 @@ def main(rounds: int) -> None:
         digests_are_those_of_the_host()
         digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
-        for keep in (False, True):
-            a_slot_goes_into_files_of_any_version_and_place(keep)
+        for way in ("buffers", "at once", "before"):
+            a_slot_goes_into_files_of_any_version_and_place(way)
     a_slot_is_divided_between_the_files_of_a_node_and_the_daemon()
 
 

@@ -4,14 +4,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
+from resharder.client.errors import ResharderError
 from resharder.client.gpu import kept_pages, pinned_pages
 from resharder.client.gpu.device_to_pages import straight
 from resharder.client.gpu.kept_pages import KeptPages
 from resharder.client.gpu.schedule import Moves
+from resharder.client.transport import gpu_buffers
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.infra.filesystem import unused_elsewhere, unwritten_elsewhere
@@ -40,7 +43,7 @@ def write(at: int, value: int, size: int) -> None:
 
 def test_a_file_has_a_writer_for_the_kernel_until_it_is_closed_and_none_after_it(folder: Path) -> None:
     kept = KeptPages(CPU)
-    opened = kept.open(folder, FILES, SPANS)
+    opened = kept.open(folder, FILES, SPANS, register=True)
     assert opened is not None
     for file, pages in zip(FILES, opened, strict=True):
         path = folder / file.path
@@ -67,7 +70,7 @@ def test_the_files_of_a_later_version_are_known_wherever_they_are_now(folder: Pa
 
 def opened(kept: KeptPages, folder: Path, files: tuple[FileLayout, ...] = FILES) -> list[int]:
     """Addresses of the files, which are open for a moment."""
-    found = kept.open(folder, files, SPANS)
+    found = kept.open(folder, files, SPANS, register=True)
     assert found is not None
     for pages in found:
         pages.close()
@@ -94,7 +97,7 @@ def test_a_file_that_cannot_be_opened_leaves_none_open(fault: str, folder: Path)
     else:
         last.write_bytes(b"short")
     with pytest.raises(FileNotFoundError if fault == "gone" else ValueError, match=last.name):
-        kept.open(folder, FILES, SPANS)
+        kept.open(folder, FILES, SPANS, register=True)
     assert unwritten_elsewhere(folder / FILES[0].path)
     kept.close()
 
@@ -135,7 +138,7 @@ def test_pages_are_registered_once_and_again_only_for_other_boxes(runtime: Runti
     assert runtime.registered == {first[0]: 4096, first[1]: 12288}
     assert all(unused_elsewhere(folder / file.path) for file in FILES)
     assert (opened(kept, folder), runtime.calls) == (first, 2)
-    again = kept.open(folder, FILES[:1], [[(0, 8192)]])
+    again = kept.open(folder, FILES[:1], [[(0, 8192)]], register=True)
     assert again is not None
     assert (runtime.registered[again[0].begin], runtime.calls, len(runtime.registered)) == (8192, 3, 2)
     again[0].close()
@@ -143,14 +146,59 @@ def test_pages_are_registered_once_and_again_only_for_other_boxes(runtime: Runti
     assert not runtime.registered
 
 
+def test_files_are_registered_before_a_version_has_them_one_by_one_until_they_are_wanted(runtime: Runtime, folder: Path) -> None:
+    kept = KeptPages(torch.device("cuda", 0))
+    assert kept.open(folder, FILES, SPANS, register=False) is None
+    assert not kept.prepare(folder, FILES, SPANS, lambda: runtime.calls == 1)
+    assert (runtime.calls, kept.open(folder, FILES, SPANS, register=False)) == (1, None)
+    assert all(unused_elsewhere(folder / file.path) for file in FILES)
+    assert kept.prepare(folder, FILES, SPANS, lambda: False)
+    assert all(unused_elsewhere(folder / file.path) for file in FILES)
+    pages = kept.open(folder.rename(folder.with_name("2")), FILES, SPANS, register=False)
+    assert pages is not None
+    for each in pages:
+        each.close()
+    assert runtime.calls == 2
+    kept.close()
+
+
+def test_files_that_a_version_has_got_meanwhile_are_asked_for_again(folder: Path) -> None:
+    gone, asked, done = folder.with_name("gone"), list[Path](), Event()
+
+    def ask() -> Path | None:
+        asked.append(folder)
+        return [None, gone, folder][min(len(asked), 3) - 1]
+
+    def register(there: Path, stop: object) -> bool:
+        if not KeptPages(CPU).prepare(there, FILES, SPANS, lambda: False):
+            return False
+        done.set()
+        return True
+
+    preparation = gpu_buffers._Preparation(ask, register)
+    assert preparation.wait(30)
+    assert done.is_set()
+    assert len(asked) == 3
+
+
+def test_a_daemon_that_does_not_know_the_call_ends_the_preparation(folder: Path) -> None:
+    def ask() -> Path | None:
+        raise ResharderError("unknown method")
+
+    preparation = gpu_buffers._Preparation(ask, lambda there, stop: False)
+    assert preparation.wait(30)
+    preparation.end()
+
+
 def test_pages_that_cuda_refuses_are_not_asked_for_again(
     runtime: Runtime, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept, runtime.refused = KeptPages(torch.device("cuda", 0)), 12288
-    assert kept.open(folder, FILES, SPANS) is None
+    assert kept.open(folder, FILES, SPANS, register=True) is None
     assert not runtime.registered
     assert all(unused_elsewhere(folder / file.path) for file in FILES)
-    assert (kept.open(folder, FILES, SPANS), runtime.calls) == (None, 2)
+    assert (kept.open(folder, FILES, SPANS, register=True), runtime.calls) == (None, 2)
+    assert kept.prepare(folder, FILES, SPANS, lambda: False)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         "CUDA cannot register the pages of the store's files: versions are copied through buffers, at about half of the speed"
     ]

@@ -112,19 +112,28 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
     slot = AssignedSlot(
         0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20
     )
-    transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"), keep=keep)
     folder = folder / "1"
+    there = [folder]
+    transport = FromGpu(
+        torch.device("cuda", 0),
+        2,
+        lambda: pytest.fail("all of it is on the GPU"),
+        next_files=(lambda version: there[0]) if keep else None,
+    )
     folder.mkdir()
-    for seed in (1, 2):  # the second with the plan of the first, into the same files at another place
-        folder = folder.rename(folder.with_name(str(seed)))
+    for seed in (1, 2, 3):  # later ones with the plan of the first, into the same files at other places
+        folder = there[0] = folder.rename(folder.with_name(str(seed)))
         fill(folder, seed)
         before = stored(folder)
         for tensor in tensors.values():
             tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
         releases = ImmediateReleases()
         items = LiveItems(tensors, layout.pieces)
-        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, items, releases).digests
+        version = resources_pb2.Version(name=f"models/m/versions/{seed}", folder=str(folder))
+        found = transport.deliver(version, slot, items, releases).digests
         assert releases.files == [file.path for file in lay_out(SPECS.values())]
+        assert transport.wait_prepared(60)
+        assert transport._kept is None or len(transport._kept._files) == len(releases.files)
         assert all(unused_elsewhere(folder / file) for file in releases.files)
         check(folder, layout, tensors, found)
         after = stored(folder)

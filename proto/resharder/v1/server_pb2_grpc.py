@@ -126,8 +126,8 @@ class ServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetNextFiles(self, request, context):
-        """Returns the files that are laid out for the version after READY version `version`, so that a worker on this host can map them
-        before the version exists. They may be taken for it, or removed, at any time; a file is identified by its inode.
+        """Returns the files that are laid out for the version after `version`, so that workers and ranks on this host can register their
+        pages before the version exists. They may be taken for it, or removed, at any time; a file is identified by its inode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,10 +1,11 @@
 """Pages of a version's files that stay registered with CUDA while no process has the files open or mapped.
 
-    the rank opens a file  ->  its pages are registered, at the first time  ->  copies  ->  the rank closes the file
+    a file is laid out  ->  its pages are registered, once  ->  a version gets it, the rank opens it  ->  copies  ->  closes it
 
-A registration pins pages and takes as long as a copy of them. The store uses the same files for later versions, so it is worth
-keeping. CUDA writes into pinned pages by their physical addresses: once they are registered, the map is replaced by addresses
-that this process cannot write to, and the kernel sees no writer any more. It grants the daemon's leases as for any closed file.
+A registration pins pages and takes as long as a copy of them, or several times that while the store lays out other files. The
+store uses the same files for later versions, so it is worth keeping. CUDA writes into pinned pages by their physical addresses:
+once they are registered, the map is replaced by addresses that this process cannot write to, and the kernel sees no writer any
+more. It grants the daemon's leases as for any closed file.
 
 What the leases do not show is a copy of this process's own. Hence a file is open for writing for as long as one may run.
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from resharder.client.gpu.pinned_pages import WRITABLE, Registered, never, pages_stay_in_place
+from resharder.client.gpu.pinned_pages import WRITABLE, Busy, Registered, Stop, never, pages_stay_in_place
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import AddressRange, Span
 
@@ -44,40 +45,63 @@ class KeptPages:
         self._files: dict[tuple[int, int], _KeptFile] = {}  # by device and inode
         self._refused = not pages_stay_in_place(device)
 
-    def open(self, folder: Path, files: Sequence[FileLayout], spans: Sequence[Sequence[Span]]) -> list[OpenPages] | None:
-        """Open files for writing, and register those that are new.
+    def open(
+        self, folder: Path, files: Sequence[FileLayout], spans: Sequence[Sequence[Span]], *, register: bool
+    ) -> list[OpenPages] | None:
+        """Open files for writing.
 
         Args:
             folder: Their folder.
             files: Their layouts.
             spans: For each file the pages that are written, as offsets in it.
+            register: Whether to register files that are new, which takes as long as a copy of their bytes.
 
         Returns:
-            The open files; None if CUDA cannot register them, which the log explains once.
+            The open files. None if one of them is new and is not to be registered, or CUDA cannot register it, which the log
+            explains once.
 
         Raises:
             OSError: A file cannot be opened. FileNotFoundError if it is gone. None stays open.
             ValueError: A file has another size than its layout.
         """
         self.release_deleted()
-        if self._refused:
-            return None
         opened: list[OpenPages] = []
-        try:
-            for file, some in zip(files, spans, strict=True):
-                opened.append(self._open(folder / file.path, file.size, some))
-        except BaseException as error:
-            _close_all(opened)
-            if not isinstance(error, _RefusedByCuda):
+        for file, some in zip(files, spans, strict=True):
+            try:
+                pages = None if self._refused else self._open(folder / file.path, file.size, some, register, busy=never)
+            except BaseException:
+                _close_all(opened)
                 raise
-            self._refused = True
-            self.close()
-            logger.warning(
-                "CUDA cannot register the pages of the store's files: versions are copied through buffers, "
-                "at about half of the speed"
-            )
-            return None
+            if pages is None:
+                _close_all(opened)
+                self._close_if_refused()
+                return None
+            opened.append(pages)
         return opened
+
+    def prepare(self, folder: Path, files: Sequence[FileLayout], spans: Sequence[Sequence[Span]], stop: Stop) -> bool:
+        """Register files for a later `open`, one after the other, and leave half of the time to the process's other threads.
+
+        Takes the arguments of `open`, and raises its errors.
+
+        Args:
+            stop: Asked before each file, whether to leave the rest.
+
+        Returns:
+            Whether it is done: all are registered, or cannot be.
+        """
+        self.release_deleted()
+        for file, some in zip(files, spans, strict=True):
+            if stop():
+                return False
+            if self._is_registered(folder / file.path, some):
+                continue
+            pages = None if self._refused else self._open(folder / file.path, file.size, some, True, busy=lambda: True)
+            if pages is None:
+                self._close_if_refused()
+                return True
+            pages.close()
+        return True
 
     def release_deleted(self) -> None:
         """Release the pages of files that the store has deleted, which take memory until then."""
@@ -90,7 +114,13 @@ class KeptPages:
         while self._files:
             self._files.popitem()[1].close()
 
-    def _open(self, path: Path, size: int, spans: Sequence[Span]) -> OpenPages:
+    def _is_registered(self, path: Path, spans: Sequence[Span]) -> bool:
+        found = path.stat()
+        kept = self._files.get((found.st_dev, found.st_ino))
+        return kept is not None and kept.spans == spans
+
+    def _open(self, path: Path, size: int, spans: Sequence[Span], register: bool, busy: Busy) -> OpenPages | None:
+        """Open a file. None if it is not registered, and is not to be or cannot be."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
@@ -101,18 +131,29 @@ class KeptPages:
             if kept is not None and kept.spans != spans:
                 self._files.pop(key).close()
                 kept = None
-            if kept is None:
+            if kept is None and register:
                 kept = self._files[key] = _KeptFile(descriptor, size, spans, self._device)
-                kept.register(descriptor)
-            kept.show(descriptor)
+                if not kept.register(descriptor, busy):
+                    self._refuse()
+                    kept = None
+            if kept is not None:
+                kept.show(descriptor)
+                return OpenPages(kept, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        return OpenPages(kept, descriptor)
+        os.close(descriptor)
+        return None
 
+    def _refuse(self) -> None:
+        self._refused = True
+        logger.warning(
+            "CUDA cannot register the pages of the store's files: versions are copied through buffers, at about half of the speed"
+        )
 
-class _RefusedByCuda(Exception):
-    """CUDA does not register a file's pages."""
+    def _close_if_refused(self) -> None:
+        if self._refused:
+            self.close()
 
 
 class _KeptFile:
@@ -130,16 +171,15 @@ class _KeptFile:
     def is_deleted(self) -> bool:
         return os.fstat(self._same).st_nlink == 0
 
-    def register(self, descriptor: int) -> None:
-        """Register the pages. Raises _RefusedByCuda; the log has the reason."""
+    def register(self, descriptor: int, busy: Busy) -> bool:
+        """Register the pages, and return whether CUDA does; otherwise the log has the reason."""
         if self._device.type != "cuda":
-            return
+            return True
         spans = [(self.begin + first, self.begin + end) for first, end in self.spans]
-        self._registered = Registered(spans, self._device, busy=lambda: False, flags=WRITABLE)
+        self._registered = Registered(spans, self._device, busy, flags=WRITABLE)
         self._addresses.map(descriptor)
         try:
-            if not self._registered.go_on(never):
-                raise _RefusedByCuda
+            return self._registered.go_on(never)
         finally:
             self._addresses.unmap()
 

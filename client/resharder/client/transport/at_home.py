@@ -57,7 +57,7 @@ class AtHome:
         """Deliver as `Transport.deliver`. Raises NotFound if the node's files are missing."""
         there, parts = resources_pb2.Version(), self._divided
         there.CopyFrom(version)
-        there.folder = self._folder
+        there.folder, there.name = self._folder, ""  # the daemon knows no next files of a node
         if self._rest is None:
             return Delivered(self._memory.deliver(there, parts.home, items, releases).digests, "node")
         if isinstance(items, LiveItems):

@@ -6,6 +6,7 @@ layouts of the rank and of the files is computed once.
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from resharder.client.errors import ResharderError
 from resharder.client.gpu.device_to_host import BUFFER_BYTES, DeviceToHost
 from resharder.client.gpu.device_to_pages import DeviceToPages
 from resharder.client.gpu.kept_pages import KeptPages
-from resharder.client.gpu.pinned_pages import pages_of
+from resharder.client.gpu.pinned_pages import Stop, pages_of
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems, Releases
 from resharder.client.transport.shared_memory import WAY
 from resharder.converters.geometry.layout import Layout, Piece, box_bytes, box_shape, contiguous_strides
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 
     from resharder.client.transport.base import Item, Transport
 
+_ASK_SECONDS = 0.25  # between queries for the next files
 _GAP = 16 << 20  # bytes between boxes that are registered with them: fewer calls
 logger = logging.getLogger(__name__)
+NextFiles = Callable[[str], Path | None]
 
 
 class FromGpu:
@@ -45,8 +49,11 @@ class FromGpu:
         device: GPU of the model's tensors.
         threads: Threads that copy through buffers, each through one of its own.
         otherwise: Creates the transport for tensors on other devices, and for items that come from an iterator.
-        keep: Whether the pages of the store's files stay registered for later versions.
+        next_files: Returns the folder of the files that are laid out for the version after the one of this name; None if there
+            are none now. They are registered on a thread between versions, and stay so. Without it, all go through buffers.
         buffer_bytes: Size of a buffer.
+
+    A version without a name is in a node's files, which nobody lays out by name: they are registered when it is delivered.
     """
 
     def __init__(
@@ -55,27 +62,54 @@ class FromGpu:
         threads: int,
         otherwise: "Callable[[], Transport]",
         *,
-        keep: bool,
+        next_files: "NextFiles | None" = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._device, self._threads, self._otherwise, self._buffer_bytes = device, threads, otherwise, buffer_bytes
-        self._kept = KeptPages(device) if keep else None
+        self._next_files, self._kept = next_files, None if next_files is None else KeptPages(device)
         self._planned: _Planned | None = None
+        self._preparation: _Preparation | None = None
 
     def deliver(
         self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
     ) -> Delivered:
         """Deliver as `Transport.deliver`; a model's own tensors that are all on the GPU in one copy."""
         if isinstance(items, LiveItems) and items.device == self._device:
-            return Delivered(self._write(Path(version.folder), slot, items, releases), WAY, mapped=True)
+            self._end_preparation()
+            plan, digests = self._write(Path(version.folder), slot, items, releases, register=not version.name)
+            if version.name:
+                self._prepare(plan, version.name)
+            return Delivered(digests, WAY, mapped=True)
         return self._otherwise().deliver(version, slot, items, releases)
 
     def close(self) -> None:
         """Release the pages of the store's files. No delivery may be under way."""
+        self._end_preparation()
         if self._kept is not None:
             self._kept.close()
 
-    def _write(self, folder: Path, slot: AssignedSlot, items: LiveItems, releases: Releases) -> list[int]:
+    def wait_prepared(self, timeout: float) -> bool:
+        """Wait until files for the next version are registered, or cannot be. Returns False after `timeout` seconds."""
+        return self._preparation is None or self._preparation.wait(timeout)
+
+    def _prepare(self, plan: "_Planned", name: str) -> None:
+        """Begin to register files for the version after the one of this name."""
+        kept = self._kept
+        if kept is not None and self._next_files is not None:
+
+            def register(folder: Path, stop: Stop) -> bool:
+                return kept.prepare(folder, plan.files, plan.registered, stop)
+
+            self._preparation = _Preparation(partial(self._next_files, name), register)
+
+    def _end_preparation(self) -> None:
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.end()
+
+    def _write(
+        self, folder: Path, slot: AssignedSlot, items: LiveItems, releases: Releases, *, register: bool
+    ) -> "tuple[_Planned, list[int]]":
         names, began = {spec.name for spec in slot.specs}, time.monotonic()
         files = [file for file in read_layout(folder) if not names.isdisjoint(file.by_name)]
         opened: dict[int, _Writable] = {}
@@ -83,7 +117,7 @@ class FromGpu:
             stack.callback(_close_all, opened)
             stack.enter_context(torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext())
             plan = self._plan(slot, items.pieces, files)
-            planned, copy = time.monotonic(), self._open(plan, folder, files, opened)
+            planned, copy = time.monotonic(), self._open(plan, folder, files, opened, register)
             begins, mapped = [each.begin for each in opened.values()], time.monotonic()
             digests = copy.run(
                 plan.targets(copy.targets, begins),
@@ -92,11 +126,13 @@ class FromGpu:
             )
             took = planned - began, mapped - planned, time.monotonic() - mapped
             logger.info("wrote %d boxes: %.3f s to plan, %.3f s to map, %.3f s to copy", len(slot.boxes), *took)
-            return digests
+            return plan, digests
 
-    def _open(self, plan: "_Planned", folder: Path, files: list[FileLayout], opened: "dict[int, _Writable]") -> "_Copy":
+    def _open(
+        self, plan: "_Planned", folder: Path, files: list[FileLayout], opened: "dict[int, _Writable]", register: bool
+    ) -> "_Copy":
         """Open the files into `opened`, in order, and return the copy into such files."""
-        kept = None if self._kept is None else self._kept.open(folder, files, plan.registered)
+        kept = None if self._kept is None else self._kept.open(folder, files, plan.registered, register=register)
         if kept is not None:
             opened |= enumerate(kept)
             return plan.straight
@@ -116,6 +152,40 @@ class FromGpu:
             self._planned = None  # its buffers are free before others are made
             self._planned = _Planned(slot, pieces, files, self._device, self._threads, self._buffer_bytes)
         return self._planned
+
+
+class _Preparation:
+    """Registration of the next version's files, on a thread of its own.
+
+    Args:
+        ask: Returns their folder; None if none are laid out now. Raises ResharderError.
+        register: Function of a folder and of one that says whether to stop. It returns whether it is done.
+    """
+
+    def __init__(self, ask: Callable[[], Path | None], register: Callable[[Path, Stop], bool]) -> None:
+        self._ask, self._register, self._ended = ask, register, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resharder-next-files", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop, and return once nothing is registered any more."""
+        self._ended.set()
+        self._thread.join()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is done. Returns False after `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(_ASK_SECONDS):
+                with suppress(FileNotFoundError):  # a version has got them, or the store has removed them
+                    folder = self._ask()
+                    if folder is not None and self._register(folder, self._ended.is_set):
+                        return
+        except (ResharderError, OSError, ValueError, RuntimeError) as error:
+            logger.info("cannot prepare the files of the next version: %s", error)
 
 
 class _Copy(Protocol):
@@ -156,7 +226,7 @@ class _Planned:
         threads: int,
         buffer_bytes: int,
     ) -> None:
-        self._pieces, self._files, self._device = pieces, files, device
+        self._pieces, self.files, self._device = pieces, files, device
         self._threads, self._buffer_bytes = threads, buffer_bytes
         self._changed = [number for number, piece in enumerate(pieces) if piece.plus]
         self._places = {name: (i, placed) for i, file in enumerate(files) for name, placed in file.by_name.items()}
@@ -181,7 +251,7 @@ class _Planned:
 
     def is_for(self, pieces: Sequence[Piece], files: list[FileLayout]) -> bool:
         """Return whether the plan is for these pieces and layouts, the same objects as then."""
-        same = len(files) == len(self._files) and all(a is b for a, b in zip(files, self._files, strict=True))
+        same = len(files) == len(self.files) and all(a is b for a, b in zip(files, self.files, strict=True))
         return same and pieces is self._pieces
 
     def sources(self, items: LiveItems) -> dict[str, torch.Tensor]:

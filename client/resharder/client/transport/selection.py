@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from resharder.client.errors import UsageError
@@ -11,7 +12,7 @@ from resharder.client.transport.at_home import AtHome, PieceSubset
 from resharder.client.transport.base import AssignedSlot, Transport
 from resharder.client.transport.chunks import GrpcChunks, HttpChunks
 from resharder.client.transport.shared_memory import SharedMemory, copy_threads, shares_memory
-from resharder.v1 import resources_pb2
+from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 CHOICES = ("auto", "grpc", "http", "shared-memory")
 SHARING = ("auto", "shared-memory")
 """Choices with which ranks write into files of the daemon, or of the node of their host."""
+
+_NEXT_SECONDS = 2.0  # of a query for the next files, for which a delivery may wait
 
 
 class TransportSelector:
@@ -81,5 +84,12 @@ class TransportSelector:
             from resharder.client.transport.gpu_buffers import FromGpu
 
             # With TLS the daemon has security: no process of another identity keeps pages of its files, registered or not.
-            self._from_gpu = FromGpu(device, copy_threads(most=8), plain, keep=self._channel.tls is None)
+            next_files = self._next_files if self._channel.tls is None else None
+            self._from_gpu = FromGpu(device, copy_threads(most=8), plain, next_files=next_files)
         return self._from_gpu
+
+    def _next_files(self, version: str) -> Path | None:
+        """Return the folder of the files that the store has laid out for the version after this one; None if there are none."""
+        stub, request = server_pb2_grpc.ServerServiceStub(self._channel.grpc), server_pb2.GetNextFilesRequest(version=version)
+        folder = self._channel.call(stub.GetNextFiles, request, timeout=_NEXT_SECONDS, patience=0).folder
+        return Path(folder) if folder else None
