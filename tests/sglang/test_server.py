@@ -182,9 +182,7 @@ def test_a_version_of_another_config_is_refused_by_name(site: Site, tmp_path: Pa
     site.check_answers(version)
 
 
-def test_an_updated_server_holds_and_answers_what_a_fresh_one_does_and_leaves_when_it_is_ended(
-    site: Site, tmp_path: Path
-) -> None:
+def test_it_holds_and_answers_what_a_fresh_server_does_and_leaves_when_it_is_ended(site: Site, tmp_path: Path) -> None:
     version = max(site.seeds)
     held, answered = checksums(site.server), contents(site.server)
     export(site.daemon, f"models/policy/versions/{version}", tmp_path / "exported")

@@ -96,7 +96,8 @@ def checksums(server: SGLangServer) -> list[dict[str, str]]:
 
 
 def contents(server: SGLangServer) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """Tokens and log-probabilities after each prompt."""
+    """Tokens and log-probabilities after each prompt, without a prefix in the cache: with one, other sums are computed."""
+    assert server.request("POST", "/flush_cache").status == 200
     found = [server.generate(prompt, 12) for prompt in PROMPTS]
     return [(answer.token_ids, answer.logprobs) for answer in found]
 
