@@ -98,7 +98,7 @@ class Rank:
         """Offer a version and deliver it. Return its tasks, and what is set when the delivery has begun."""
         self.tasks, self.done = queue.Queue(), []
         offering, begun = (
-            self.sender.offer("p", "v/2", 2.0, **{"ahead_only": True, "own_host": True, **options}),
+            self.sender.offer("p", "v/2", 2.0, **{"ahead_only": True, **options}),
             threading.Event(),
         )
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -101,6 +102,11 @@ def rounds_of(memory: torch.Tensor, peer: int) -> list[Exchange]:
     return [(each, []) if peer else ([], each) for each in messages]
 
 
+def exchange(groups: list[NixlGroup], round_: list[Exchange], rank: int) -> None:
+    deadline = time.monotonic() + BOUND
+    groups[rank].post(*round_[rank], deadline).wait(deadline)
+
+
 def send(groups: list[NixlGroup], rounds: list[list[Exchange]], seconds: float = BOUND) -> None:
     def one(rank: int) -> None:
         deadline = time.monotonic() + seconds
@@ -127,6 +133,25 @@ def test_a_worker_reads_version_after_version_also_after_memory_has_moved_or_was
 
 
 @needs_nixl
+def test_every_round_is_read_into_its_place_after_a_trial_of_another_number_of_rounds(
+    groups: list[NixlGroup],
+) -> None:
+    scratch = [torch.zeros(1000, dtype=torch.uint8) for _ in range(2)]
+    send(groups, [[([PeerMessage(1, scratch[0])], [])], [([], [PeerMessage(0, scratch[1])])]])
+    for group in groups:
+        group.release()
+    source, target = torch.ones(1_000_000, dtype=torch.uint8), torch.zeros(1_000_000, dtype=torch.uint8)
+    rounds, half = [rounds_of(source, 1), rounds_of(target, 0)], len(source) // 2
+    for rank in (0, 1):
+        groups[rank].prepare(rounds[rank])
+    for number, place in enumerate((slice(half), slice(half, None))):
+        assert not target[place].any()
+        round_ = [each[number] for each in rounds]
+        both(partial(exchange, groups, round_))
+        assert target[place].all()
+
+
+@needs_nixl
 def test_a_read_that_does_not_begin_in_time_names_the_rank(groups: list[NixlGroup]) -> None:
     target = torch.zeros(1000, dtype=torch.uint8)
     groups[1].prepare(rounds_of(target, 0))
@@ -137,16 +162,14 @@ def test_a_read_that_does_not_begin_in_time_names_the_rank(groups: list[NixlGrou
 
 @needs_nixl
 def test_two_sides_that_divide_their_bytes_in_two_ways_read_nothing(groups: list[NixlGroup]) -> None:
-    groups[0].prepare(rounds_of(torch.ones(1_000_000, dtype=torch.uint8), 1))
-    rounds = rounds_of(torch.zeros(999_000, dtype=torch.uint8), 0)
-
-    def prepare() -> None:
-        for _ in range(1000):
-            groups[1].prepare(rounds)
-            time.sleep(0.01)
-
+    source, target = torch.ones(1_000_000, dtype=torch.uint8), torch.zeros(999_000, dtype=torch.uint8)
+    rounds = [rounds_of(source, 1), rounds_of(target, 0)]
+    for rank in (0, 1):
+        groups[rank].prepare(rounds[rank])
+    groups[0].post(*rounds[0][0], time.monotonic() + BOUND)
     with pytest.raises(DirectFailed, match="divides its bytes in another way"):
-        prepare()
+        groups[1].post(*rounds[1][0], time.monotonic() + BOUND).wait(time.monotonic() + BOUND)
+    assert not target.any()
 
 
 @needs_nixl

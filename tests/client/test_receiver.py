@@ -222,3 +222,69 @@ def test_a_version_that_nobody_announced_is_compared_with_nothing_and_refused(mo
     ahead = Ahead(monkeypatch)
     assert not ahead.receiver.receive(ahead.memory, {"model": ahead.model}, "i-1", [])
     assert ahead.receiver.problem == "there are no digests to compare with"
+
+
+class Tried:
+    """A link, and the daemon's answers to a worker that asks for one to ranks on other hosts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: str, answer: str, made: Any = None) -> None:
+        self.asked: list[tuple[str, float]] = []
+        self.failed: list[tuple[str, str]] = []
+        self.closed: list[str] = []
+        monkeypatch.setattr(module, "finish", lambda channel, member, group, error: self.failed.append((group, error)))
+        monkeypatch.setattr(module, "TransferLink", made or (lambda channel, message, device: self.link(message.group)))
+        with grpc.insecure_channel("127.0.0.1:1") as unused:
+            channel: Any = SimpleNamespace(grpc=unused, call=self.call)
+            self.receiver = Receiver(channel, "left", 0, "process", torch.device("cpu"))
+        self.receiver._link, self.answer = self.link(held) if held else None, answer
+
+    def link(self, group: str) -> Any:
+        return SimpleNamespace(id=group, tried_seconds=0.25, close=lambda: self.closed.append(group))
+
+    def call(self, method: Any, request: direct_pb2.MeetRanksRequest, **options: Any) -> direct_pb2.DirectLink:
+        self.asked.append((request.group, request.seconds))
+        return direct_pb2.DirectLink(group=self.answer, trial=bool(self.answer))
+
+    def meet(self) -> tuple[bool, str]:
+        memory: Any = SimpleNamespace(fingerprint="memory")
+        found = self.receiver.meet(memory)
+        link = self.receiver._link
+        return found, link.id if link is not None else ""
+
+
+@pytest.mark.parametrize(
+    ("held", "answer", "found", "closed"),
+    [
+        ("", "", (False, ""), []),
+        ("", "new", (True, "new"), []),
+        ("old", "old", (False, "old"), []),
+        ("old", "new", (True, "new"), ["old"]),
+        ("old", "", (False, ""), ["old"]),
+    ],
+    ids=["none", "first", "kept", "replaced", "over"],
+)
+def test_a_worker_has_the_link_that_the_daemon_names_and_reports_its_trial(
+    held: str, answer: str, found: tuple[bool, str], closed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried(monkeypatch, held, answer)
+    assert tried.meet() == found
+    assert (tried.asked, tried.closed, tried.failed) == ([(held, 0.25 if held else 0.0)], closed, [])
+
+
+def test_a_link_that_cannot_be_made_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(channel: Any, message: Any, device: Any) -> Any:
+        raise DirectFailed("nobody is there")
+
+    tried = Tried(monkeypatch, "", "new", make)
+    assert tried.meet() == (False, "")
+    assert tried.failed == [("new", "nobody is there")]
+
+
+def test_a_link_that_an_install_has_made_meanwhile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(channel: Any, message: Any, device: Any) -> Any:
+        tried.receiver._link = tried.link("of an install")
+        return tried.link("new")
+
+    tried = Tried(monkeypatch, "", "new", make)
+    assert tried.meet() == (False, "of an install")
+    assert tried.closed == ["new"]

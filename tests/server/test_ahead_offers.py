@@ -5,6 +5,7 @@ It is what a trainer does that says nothing of the direct path.
 
 import pytest
 from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.server import Reach
 
 from tests.support.direct_site import LONG, Rank, Site, linked
 from tests.support.waits import completed
@@ -129,9 +130,9 @@ def test_ranks_on_two_hosts_offer_nothing(site: Site) -> None:
 
 def test_servers_learn_to_whom_a_version_is_offered(site: Site) -> None:
     offered(site)
-    assert site.offered.offered("policy") == {1: "here"}
+    assert site.offered.offered("policy") == {1: Reach(frozenset({"here"}))}
     site.offer(2)
-    assert site.offered.offered("policy") == {1: "here", 2: ""}
+    assert site.offered.offered("policy") == {1: Reach(frozenset({"here"})), 2: Reach()}
 
 
 def test_an_offer_with_a_bound_of_its_own_waits_for_every_server_as_before(site: Site) -> None:

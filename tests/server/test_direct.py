@@ -11,6 +11,7 @@ from resharder.server.direct.plans import Member
 from resharder.server.direct.state import Task
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from resharder.server.state.server import Reach
 from resharder.v1 import direct_pb2
 
 from tests.support.direct_site import LONG, Rank, Site, after_drops, linked, share_of_rows
@@ -296,9 +297,9 @@ def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) 
     first = Rank(site, 0, 1, 100.0)
     assert not site.offered.offered("policy")
     Rank(site, 1, 1, 100.0)
-    assert (site.offered.offered("policy"), changes) == ({1: ""}, [1])
+    assert (site.offered.offered("policy"), changes) == ({1: Reach()}, [1])
     site.direct.leave(first.offer, 0)
-    assert site.offered.offered("policy") == {1: ""}  # what servers hold by then they are to be believed
+    assert site.offered.offered("policy") == {1: Reach()}  # what servers hold by then they are to be believed
     for number in range(2, 7):
         site.offer(number)
     assert [*site.offered.offered("policy")] == [3, 4, 5, 6]

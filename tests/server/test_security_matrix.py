@@ -188,6 +188,7 @@ def direct(job: Job, ready: Any) -> Iterator[Case]:
             "DeclareMemory": direct_pb2.DeclareMemoryRequest(member=member),
             "OfferVersion": direct_pb2.OfferVersionRequest(member=member, version=ready.name, memory="none"),
             "JoinTransfer": direct_pb2.JoinTransferRequest(member=member, version=ready.name, memory="none"),
+            "MeetRanks": direct_pb2.MeetRanksRequest(member=member, memory="none"),
             "StartTransfer": direct_pb2.TransferRequest(member=member, group="none"),
             "FinishTransfer": direct_pb2.FinishTransferRequest(member=member, group="none"),
             "PutDigests": direct_pb2.PutDigestsRequest(member=member, group="none", version=ready.name),

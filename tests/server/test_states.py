@@ -9,7 +9,20 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.state import timing
 from resharder.server.state.errors import listed, unknown_server
 from resharder.server.state.fleet import Fleet, Move, UpdateStrategy, VersionTarget, View
-from resharder.server.state.server import ASLEEP, Ahead, Change, Control, Failure, Goal, Install, Server, Settings, Worker, in_use
+from resharder.server.state.server import (
+    ASLEEP,
+    Ahead,
+    Change,
+    Control,
+    Failure,
+    Goal,
+    Install,
+    Reach,
+    Server,
+    Settings,
+    Worker,
+    in_use,
+)
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 from resharder.server.state.timing import Timing, possible, timed, timings_from_proto, timings_to_proto
 from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
@@ -137,7 +150,7 @@ def test_servers_have_the_documented_times_and_attempts() -> None:
 @pytest.mark.parametrize(
     ("kind", "others"),
     [
-        (Ahead, {"remote": True}),
+        (Ahead, {"remote": True, "reach": Reach()}),
         (Attached, {}),
         (Claimed, {}),
         (Control, {}),

@@ -3,10 +3,11 @@
 The servers are those of tests/support/simulated_fleet.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from resharder.server.state.server import Worker
+from resharder.server.state.server import Reach, Worker
 from resharder.v1 import resources_pb2, server_pb2
 from resharder.v1.resources_pb2 import Power
 
@@ -23,8 +24,8 @@ def site() -> Site:
     return found
 
 
-def taking(site: Site, number: int = 2, host: str = HERE) -> set[str]:
-    return set(site.fleets.taking_ahead(MODEL, number, host))
+def taking(site: Site, number: int = 2, host: str = HERE, links: Mapping[str, str] | None = None) -> set[str]:
+    return set(site.fleets.taking_ahead(MODEL, number, Reach(frozenset({host} - {""}), links)))
 
 
 def test_all_do_before_and_after_every_rank_has_offered_a_version(site: Site) -> None:
@@ -39,7 +40,7 @@ def test_those_that_have_taken_it_do_not(site: Site) -> None:
 
 
 def test_none_does_without_a_fleet_or_servers(site: Site) -> None:
-    assert not site.fleets.taking_ahead("another", 2, HERE)
+    assert not site.fleets.taking_ahead("another", 2, Reach())
     for name in NAMES:
         site.kill_server(name)
     assert not taking(site)
@@ -105,6 +106,19 @@ def test_a_server_that_takes_only_what_is_staged_does_not(site: Site) -> None:
 def test_servers_on_another_host_do_not_unless_it_is_offered_to_all(site: Site) -> None:
     assert not taking(site, host="another")
     assert taking(site, host="") == set(NAMES)
+
+
+def test_servers_on_another_host_do_if_they_are_linked_to_the_ranks(site: Site) -> None:
+    assert taking(site, host="another", links={"a": "", "b": "it is slow"}) == {"a"}
+
+
+def test_a_server_on_another_host_takes_a_version_over_its_link_and_the_others_say_why_they_wait(site: Site) -> None:
+    number = site.versions.begin("another", {"a": "", "b": "it is slow"})
+    for _ in range(3):
+        site.settle()
+    assert site.shows() == [number, 1, 1]
+    assert "not on the trainer's host, and it is slow" in site.reasons()["b"]
+    assert "not on the trainer's host, and its link to the ranks has not been tried yet" in site.reasons()["c"]
 
 
 def test_a_fleet_does_not_move_to_a_version_that_is_offered_on_another_host(site: Site) -> None:

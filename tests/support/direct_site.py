@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec
@@ -12,6 +13,7 @@ from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.plans import Member
 from resharder.server.direct.state import Task
 from resharder.server.infra.change_signal import Pause
+from resharder.server.state.server import Reach
 from resharder.v1 import direct_pb2
 
 from tests.support.waits import completed
@@ -45,13 +47,19 @@ class Site:
         self.direct = Direct(
             self.awaiting,
             self.processes,
-            taking=lambda model, number, host: frozenset(self.taking),
+            taking=lambda model, number, reach: frozenset(filter(partial(self.reached, reach), self.taking)),
             hosts=lambda server: frozenset({self.hosts.get(server, "here")}),
+            model_of=lambda server: "policy",
+            open_network=True,
             offered=self.offered,
             seconds=10.0,
             clock=lambda: self.now,
         )
         self.direct.transferred.connect(self.transferred)
+
+    def reached(self, reach: Reach, server: str) -> bool:
+        there = reach.hosts in (frozenset(), {self.hosts.get(server, "here")})
+        return there or (reach.links or {}).get(server) == ""
 
     def transferred(self, seconds: float, cause: Cause | None) -> None:
         self.causes.append(cause)

@@ -1,9 +1,12 @@
 """A store and fleet files in memory, for fleets under a simulated clock."""
 
+from collections.abc import Mapping
+
 from resharder.converters.signal import Signal
 from resharder.server.fleets.persistence import restored, stored
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.fleet import Fleet
+from resharder.server.state.server import Reach
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
 
 MODEL = "policy"
@@ -26,13 +29,13 @@ class SimulatedVersions:
         self.last = 0
         self.staging: set[int] = set()
         self.aborted: set[int] = set()
-        self.offers: dict[int, str] = {}  # hosts to whose servers they are offered; empty for all
+        self.offers: dict[int, Reach] = {}
         self.changed: set[int] = set()
 
-    def begin(self, host: str = "") -> int:
+    def begin(self, host: str = "", links: Mapping[str, str] | None = None) -> int:
         self.last += 1
         self.staging.add(self.last)
-        self.offers[self.last] = host
+        self.offers[self.last] = Reach(frozenset({host} - {""}), links)
         return self.last
 
     def abort(self, number: int) -> None:
@@ -53,7 +56,7 @@ class SimulatedVersions:
                 del self.ready[old]
         return number
 
-    def offered(self, model: str) -> dict[int, str]:
+    def offered(self, model: str) -> dict[int, Reach]:
         return dict(self.offers)
 
     def at_once(self, model: str) -> int:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19resharder/v1/direct.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\xd7\x01\n\x0cMemoryLayout\x12)\n\x07tensors\x18\x01 \x03(\x0b\x32\x18.resharder.v1.TensorSpec\x12\x0e\n\x06locals\x18\x02 \x03(\t\x12\x12\n\ndimensions\x18\x03 \x01(\x05\x12\x0e\n\x06tensor\x18\x04 \x01(\x0c\x12\r\n\x05local\x18\x05 \x01(\x0c\x12\r\n\x05start\x18\x06 \x01(\x0c\x12\r\n\x05\x63ount\x18\x07 \x01(\x0c\x12\x0c\n\x04step\x18\x08 \x01(\x0c\x12\x0e\n\x06offset\x18\t \x01(\x0c\x12\x0f\n\x07strides\x18\n \x01(\x0c\x12\x0c\n\x04plus\x18\x0b \x01(\x0c\"\xa6\x02\n\x0c\x44irectCopies\x12\x15\n\rsource_locals\x18\x01 \x03(\t\x12\x15\n\rtarget_locals\x18\x02 \x03(\t\x12\x12\n\ndimensions\x18\x03 \x01(\x05\x12\x0e\n\x06source\x18\x04 \x01(\x0c\x12\x0e\n\x06target\x18\x05 \x01(\x0c\x12\x14\n\x0csource_local\x18\x06 \x01(\x0c\x12\x14\n\x0ctarget_local\x18\x07 \x01(\x0c\x12\x15\n\rsource_offset\x18\x08 \x01(\x0c\x12\x15\n\rtarget_offset\x18\t \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\n \x01(\x0c\x12\x16\n\x0esource_strides\x18\x0b \x01(\x0c\x12\x16\n\x0etarget_strides\x18\x0c \x01(\x0c\x12\x0c\n\x04item\x18\r \x01(\x0c\x12\x0c\n\x04plus\x18\x0e \x01(\x0c\"6\n\x06Member\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07process\x18\x03 \x01(\t\"}\n\x14\x44\x65\x63lareMemoryRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12*\n\x06layout\x18\x03 \x01(\x0b\x32\x1a.resharder.v1.MemoryLayout\"\x17\n\x15\x44\x65\x63lareMemoryResponse\"\xab\x01\n\x13OfferVersionRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06memory\x18\x03 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x15\n\rservers_sleep\x18( \x01(\x08\x12\x12\n\nahead_only\x18< \x01(\x08\x12\x0c\n\x04host\x18= \x01(\t\"\xfa\x01\n\nDirectTask\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.resharder.v1.DirectTask.Kind\x12\r\n\x05group\x18\x02 \x01(\t\x12&\n\x04link\x18\x03 \x01(\x0b\x32\x18.resharder.v1.DirectLink\x12(\n\x04sent\x18\x04 \x01(\x0b\x32\x1a.resharder.v1.MemoryLayout\x12\x17\n\x0f\x64uring_transfer\x18< \x01(\x08\"E\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x08\n\x04LINK\x10\x01\x12\x07\n\x03RUN\x10\x02\x12\x08\n\x04\x44ROP\x10\x03\x12\n\n\x06\x44IGEST\x10\x04\"\xc0\x01\n\nDirectLink\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12*\n\x06\x63opies\x18\x04 \x01(\x0b\x32\x1a.resharder.v1.DirectCopies\x12\x12\n\nmost_peers\x18\x05 \x01(\x03\x12\x11\n\tmost_made\x18\x06 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x07 \x01(\x03\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x0c\n\x04nixl\x18( \x01(\x08\"|\n\x13JoinTransferRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07install\x18\x03 \x01(\t\x12\x0e\n\x06memory\x18\x04 \x01(\t\x12\r\n\x05group\x18\x05 \x01(\t\"W\n\x0fTransferRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07install\x18\x03 \x01(\t\"\x17\n\x15StartTransferResponse\"\x8c\x01\n\x15\x46inishTransferRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\"\x18\n\x16\x46inishTransferResponse\"j\n\x11PutDigestsRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\"\x14\n\x12PutDigestsResponse\"r\n\x11GetDigestsRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x17\n\x0f\x64uring_transfer\x18< \x01(\x08\"X\n\x0fReportedDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x06\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18( \x01(\x0c\x12\x0f\n\x07tensors\x18) \x01(\t\"?\n\x12SetGroupKeyRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x15\n\x13SetGroupKeyResponse\"F\n\x12GetGroupKeyRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\"(\n\x08GroupKey\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value2\xf3\x05\n\rDirectService\x12X\n\rDeclareMemory\x12\".resharder.v1.DeclareMemoryRequest\x1a#.resharder.v1.DeclareMemoryResponse\x12M\n\x0cOfferVersion\x12!.resharder.v1.OfferVersionRequest\x1a\x18.resharder.v1.DirectTask0\x01\x12K\n\x0cJoinTransfer\x12!.resharder.v1.JoinTransferRequest\x1a\x18.resharder.v1.DirectLink\x12S\n\rStartTransfer\x12\x1d.resharder.v1.TransferRequest\x1a#.resharder.v1.StartTransferResponse\x12[\n\x0e\x46inishTransfer\x12#.resharder.v1.FinishTransferRequest\x1a$.resharder.v1.FinishTransferResponse\x12O\n\nPutDigests\x12\x1f.resharder.v1.PutDigestsRequest\x1a .resharder.v1.PutDigestsResponse\x12L\n\nGetDigests\x12\x1f.resharder.v1.GetDigestsRequest\x1a\x1d.resharder.v1.ReportedDigests\x12R\n\x0bSetGroupKey\x12 .resharder.v1.SetGroupKeyRequest\x1a!.resharder.v1.SetGroupKeyResponse\x12G\n\x0bGetGroupKey\x12 .resharder.v1.GetGroupKeyRequest\x1a\x16.resharder.v1.GroupKeyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19resharder/v1/direct.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\xd7\x01\n\x0cMemoryLayout\x12)\n\x07tensors\x18\x01 \x03(\x0b\x32\x18.resharder.v1.TensorSpec\x12\x0e\n\x06locals\x18\x02 \x03(\t\x12\x12\n\ndimensions\x18\x03 \x01(\x05\x12\x0e\n\x06tensor\x18\x04 \x01(\x0c\x12\r\n\x05local\x18\x05 \x01(\x0c\x12\r\n\x05start\x18\x06 \x01(\x0c\x12\r\n\x05\x63ount\x18\x07 \x01(\x0c\x12\x0c\n\x04step\x18\x08 \x01(\x0c\x12\x0e\n\x06offset\x18\t \x01(\x0c\x12\x0f\n\x07strides\x18\n \x01(\x0c\x12\x0c\n\x04plus\x18\x0b \x01(\x0c\"\xa6\x02\n\x0c\x44irectCopies\x12\x15\n\rsource_locals\x18\x01 \x03(\t\x12\x15\n\rtarget_locals\x18\x02 \x03(\t\x12\x12\n\ndimensions\x18\x03 \x01(\x05\x12\x0e\n\x06source\x18\x04 \x01(\x0c\x12\x0e\n\x06target\x18\x05 \x01(\x0c\x12\x14\n\x0csource_local\x18\x06 \x01(\x0c\x12\x14\n\x0ctarget_local\x18\x07 \x01(\x0c\x12\x15\n\rsource_offset\x18\x08 \x01(\x0c\x12\x15\n\rtarget_offset\x18\t \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\n \x01(\x0c\x12\x16\n\x0esource_strides\x18\x0b \x01(\x0c\x12\x16\n\x0etarget_strides\x18\x0c \x01(\x0c\x12\x0c\n\x04item\x18\r \x01(\x0c\x12\x0c\n\x04plus\x18\x0e \x01(\x0c\"6\n\x06Member\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07process\x18\x03 \x01(\t\"\x8b\x01\n\x14\x44\x65\x63lareMemoryRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12*\n\x06layout\x18\x03 \x01(\x0b\x32\x1a.resharder.v1.MemoryLayout\x12\x0c\n\x04host\x18< \x01(\t\"\x17\n\x15\x44\x65\x63lareMemoryResponse\"\xbe\x01\n\x13OfferVersionRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06memory\x18\x03 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x15\n\rservers_sleep\x18( \x01(\x08\x12\x12\n\nahead_only\x18< \x01(\x08\x12\x0c\n\x04host\x18= \x01(\t\x12\x11\n\telsewhere\x18> \x01(\x08\"\xfa\x01\n\nDirectTask\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.resharder.v1.DirectTask.Kind\x12\r\n\x05group\x18\x02 \x01(\t\x12&\n\x04link\x18\x03 \x01(\x0b\x32\x18.resharder.v1.DirectLink\x12(\n\x04sent\x18\x04 \x01(\x0b\x32\x1a.resharder.v1.MemoryLayout\x12\x17\n\x0f\x64uring_transfer\x18< \x01(\x08\"E\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x08\n\x04LINK\x10\x01\x12\x07\n\x03RUN\x10\x02\x12\x08\n\x04\x44ROP\x10\x03\x12\n\n\x06\x44IGEST\x10\x04\"\xcf\x01\n\nDirectLink\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12*\n\x06\x63opies\x18\x04 \x01(\x0b\x32\x1a.resharder.v1.DirectCopies\x12\x12\n\nmost_peers\x18\x05 \x01(\x03\x12\x11\n\tmost_made\x18\x06 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x07 \x01(\x03\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x0c\n\x04nixl\x18( \x01(\x08\x12\r\n\x05trial\x18< \x01(\x08\"|\n\x13JoinTransferRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07install\x18\x03 \x01(\t\x12\x0e\n\x06memory\x18\x04 \x01(\t\x12\r\n\x05group\x18\x05 \x01(\t\"h\n\x10MeetRanksRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\x0e\n\x06memory\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"W\n\x0fTransferRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07install\x18\x03 \x01(\t\"\x17\n\x15StartTransferResponse\"\x8c\x01\n\x15\x46inishTransferRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\"\x18\n\x16\x46inishTransferResponse\"j\n\x11PutDigestsRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\"\x14\n\x12PutDigestsResponse\"r\n\x11GetDigestsRequest\x12$\n\x06member\x18\x01 \x01(\x0b\x32\x14.resharder.v1.Member\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x17\n\x0f\x64uring_transfer\x18< \x01(\x08\"X\n\x0fReportedDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x06\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18( \x01(\x0c\x12\x0f\n\x07tensors\x18) \x01(\t\"?\n\x12SetGroupKeyRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x15\n\x13SetGroupKeyResponse\"F\n\x12GetGroupKeyRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\"(\n\x08GroupKey\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value2\xba\x06\n\rDirectService\x12X\n\rDeclareMemory\x12\".resharder.v1.DeclareMemoryRequest\x1a#.resharder.v1.DeclareMemoryResponse\x12M\n\x0cOfferVersion\x12!.resharder.v1.OfferVersionRequest\x1a\x18.resharder.v1.DirectTask0\x01\x12K\n\x0cJoinTransfer\x12!.resharder.v1.JoinTransferRequest\x1a\x18.resharder.v1.DirectLink\x12\x45\n\tMeetRanks\x12\x1e.resharder.v1.MeetRanksRequest\x1a\x18.resharder.v1.DirectLink\x12S\n\rStartTransfer\x12\x1d.resharder.v1.TransferRequest\x1a#.resharder.v1.StartTransferResponse\x12[\n\x0e\x46inishTransfer\x12#.resharder.v1.FinishTransferRequest\x1a$.resharder.v1.FinishTransferResponse\x12O\n\nPutDigests\x12\x1f.resharder.v1.PutDigestsRequest\x1a .resharder.v1.PutDigestsResponse\x12L\n\nGetDigests\x12\x1f.resharder.v1.GetDigestsRequest\x1a\x1d.resharder.v1.ReportedDigests\x12R\n\x0bSetGroupKey\x12 .resharder.v1.SetGroupKeyRequest\x1a!.resharder.v1.SetGroupKeyResponse\x12G\n\x0bGetGroupKey\x12 .resharder.v1.GetGroupKeyRequest\x1a\x16.resharder.v1.GroupKeyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,44 +38,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DIRECTCOPIES']._serialized_end=586
   _globals['_MEMBER']._serialized_start=588
   _globals['_MEMBER']._serialized_end=642
-  _globals['_DECLAREMEMORYREQUEST']._serialized_start=644
-  _globals['_DECLAREMEMORYREQUEST']._serialized_end=769
-  _globals['_DECLAREMEMORYRESPONSE']._serialized_start=771
-  _globals['_DECLAREMEMORYRESPONSE']._serialized_end=794
-  _globals['_OFFERVERSIONREQUEST']._serialized_start=797
-  _globals['_OFFERVERSIONREQUEST']._serialized_end=968
-  _globals['_DIRECTTASK']._serialized_start=971
-  _globals['_DIRECTTASK']._serialized_end=1221
-  _globals['_DIRECTTASK_KIND']._serialized_start=1152
-  _globals['_DIRECTTASK_KIND']._serialized_end=1221
-  _globals['_DIRECTLINK']._serialized_start=1224
-  _globals['_DIRECTLINK']._serialized_end=1416
-  _globals['_JOINTRANSFERREQUEST']._serialized_start=1418
-  _globals['_JOINTRANSFERREQUEST']._serialized_end=1542
-  _globals['_TRANSFERREQUEST']._serialized_start=1544
-  _globals['_TRANSFERREQUEST']._serialized_end=1631
-  _globals['_STARTTRANSFERRESPONSE']._serialized_start=1633
-  _globals['_STARTTRANSFERRESPONSE']._serialized_end=1656
-  _globals['_FINISHTRANSFERREQUEST']._serialized_start=1659
-  _globals['_FINISHTRANSFERREQUEST']._serialized_end=1799
-  _globals['_FINISHTRANSFERRESPONSE']._serialized_start=1801
-  _globals['_FINISHTRANSFERRESPONSE']._serialized_end=1825
-  _globals['_PUTDIGESTSREQUEST']._serialized_start=1827
-  _globals['_PUTDIGESTSREQUEST']._serialized_end=1933
-  _globals['_PUTDIGESTSRESPONSE']._serialized_start=1935
-  _globals['_PUTDIGESTSRESPONSE']._serialized_end=1955
-  _globals['_GETDIGESTSREQUEST']._serialized_start=1957
-  _globals['_GETDIGESTSREQUEST']._serialized_end=2071
-  _globals['_REPORTEDDIGESTS']._serialized_start=2073
-  _globals['_REPORTEDDIGESTS']._serialized_end=2161
-  _globals['_SETGROUPKEYREQUEST']._serialized_start=2163
-  _globals['_SETGROUPKEYREQUEST']._serialized_end=2226
-  _globals['_SETGROUPKEYRESPONSE']._serialized_start=2228
-  _globals['_SETGROUPKEYRESPONSE']._serialized_end=2249
-  _globals['_GETGROUPKEYREQUEST']._serialized_start=2251
-  _globals['_GETGROUPKEYREQUEST']._serialized_end=2321
-  _globals['_GROUPKEY']._serialized_start=2323
-  _globals['_GROUPKEY']._serialized_end=2363
-  _globals['_DIRECTSERVICE']._serialized_start=2366
-  _globals['_DIRECTSERVICE']._serialized_end=3121
+  _globals['_DECLAREMEMORYREQUEST']._serialized_start=645
+  _globals['_DECLAREMEMORYREQUEST']._serialized_end=784
+  _globals['_DECLAREMEMORYRESPONSE']._serialized_start=786
+  _globals['_DECLAREMEMORYRESPONSE']._serialized_end=809
+  _globals['_OFFERVERSIONREQUEST']._serialized_start=812
+  _globals['_OFFERVERSIONREQUEST']._serialized_end=1002
+  _globals['_DIRECTTASK']._serialized_start=1005
+  _globals['_DIRECTTASK']._serialized_end=1255
+  _globals['_DIRECTTASK_KIND']._serialized_start=1186
+  _globals['_DIRECTTASK_KIND']._serialized_end=1255
+  _globals['_DIRECTLINK']._serialized_start=1258
+  _globals['_DIRECTLINK']._serialized_end=1465
+  _globals['_JOINTRANSFERREQUEST']._serialized_start=1467
+  _globals['_JOINTRANSFERREQUEST']._serialized_end=1591
+  _globals['_MEETRANKSREQUEST']._serialized_start=1593
+  _globals['_MEETRANKSREQUEST']._serialized_end=1697
+  _globals['_TRANSFERREQUEST']._serialized_start=1699
+  _globals['_TRANSFERREQUEST']._serialized_end=1786
+  _globals['_STARTTRANSFERRESPONSE']._serialized_start=1788
+  _globals['_STARTTRANSFERRESPONSE']._serialized_end=1811
+  _globals['_FINISHTRANSFERREQUEST']._serialized_start=1814
+  _globals['_FINISHTRANSFERREQUEST']._serialized_end=1954
+  _globals['_FINISHTRANSFERRESPONSE']._serialized_start=1956
+  _globals['_FINISHTRANSFERRESPONSE']._serialized_end=1980
+  _globals['_PUTDIGESTSREQUEST']._serialized_start=1982
+  _globals['_PUTDIGESTSREQUEST']._serialized_end=2088
+  _globals['_PUTDIGESTSRESPONSE']._serialized_start=2090
+  _globals['_PUTDIGESTSRESPONSE']._serialized_end=2110
+  _globals['_GETDIGESTSREQUEST']._serialized_start=2112
+  _globals['_GETDIGESTSREQUEST']._serialized_end=2226
+  _globals['_REPORTEDDIGESTS']._serialized_start=2228
+  _globals['_REPORTEDDIGESTS']._serialized_end=2316
+  _globals['_SETGROUPKEYREQUEST']._serialized_start=2318
+  _globals['_SETGROUPKEYREQUEST']._serialized_end=2381
+  _globals['_SETGROUPKEYRESPONSE']._serialized_start=2383
+  _globals['_SETGROUPKEYRESPONSE']._serialized_end=2404
+  _globals['_GETGROUPKEYREQUEST']._serialized_start=2406
+  _globals['_GETGROUPKEYREQUEST']._serialized_end=2476
+  _globals['_GROUPKEY']._serialized_start=2478
+  _globals['_GROUPKEY']._serialized_end=2518
+  _globals['_DIRECTSERVICE']._serialized_start=2521
+  _globals['_DIRECTSERVICE']._serialized_end=3347
 # @@protoc_insertion_point(module_scope)

@@ -76,21 +76,23 @@ class Member(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
 
 class DeclareMemoryRequest(_message.Message):
-    __slots__ = ("member", "fingerprint", "layout")
+    __slots__ = ("member", "fingerprint", "layout", "host")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     member: Member
     fingerprint: str
     layout: MemoryLayout
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[_Union[MemoryLayout, _Mapping]] = ...) -> None: ...
+    host: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[_Union[MemoryLayout, _Mapping]] = ..., host: _Optional[str] = ...) -> None: ...
 
 class DeclareMemoryResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class OfferVersionRequest(_message.Message):
-    __slots__ = ("member", "version", "memory", "wait_seconds", "servers_sleep", "ahead_only", "host")
+    __slots__ = ("member", "version", "memory", "wait_seconds", "servers_sleep", "ahead_only", "host", "elsewhere")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +100,7 @@ class OfferVersionRequest(_message.Message):
     SERVERS_SLEEP_FIELD_NUMBER: _ClassVar[int]
     AHEAD_ONLY_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     member: Member
     version: str
     memory: str
@@ -105,7 +108,8 @@ class OfferVersionRequest(_message.Message):
     servers_sleep: bool
     ahead_only: bool
     host: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., servers_sleep: bool = ..., ahead_only: bool = ..., host: _Optional[str] = ...) -> None: ...
+    elsewhere: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., servers_sleep: bool = ..., ahead_only: bool = ..., host: _Optional[str] = ..., elsewhere: bool = ...) -> None: ...
 
 class DirectTask(_message.Message):
     __slots__ = ("kind", "group", "link", "sent", "during_transfer")
@@ -134,7 +138,7 @@ class DirectTask(_message.Message):
     def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ..., during_transfer: bool = ...) -> None: ...
 
 class DirectLink(_message.Message):
-    __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds", "nixl")
+    __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds", "nixl", "trial")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +148,7 @@ class DirectLink(_message.Message):
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     size: int
@@ -153,7 +158,8 @@ class DirectLink(_message.Message):
     staging_bytes: int
     seconds: float
     nixl: bool
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., copies: _Optional[_Union[DirectCopies, _Mapping]] = ..., most_peers: _Optional[int] = ..., most_made: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., nixl: bool = ...) -> None: ...
+    trial: bool
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., copies: _Optional[_Union[DirectCopies, _Mapping]] = ..., most_peers: _Optional[int] = ..., most_made: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., nixl: bool = ..., trial: bool = ...) -> None: ...
 
 class JoinTransferRequest(_message.Message):
     __slots__ = ("member", "version", "install", "memory", "group")
@@ -168,6 +174,18 @@ class JoinTransferRequest(_message.Message):
     memory: str
     group: str
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., install: _Optional[str] = ..., memory: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+
+class MeetRanksRequest(_message.Message):
+    __slots__ = ("member", "memory", "group", "seconds")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    memory: str
+    group: str
+    seconds: float
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., memory: _Optional[str] = ..., group: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TransferRequest(_message.Message):
     __slots__ = ("member", "group", "install")

@@ -50,6 +50,11 @@ class DirectServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_direct__pb2.JoinTransferRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_direct__pb2.DirectLink.FromString,
                 _registered_method=True)
+        self.MeetRanks = channel.unary_unary(
+                '/resharder.v1.DirectService/MeetRanks',
+                request_serializer=resharder_dot_v1_dot_direct__pb2.MeetRanksRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_direct__pb2.DirectLink.FromString,
+                _registered_method=True)
         self.StartTransfer = channel.unary_unary(
                 '/resharder.v1.DirectService/StartTransfer',
                 request_serializer=resharder_dot_v1_dot_direct__pb2.TransferRequest.SerializeToString,
@@ -104,6 +109,15 @@ class DirectServiceServicer(object):
     def JoinTransfer(self, request, context):
         """Returns the link of a worker that stages a version to the ranks that offer it. Waits for all ranks and for all workers of the
         server. FAILED_PRECONDITION: MEMORY_UNKNOWN, or NOT_OFFERED if this install takes the staged path.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MeetRanks(self, request, context):
+        """Returns the link of a worker to ranks on other hosts, to be tried outside of an install: it may wait until ranks offer a
+        version. Empty if the worker has none. Over a link that every worker of the server has tried, and over which a version takes no
+        longer than a second, the server takes versions that are offered `elsewhere`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,6 +184,11 @@ def add_DirectServiceServicer_to_server(servicer, server):
             'JoinTransfer': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinTransfer,
                     request_deserializer=resharder_dot_v1_dot_direct__pb2.JoinTransferRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_direct__pb2.DirectLink.SerializeToString,
+            ),
+            'MeetRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeetRanks,
+                    request_deserializer=resharder_dot_v1_dot_direct__pb2.MeetRanksRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_direct__pb2.DirectLink.SerializeToString,
             ),
             'StartTransfer': grpc.unary_unary_rpc_method_handler(
@@ -284,6 +303,33 @@ class DirectService(object):
             target,
             '/resharder.v1.DirectService/JoinTransfer',
             resharder_dot_v1_dot_direct__pb2.JoinTransferRequest.SerializeToString,
+            resharder_dot_v1_dot_direct__pb2.DirectLink.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeetRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.DirectService/MeetRanks',
+            resharder_dot_v1_dot_direct__pb2.MeetRanksRequest.SerializeToString,
             resharder_dot_v1_dot_direct__pb2.DirectLink.FromString,
             options,
             channel_credentials,

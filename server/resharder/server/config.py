@@ -133,7 +133,8 @@ class Config(BaseSettings):
     direct_trusted_fabric: bool = Field(
         False,
         description="with `security`: nobody else is in the network between ranks and servers, which may use "
-        "[NIXL](direct-path.md#nixl), whose sockets authenticate nobody",
+        "[NIXL](direct-path.md#nixl), and [links between hosts](direct-path.md#a-proven-link) without being asked to; "
+        "their sockets authenticate nobody",
     )
     drain_seconds: float = Field(30.0, ge=0, description="time for uploads to finish after SIGTERM")
     pause_mode: Literal["keep", "wait", "abort"] = Field(

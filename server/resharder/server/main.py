@@ -151,10 +151,11 @@ class Daemon:
             self.fleets.processes,
             taking=self.fleets.taking_ahead,
             hosts=self.fleets.hosts_of,
+            model_of=self.fleets.model_of,
             offered=offered,
             staging_bytes=config.direct_staging_bytes,
             seconds=config.direct_seconds,
-            nixl=config.direct_trusted_fabric or config.security is None,
+            open_network=config.direct_trusted_fabric or config.security is None,
         )
         self.direct.transferred.connect(self.shown.observed.transferred)
         self.store.catalogue.version_changed.connect(lambda record: self.direct.version_changed(record.model))

@@ -17,6 +17,7 @@ from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.rendezvous import DaemonStore, address_towards, connect, make_group
 from resharder.client.direct.transfer import Follower, Seconds, Transfer
+from resharder.client.direct.trial import check_room, try_link
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
 from resharder.client.gpu.streams import on_stream
@@ -64,6 +65,8 @@ class TransferLink:
         groups: dict[DirectGroup, set[int]] = {}
         pairs = PeerPairs()
         try:
+            if message.trial:
+                check_room(device, message.staging_bytes)
             copies = copies_from_proto(message.copies)
             pairs = meet(store, message.rank, copies, device, sources or {}, message.seconds, message.nixl)
             quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
@@ -78,7 +81,10 @@ class TransferLink:
                 groups[group] = others
                 connect(group, device, sorted(sends & others), sorted(receives & others), message.seconds)
             own = memory(message.staging_bytes) if memory is not None and found.staging else None
-            self._transfer = Transfer(found, JoinedGroup(message.rank, groups), device, own, pairs)
+            joined = JoinedGroup(message.rank, groups)
+            self.tried_seconds = try_link(joined, found, message.most_peers, device) if message.trial else 0.0
+            """Seconds that a version would take, by the trial of a new link; 0 without one."""
+            self._transfer = Transfer(found, joined, device, own, pairs)
             self.shares_device = bool(pairs.on_device)
             """Whether a peer that shares memory runs on this process's GPU, or CPUs."""
         except (RuntimeError, ValueError, ResharderError, ConversionError) as error:

@@ -23,7 +23,12 @@ def finish(channel: Channel, member: direct_pb2.Member, group: str, error: str =
     channel.call(direct_pb2_grpc.DirectServiceStub(channel.grpc).FinishTransfer, request, timeout=_ASK, patience=0)
 
 
-def declare(channel: Channel, member: direct_pb2.Member, fingerprint: str, layout: direct_pb2.MemoryLayout) -> None:
-    """Declare the layout of this member's memory, which replaces an earlier one. Raises ResharderError."""
-    request = direct_pb2.DeclareMemoryRequest(member=member, fingerprint=fingerprint, layout=layout)
+def declare(
+    channel: Channel, member: direct_pb2.Member, fingerprint: str, layout: direct_pb2.MemoryLayout, host: str = ""
+) -> None:
+    """Declare the layout of this member's memory, which replaces an earlier one. Raises ResharderError.
+
+    `host`: of a rank that offers its versions to linked servers on other hosts too.
+    """
+    request = direct_pb2.DeclareMemoryRequest(member=member, fingerprint=fingerprint, layout=layout, host=host)
     channel.call(direct_pb2_grpc.DirectServiceStub(channel.grpc).DeclareMemory, request, timeout=120)

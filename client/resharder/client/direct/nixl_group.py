@@ -49,6 +49,7 @@ class _Peer:
     sent: int = 0  # rounds in which this process has sent to it
     done: set[int] = field(default_factory=set)  # of these, rounds that it has read, until they are waited for
     received: int = 0  # rounds in which this process has asked for bytes of it
+    first: int = 0  # of these, the first one since `own` has changed
     ready: int = 0  # rounds that may be read
     serial: int = 0  # memory in which they are
     memory: _Memory | None = None
@@ -118,7 +119,8 @@ class NixlGroup:
             self._register(rounds)
         self._take_messages()
         for peer in self._peers.values():
-            self._prepare_reads(peer)
+            if self._fits(peer):  # else the peer has not told of its memory for these rounds yet
+                self._prepare_reads(peer)
 
     def _register(self, rounds: Sequence[Exchange]) -> None:
         self._agent.deregister()
@@ -126,7 +128,7 @@ class NixlGroup:
         everything = [message for exchange in rounds for messages in exchange for message in messages]
         keys = self._agent.register(merge_ranges(_places(everything)))
         for rank, peer in self._peers.items():
-            peer.own, peer.prepared = _by_round([receives for _, receives in rounds], rank), 0
+            peer.own, peer.prepared, peer.first = _by_round([receives for _, receives in rounds], rank), 0, peer.received
             if boxes := _by_round([sends for sends, _ in rounds], rank):
                 about = {"serial": self._serial, "device": self._agent.place, "counts": [len(each) for each in boxes]}
                 self._tell(peer, "memory", np.concatenate(boxes).tobytes() + keys, **about)
@@ -137,12 +139,17 @@ class NixlGroup:
         memory = peer.memory
         if memory is None or peer.prepared == memory.serial or not peer.own:
             return
-        if [boxes[:, 1].tolist() for boxes in memory.boxes] != [boxes[:, 1].tolist() for boxes in peer.own]:
+        if not self._fits(peer):
             raise DirectFailed(f"rank {self.rank}: the other side of {peer.name} divides its bytes in another way")
         pairs = zip(memory.boxes, peer.own, strict=True)
         boxes = [merge_boxes(np.column_stack([there[:, 0], here])) for there, here in pairs]
         self._agent.prepare(peer.name, boxes, memory.device)
         peer.prepared = memory.serial
+
+    def _fits(self, peer: _Peer) -> bool:
+        """Return whether a peer's memory, if it is known, is divided as the places where this process wants it."""
+        memory = peer.memory
+        return memory is None or [boxes[:, 1].tolist() for boxes in memory.boxes] == [boxes[:, 1].tolist() for boxes in peer.own]
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_Reads":
         """Begin to let others read, and to read, after the current stream's pending work. Raises DirectFailed."""
@@ -189,10 +196,10 @@ class NixlGroup:
     def _has_read(self, work: "_Reads", peer: _Peer, rank: int, number: int) -> bool:
         """Begin or look at the read of a round. Raises DirectFailed."""
         if rank in work.reading:
-            return self._agent.has_ended(peer.name, number % len(peer.own))
+            return self._agent.has_ended(peer.name, (number - peer.first) % len(peer.own))
         if number < peer.ready and peer.memory is not None and peer.memory.serial == peer.serial:
             self._prepare_reads(peer)
-            self._agent.start(peer.name, number % len(peer.own), _message("done", number=number))
+            self._agent.start(peer.name, (number - peer.first) % len(peer.own), _message("done", number=number))
             work.reading.add(rank)
         return False
 

@@ -101,9 +101,15 @@ class Offering:
 
 
 class Sender:
-    """Sender of one attached model. A failed transfer raises no error: servers then take the staged path."""
+    """Sender of one attached model. A failed transfer raises no error: servers then take the staged path.
 
-    def __init__(self, channel: Channel, rank: int, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    With `chooses`, versions are offered to the servers of this host, and to those elsewhere whose link is fast; without, to all.
+    """
+
+    def __init__(
+        self, channel: Channel, rank: int, layout: Layout, tensors: Mapping[str, torch.Tensor], *, chooses: bool = False
+    ) -> None:
+        self._host = host_identity() if chooses else ""
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
         self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self._layout = layout_to_proto(pack({rank: layout}))
@@ -120,7 +126,7 @@ class Sender:
     def declare(self, publisher: str) -> None:
         """Declare the layout. Raises ResharderError."""
         failpoint("sender.declare")
-        declare(self._channel, self._member(publisher), self._memory, self._layout)
+        declare(self._channel, self._member(publisher), self._memory, self._layout, self._host)
 
     def offer(
         self,
@@ -130,7 +136,6 @@ class Sender:
         *,
         servers_sleep: bool = False,
         ahead_only: bool = False,
-        own_host: bool = False,
     ) -> Offering:
         """Offer a version on a new thread. The tensors are read until the offer ends. There may be one offer at a time.
 
@@ -141,7 +146,6 @@ class Sender:
             servers_sleep: Do not end the offer before a server is expected.
             ahead_only: End the offer as soon as no server is left that takes the version before it is READY, and at most
                 `wait_seconds` after the first rank has delivered.
-            own_host: Offer it to servers on this host alone.
         """
         request = direct_pb2.OfferVersionRequest(
             member=self._member(publisher),
@@ -150,7 +154,8 @@ class Sender:
             wait_seconds=wait_seconds,
             servers_sleep=servers_sleep,
             ahead_only=ahead_only,
-            host=host_identity() if own_host else "",
+            host=self._host,
+            elsewhere=bool(self._host),
         )
         return Offering(self, request, Hold(self._took if ahead_only and not servers_sleep else None))
 

@@ -71,11 +71,11 @@ def connect(
         connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None is no bound.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions, or for servers; None is no bound.
         register_timeout: Seconds to wait for the other ranks to register; None is no bound.
-        direct_wait: By default, servers on the trainer's host that serve versions ahead of READY take them from this trainer's
-            memory, if all ranks are on one host; `publish` returns when they have done so, at most 2 s later than without, or
-            when a transfer that has begun by then has ended. Above 0, servers on any host and of any fleet do, and `publish`
-            returns when all expected ones have done so, at most this many seconds after READY. Later servers use the store,
-            and with 0 all do.
+        direct_wait: By default, servers that serve versions ahead of READY take them from this trainer's memory, if they are on
+            the host of all ranks or have proven a fast link to them; `publish` returns when they have done so, at most 2 s later
+            than without, or when a transfer that has begun by then has ended. Above 0, servers on any host and of any fleet do,
+            and `publish` returns when all expected ones have done so, at most this many seconds after READY. Later servers use
+            the store, and with 0 all do.
         release: When `publish` returns, besides `direct_wait`. `delivery`: when the store or the network has the bytes.
             `transfer`: when this process has a copy of them, from which it uploads while the trainer goes on. It has the size
             of the boxes that the rank sends, and is kept: in the memory of another GPU that the process sees, else of the host

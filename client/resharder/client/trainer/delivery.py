@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_WAIT = 2.0
-"""Seconds for which a version is held for servers of this host, if `connect` was given no `direct_wait`."""
+"""Seconds for which a version is held for servers, if `connect` was given no `direct_wait`."""
 _LONGEST_HOLD = 30.0  # seconds until a rank ends such an offer itself; the daemon has shorter bounds
 _RESTARTS = 3
 _REPORT_SECONDS = 5.0  # of a report of files
@@ -73,7 +73,7 @@ def sender_of(
         return None
     from resharder.client.direct.sender import Sender
 
-    return Sender(channel, rank, layout, tensors)
+    return Sender(channel, rank, layout, tensors, chooses=direct_wait is None)
 
 
 def transfer_copy() -> "TransferCopy":
@@ -92,8 +92,8 @@ class Delivery:
         transports: Transports to the daemon's store.
         sender: Offers versions on the direct path; None without one.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions.
-        direct_wait: Seconds that an offer may outlast READY. None offers versions to servers of this host that take them before
-            READY, for `DEFAULT_WAIT` at most.
+        direct_wait: Seconds that an offer may outlast READY. None offers versions to servers of this host, and to those with
+            a fast link to it, that take them before READY, for `DEFAULT_WAIT` at most.
         check: Checks the model's tensors before each version; None without a model.
         prepare: Makes the tensors of a version before they are offered and read; None if they are ready.
         copy: Copy from which versions are uploaded while the trainer goes on; None to upload from the tensors themselves.
@@ -300,7 +300,6 @@ class Delivery:
             DEFAULT_WAIT if wait is None else wait,
             servers_sleep=servers_sleep,
             ahead_only=default or early,
-            own_host=default,
         )
         try:
             yield offering

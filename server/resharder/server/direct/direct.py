@@ -13,6 +13,12 @@ report, which compute them while the boxes travel. Workers of a release without 
 
 Installs are not decided here: `awaiting` names the servers that an offer is for. Any failure ends the group, and the server's
 install continues over the staged path.
+
+By default, servers on other hosts than the ranks take versions over a *proven* group only. It is made while a version is offered
+that these servers take over the staged path, and its members try it:
+
+    worker: meet ............ tries the link - meet again, with the seconds that a version would take
+    rank:   offer ... LINK: joins the group, tries the link
 """
 
 import itertools
@@ -34,10 +40,13 @@ from resharder.server.direct.state import Group, Link, Offer, Task
 from resharder.server.infra.backoff import backoff
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ResourceNotFound
+from resharder.server.state.server import Reach
 from resharder.v1 import direct_pb2
 
 _LOOK = 0.25  # longest pause of a waiting call, in seconds
 _PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds without an attempt after the second failure in a row; doubles with each
+_LONGEST_TRANSFER = 1.0  # seconds: servers on other hosts take versions directly by default if it takes no longer, for they pause
+_ANY = 1 << 62  # stands for the number of the next version
 _KEYS, _KEY_BYTES, _ALL_KEYS_BYTES = 4096, 1 << 16, 16 << 20
 _log = structlog.get_logger("resharder.direct")
 
@@ -45,13 +54,12 @@ Cause = Literal["not_offered", "offer_over", "layout", "late", "member_gone", "m
 """Reason for which a server takes a version over the staged path."""
 Awaiting = Callable[[str, int], frozenset[str]]
 """Function of a model and a version's number that returns the servers that install it next and can receive it directly."""
-Taking = Callable[[str, int, str], frozenset[str]]
-"""Function of a model, a version's number and the ranks' host that returns the servers that would take it before READY.
-
-The host is empty for an offer to servers on all hosts.
-"""
+Taking = Callable[[str, int, Reach], frozenset[str]]
+"""Function of a model, a version's number and whom it reaches that returns the servers that would take it before READY."""
 Hosts = Callable[[str], frozenset[str]]
 """Function that returns the hosts of a server's workers. Raises ResourceNotFound (SERVER_UNKNOWN)."""
+ModelOf = Callable[[str], str]
+"""Function that returns the model of a server, or an empty name for an unknown one."""
 Processes = Callable[[str], dict[int, str]]
 """Function that returns the process of every worker of a server by rank, or nothing unless all are known.
 
@@ -67,13 +75,15 @@ class Direct:
     Attributes:
         staging_bytes: Memory beyond the weights that each member may use.
         seconds: Bound on the set-up of a group, and on one transfer.
-        nixl: Whether members may use NIXL.
+        open_network: Whether members may use sockets that authenticate nobody without being asked to: between hosts by
+            default, and NIXL's.
 
     Args:
         awaiting: Servers that an offer is for.
         processes: Processes of a server.
         taking: Servers that an offer is for which is `ahead_only`.
         hosts: Hosts of a server.
+        model_of: Model of a server.
         offered: Table of offered versions for readers outside.
         clock: Monotonic clock in seconds.
     """
@@ -83,17 +93,18 @@ class Direct:
         awaiting: Awaiting,
         processes: Processes,
         *,
-        taking: Taking = lambda model, number, host: frozenset(),
+        taking: Taking = lambda model, number, reach: frozenset(),
         hosts: Hosts = lambda server: frozenset(),
+        model_of: ModelOf = lambda server: "",
         offered: OfferedVersions | None = None,
         staging_bytes: int = 1 << 30,
         seconds: float = 10.0,
-        nixl: bool = False,
+        open_network: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.staging_bytes, self.seconds, self.nixl = staging_bytes, seconds, nixl
+        self.staging_bytes, self.seconds, self.open_network = staging_bytes, seconds, open_network
         self._awaiting, self._processes, self._clock = awaiting, processes, clock
-        self._taking, self._hosts = taking, hosts
+        self._taking, self._hosts, self._model_of = taking, hosts, model_of
         self._offered_versions = offered or OfferedVersions()
         self._plans = Plans()
         self._lock, self._changed = threading.RLock(), ChangeSignal()
@@ -102,6 +113,8 @@ class Direct:
         self._groups: dict[str, Group] = {}  # by server
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
         self._joined: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> install, workers and their memories
+        self._meeting: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> model, workers that wait for a link
+        self._unlinked: dict[str, str] = {}  # server -> why its last group has failed
         self._numbers: dict[str, tuple[str, int]] = {}  # server -> model, number among the servers that follow it
         self._planning: set[str] = set()
         self._refused: dict[str, int] = {}  # server -> version that it takes over the staged path
@@ -110,10 +123,12 @@ class Direct:
 
     # Layouts
 
-    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = ()) -> None:
+    def declare(
+        self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = (), host: str = ""
+    ) -> None:
         """Replace the declared layout of a member's memory, and remove all state of servers and publishers that are gone.
 
-        `publishers`: publishers of a rank's model that are not gone.
+        `publishers`: publishers of a rank's model that are not gone. `host`: as in `Plans.declare`.
         """
         gone = {
             owner: server
@@ -121,7 +136,7 @@ class Direct:
             if (server := owner.removeprefix("servers/")) != owner and not self._is_known(server)
         }
         self._plans.forget(gone.keys())
-        self._plans.declare(member, fingerprint, pieces, publishers)
+        self._plans.declare(member, fingerprint, pieces, publishers, host)
         with self._lock:
             for server in gone.values():
                 self._joined.pop(server, None)
@@ -161,6 +176,7 @@ class Direct:
         servers_sleep: bool = False,
         ahead_only: bool = False,
         host: str = "",
+        elsewhere: bool = False,
     ) -> Offer:
         """Add one rank's offer. The first offer of a later version ends the earlier one.
 
@@ -174,7 +190,8 @@ class Direct:
             servers_sleep: The offer lasts until a server is awaited, because servers still sleep when the version is READY.
             ahead_only: The offer is for servers that take the version before it is READY. It ends as soon as none is left, or
                 `wait_seconds` after the first rank has sealed its slot.
-            host: The rank's host, if the offer is for servers there alone.
+            host: The rank's host, if the offer is not for all servers but for those there.
+            elsewhere: Whether it is also for servers on other hosts that are linked to the ranks. They are then on any hosts.
 
         Raises:
             FailedPrecondition: MEMORY_UNKNOWN; NOT_OFFERED after the offer of a later version.
@@ -186,9 +203,12 @@ class Direct:
                 if offer is not None:
                     offer.end(f"version {number} is offered by {member.owner}")
                 offer = self._offers[model] = Offer(model, number, member.owner, world_size, wait_seconds, self._changed)
-                offer.ahead_only, offer.host = ahead_only, host
-            if offer.number == number and (offer.ahead_only, offer.host) != (ahead_only, host):
-                offer.end("its ranks are on different hosts")
+                offer.ahead_only, offer.elsewhere, offer.hosts = ahead_only, elsewhere, {host} - {""}
+            if offer.number == number:
+                same = (offer.ahead_only, offer.elsewhere, bool(offer.hosts)) == (ahead_only, elsewhere, bool(host))
+                if not same or not (elsewhere or offer.hosts <= {host}):
+                    offer.end("its ranks are on different hosts")
+                offer.hosts |= {host} - {""}
             if offer.number > number or offer.ended:
                 why = offer.over if offer.number == number else f"version {offer.number} is offered"
                 raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over: {why}")
@@ -196,7 +216,7 @@ class Direct:
             offer.servers_sleep |= servers_sleep
             offer.ranks[member.rank] = (member, memory, deque())
             if offer.complete and not offer.ended:
-                self._offered_versions.add(model, number, offer.host)
+                self._offered_versions.add(model, number, self._reach(offer))
             self._changed.emit()
             return offer
 
@@ -229,9 +249,28 @@ class Direct:
             if not able or number <= self._withheld.get(model, 0):
                 self._refuse(server, number, "not_offered", "no publisher offers it")
             return None
-        if offer.host and hosts != {offer.host}:
-            self._refuse(server, number, "not_offered", "its publisher offers it to servers on the trainer's host alone")
+        reach = self._reach(offer)
+        if reach.hosts and hosts != reach.hosts:
+            why = "its publisher offers it to servers on the trainer's host alone"
+            if reach.links is not None:
+                why = reach.links.get(server, reach.unlinked)
+            if why:
+                self._refuse(server, number, "not_offered", why)
         return offer
+
+    def _reach(self, offer: Offer) -> Reach:
+        """Return to whom a version is offered. The lock is held."""
+        if not offer.elsewhere:
+            return Reach(frozenset(offer.hosts))
+        if not self.open_network:
+            return Reach(frozenset(offer.hosts), {}, "the daemon has security, and not direct_trusted_fabric")
+        links = dict(self._unlinked)
+        for group in self._groups_of(offer):
+            known = [offer.ranks[member.rank][0] for member in group.ranks if member.rank in offer.ranks]
+            if group.trial and not group.error:
+                proven = group.proven and group.ranks.issuperset(known)
+                links[group.server] = "" if proven else "its link to the ranks is being tried"
+        return Reach(frozenset(offer.hosts), links)
 
     def tasks(
         self, offer: Offer, rank: int, state: Callable[[], str], sealed: Callable[[], bool] = lambda: False
@@ -287,7 +326,9 @@ class Direct:
 
     def _end_ahead_if_over(self, offer: Offer, state: str, sealed: bool) -> None:
         """End transfers that are late, and an offer to servers that take it before READY once none of them needs it."""
-        now, taking = self._clock(), self._taking(offer.model, offer.number, offer.host)
+        with self._lock:
+            reach = self._reach(offer)
+        now, taking = self._clock(), self._taking(offer.model, offer.number, reach)
         with self._lock:
             self._end_late(offer)
             if sealed and offer.held_since is None:
@@ -300,7 +341,7 @@ class Direct:
             bound = offer.wait_seconds + (self.seconds if busy else 0.0)
             if state not in ("UPLOADING", "READY"):
                 offer.end(f"version {offer.number} is {state}")
-            elif not needing and not busy:
+            elif not needing and not busy and (sealed or not self._meets(offer)):
                 offer.end("no server takes it before it is READY")
             elif offer.held_since is not None and now - offer.held_since > bound:
                 offer.end(f"the publisher waits for {bound:g} s after its delivery")
@@ -366,23 +407,114 @@ class Direct:
                         if held in (None, group.id) or member not in group.linked:
                             return group.link(member)
                         self._end(group, f"{member.owner}, rank {member.rank} has dropped its link")  # as after a sleep
+                    if offer.hosts and offer.hosts != hosts:
+                        self._refuse(server, number, "not_offered", "its link to the ranks has to be tried again")
                     self._planning.add(server)
-                    place = self._number(server, model)
                     break
                 if self._clock() > deadline:
                     self._refuse(server, number, "late", f"not all ranks and workers joined within {self.seconds:g} s")
             yield self._changed.pause(seen, _LOOK)
+        return self._make_group(offer, server, key, ranks, workers, member, trial=False)
+
+    def meet(self, member: Member, memory: str, held: str, seconds: float) -> Waiting[Link | None]:
+        """Return the link of a worker to ranks on other hosts, outside of an install; None if it has none.
+
+        Waits for the ranks' next offer if a link is to be tried.
+
+        Args:
+            member: The worker.
+            memory: Fingerprint of its declared layout.
+            held: Group whose link the worker has, "" for none.
+            seconds: Seconds that a version would take over it; 0 if that is not known.
+
+        Raises:
+            FailedPrecondition: MEMORY_UNKNOWN, NOT_OFFERED.
+        """
+        server, deadline = member.owner.removeprefix("servers/"), self._clock() + self.seconds
+        self._plans.check(member, memory)
+        processes, hosts, model = self.check_worker(member), self._hosts(server), self._model_of(server)
+        with self._lock:
+            self._note_trial(member, held, seconds)
+        publisher = self._publisher_to_try(server, model, hosts)
+        try:
+            while True:
+                seen = self._changed.count
+                with self._lock:
+                    group, offer = self._groups.get(server), self._offers.get(model)
+                    if group is not None and self._holds(group, member, publisher):
+                        if held == group.id or (group.trial and member not in group.linked):
+                            return group.link(member)
+                        if group.trial:
+                            self._end(group, f"{member.owner}, rank {member.rank} has dropped its link")
+                    if not publisher or self._clock() > deadline:
+                        return None
+                    _, workers = self._meeting.setdefault(server, (model, {}))
+                    workers[member.rank] = (member, memory)
+                    there = {rank: worker.process for rank, (worker, _) in workers.items()} == processes
+                    usable = offer is not None and offer.publisher == publisher and offer.elsewhere and not offer.ended
+                    if there and offer is not None and usable and offer.complete and server not in self._planning:
+                        ranks = {rank: (m, known) for rank, (m, known, _) in offer.ranks.items()}
+                        workers = dict(workers)
+                        key = (tuple(sorted(ranks.items())), tuple(sorted(workers.items())))
+                        self._planning.add(server)
+                        break
+                yield self._changed.pause(seen, _LOOK)
+            return self._make_group(offer, server, key, ranks, workers, member, trial=True)
+        finally:
+            with self._lock:
+                _, waiting = self._meeting.get(server, ("", {}))
+                if waiting.get(member.rank) == (member, memory):
+                    del waiting[member.rank]
+                if not waiting:
+                    self._meeting.pop(server, None)
+
+    def _holds(self, group: Group, member: Member, publisher: str) -> bool:
+        """Return whether a group is of this worker and of ranks that may offer versions: of `publisher`, if there is one."""
+        owner = group.members[0].owner
+        return not group.error and member in group.members and publisher in ("", owner) and self._plans.current(group.members)
+
+    def _publisher_to_try(self, server: str, model: str, hosts: frozenset[str]) -> str:
+        """Return the publisher to whose ranks a server's link is to be tried; empty if there is none."""
+        publisher, elsewhere = self._plans.offering_elsewhere(model)
+        if not self.open_network or not elsewhere or hosts == elsewhere or not self._may_try(server, 0):
+            return ""
+        return publisher if server in self._taking(model, _ANY, Reach()) else ""
+
+    def _note_trial(self, member: Member, held: str, seconds: float) -> None:
+        """Record how long a version would take over a worker's link. The lock is held."""
+        group = next((group for group in self._groups.values() if group.id == held and group.trial and not group.error), None)
+        if group is None or member not in group.members[group.senders :] or not seconds > 0:
+            return
+        if seconds > _LONGEST_TRANSFER:
+            why = f"a version would take {seconds:.1f} s over its link to the ranks, longer than {_LONGEST_TRANSFER:g} s"
+            self._fail(group, "late", why)
+        elif member.rank not in group.tried:
+            group.tried[member.rank] = seconds
+            if group.proven:
+                self._unlinked.pop(group.server, None)
+                _log.info("direct_linked", server=group.server, group=group.id, seconds=max(group.tried.values()))
+
+    def _meets(self, offer: Offer) -> bool:
+        """Return whether workers wait for a link to an offer's ranks. The lock is held."""
+        return any(model == offer.model for model, _ in self._meeting.values())
+
+    def _make_group(
+        self, offer: Offer, server: str, key: Hashable, ranks: Side, workers: Side, member: Member, *, trial: bool
+    ) -> Link:
+        """Plan a group, without the lock, and return a worker's link to it. Raises FailedPrecondition (NOT_OFFERED)."""
+        with self._lock:
+            place = self._number(server, offer.model)
         try:
             planned = self._plans.plan(ranks, workers, place)
         except (LayoutError, ValueError) as error:
             with self._lock:
-                self._refuse(server, number, "layout", f"{error}")
+                self._refuse(server, offer.number, "layout", f"{error}")
         finally:
             with self._lock:
                 self._planning.discard(server)
                 self._changed.emit()
         with self._lock:
-            return self._new_group(offer, server, key, planned, ranks, workers).link(member)
+            return self._new_group(offer, server, key, planned, ranks, workers, trial=trial).link(member)
 
     def _number(self, server: str, model: str) -> int:
         """Return a server's number among the servers that follow a model, by which they divide its publisher's replicas."""
@@ -392,7 +524,9 @@ class Direct:
             known = self._numbers[server] = model, next(number for number in itertools.count() if number not in taken)
         return known[1]
 
-    def _new_group(self, offer: Offer, server: str, key: Hashable, planned: Planned, ranks: Side, workers: Side) -> Group:
+    def _new_group(
+        self, offer: Offer, server: str, key: Hashable, planned: Planned, ranks: Side, workers: Side, *, trial: bool
+    ) -> Group:
         former = self._groups.get(server)
         if former is not None and former.key == key and not former.error:
             return former
@@ -401,7 +535,7 @@ class Direct:
         if former is not None:  # its ranks were not notified if their offer had ended
             self._end(former, former.error or "other members have taken its place")
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
-        group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
+        group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned, trial=trial)
         self._groups[server] = group
         self._offered_versions.set_at_once(offer.model, self._disjoint_groups(offer))
         offer.queue_task(group, direct_pb2.DirectTask.LINK, link=True)
@@ -653,6 +787,7 @@ class Direct:
             return
         count = self._failures.get(group.server, (0, 0.0))[0] + 1
         self._failures[group.server] = count, self._clock() + backoff(count - 1, _PAUSE, _LONGEST_PAUSE)
+        self._unlinked[group.server] = why
         _log.warning("direct_failed", server=group.server, group=group.id, reason=why)
         for offer in self._offers_to(group):
             if not offer.ended:
@@ -677,6 +812,7 @@ class Direct:
     def _forget(self, server: str) -> None:
         """Remove all state of a server."""
         self._groups.pop(server, None)
+        self._unlinked.pop(server, None)
         self._missed -= {server}
         self._refused.pop(server, None)
         self._failures.pop(server, None)

@@ -82,6 +82,7 @@ class _Memory(NamedTuple):
     process: str
     fingerprint: str
     pieces: Pieces[int]
+    host: str  # of a rank that offers versions to servers on other hosts too, by default
 
 
 class Plans:
@@ -92,10 +93,13 @@ class Plans:
         self._known: dict[tuple[str, int], _Memory] = {}
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
-    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = ()) -> None:
+    def declare(
+        self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = (), host: str = ""
+    ) -> None:
         """Replace a member's declared layout.
 
         A rank's declaration removes the layouts of its model's other publishers, except those of `publishers`.
+        `host`: the rank's, if its versions are offered to servers on other hosts too, by default.
         """
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
@@ -104,12 +108,25 @@ class Plans:
                 gone = [key for key in self._known if key[0].startswith(f"{model}/publishers/") and key[0] not in kept]
                 for key in gone:
                     del self._known[key]
-            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
+            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces, host)
 
     def owners(self) -> frozenset[str]:
         """Return the publishers and servers that have declared a layout."""
         with self._lock:
             return frozenset(owner for owner, _ in self._known)
+
+    def offering_elsewhere(self, model: str) -> tuple[str, frozenset[str]]:
+        """Return the newest publisher of a model, and the hosts of its ranks that have declared one; empty without any."""
+        with self._lock:
+            of = [(name, each.host) for (name, _), each in self._known.items() if name.startswith(f"models/{model}/publishers/")]
+        newest = max((name for name, _ in of), key=lambda name: int(name.rpartition("/")[2]), default="")
+        return newest, frozenset(host for name, host in of if name == newest and host)
+
+    def current(self, members: Collection[Member]) -> bool:
+        """Return whether no newer process of any of these members has declared a layout."""
+        with self._lock:
+            known = (self._known.get((member.owner, member.rank)) for member in members)
+            return all(each is not None and each.process == member.process for each, member in zip(known, members, strict=True))
 
     def forget(self, owners: Collection[str]) -> None:
         """Remove the layouts of all members of these owners. Cached plans remain."""

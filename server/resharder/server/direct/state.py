@@ -22,6 +22,7 @@ class Link:
     copies: Copies
     most_peers: int
     most_made: int
+    trial: bool  # its members try how long a version takes over it
 
 
 class Task(NamedTuple):
@@ -56,6 +57,13 @@ class Group:
     reported_of: int = 0  # version of the last DIGEST tasks
     reported: dict[int, Digests] = field(default_factory=dict)  # by rank
     has_sent: bool = False  # ranks have the boxes of their DIGEST tasks
+    trial: bool = False  # made to be tried, while no install needs it
+    tried: dict[int, float] = field(default_factory=dict)  # seconds that a version would take, by worker
+
+    @property
+    def proven(self) -> bool:
+        """Whether every worker has tried it."""
+        return self.trial and not self.error and len(self.tried) == len(self.members) - self.senders
 
     @property
     def starting(self) -> bool:
@@ -72,7 +80,7 @@ class Group:
         rank = self.members.index(member)
         copies = self.planned.copies
         self.linked.add(member)
-        return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made)
+        return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made, self.trial)
 
 
 @dataclass
@@ -94,7 +102,8 @@ class Offer:
     look_at: float = 0.0  # time of the next check whether it is over
     servers_sleep: bool = False  # it does not end before a server was awaited
     ahead_only: bool = False  # for servers that take it before it is READY
-    host: str = ""  # of the ranks, if it is for servers there alone
+    hosts: set[str] = field(default_factory=set)  # of the ranks, if it is not for all servers
+    elsewhere: bool = False  # also for servers on other hosts that are linked to the ranks
     held_since: float | None = None  # of one that is `ahead_only`: when the first rank had sealed its slot
     joined: set[str] = field(default_factory=set)  # servers whose workers have asked for their link
 

@@ -32,7 +32,7 @@ from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable, unknown_server
 from resharder.server.state.fleet import Fleet, View
-from resharder.server.state.server import ASLEEP, Ahead, Server, Settings, Worker, in_use, processes
+from resharder.server.state.server import ASLEEP, Ahead, Reach, Server, Settings, Worker, in_use, processes
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -593,9 +593,10 @@ class Fleets:
         ready = self._versions.ready(fleet.model).keys() | self._versions.pinned(f"fleets/{fleet.name}", fleet.model)
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = now < self._settled_at and not fleet.members <= here
-        hosts = {worker.host for server in servers.values() for worker in server.workers.values()}
         offered = self._versions.ahead(fleet).items()
-        ahead = frozenset(number for number, one in offered if one.staging and (not one.host or one.host in hosts)) - ready
+        there = [server for server in servers.values() if server.workers]
+        reaches = {number: one.reach for number, one in offered if one.staging}
+        ahead = frozenset(n for n, reach in reaches.items() if not reach.hosts or not all(map(reach.why_not, there))) - ready
         at_once, skipped = self._versions.at_once(fleet.model), self._versions.skipped(fleet.model)
         below = {id: self.by_id.get(server.base_server) for id, server in servers.items() if server.base_server}
         bases = {id: host.agreed or host.confirmed if host is not None else 0 for id, host in below.items()}
@@ -783,10 +784,10 @@ class Fleets:
             servers = [server for server in self.by_id.values() if server.model == model]
             return frozenset(server.id for server in servers if _installs_directly(server, number))
 
-    def taking_ahead(self, model: str, number: int, host: str) -> frozenset[str]:
+    def taking_ahead(self, model: str, number: int, reach: Reach) -> frozenset[str]:
         """Return the servers that would take a version before it is READY, as soon as every rank offers it. Takes the lock.
 
-        They may still be busy with an earlier version. `host`: of the ranks, if the offer is for servers there alone; else empty.
+        They may still be busy with an earlier version.
         """
         self._versions.look(model)
         with self.lock:
@@ -794,7 +795,7 @@ class Fleets:
             for fleet in [fleet for fleet in self.by_name.values() if fleet.model == model and fleet.serves_ahead]:
                 view = self._see(fleet)
                 if updates.wanted(fleet, replace(view, ahead=view.ahead | ({number} - view.ready))) == number:
-                    offered = Ahead("", staging=True, remote=fleet.serve_ahead is not None, host=host)
+                    offered = Ahead("", staging=True, remote=fleet.serve_ahead is not None, reach=reach)
                     found |= {server.id for server in view.servers.values() if _takes_ahead(server, number, offered)}
             return frozenset(found)
 

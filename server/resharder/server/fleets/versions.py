@@ -45,7 +45,7 @@ class FleetVersions:
         offered = self._offers.offered(model)
         found = {record.number: record.fingerprint for record in records if record.state == READY}
         ahead = {
-            record.number: Ahead(record.ahead_fingerprint, record.state == UPLOADING, host=offered[record.number])
+            record.number: Ahead(record.ahead_fingerprint, record.state == UPLOADING, reach=offered[record.number])
             for record in records
             if record.number in offered
         }

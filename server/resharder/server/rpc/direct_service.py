@@ -32,7 +32,9 @@ class DirectService:
             publishers = [each.name for each in self._intake.publishers() if each.model == model]
         else:
             self._direct.check_worker(member)
-        self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank), publishers)
+        self._direct.declare(
+            member, request.fingerprint, layout_from_proto(request.layout, member.rank), publishers, request.host[:128]
+        )
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
@@ -54,6 +56,7 @@ class DirectService:
             servers_sleep=request.servers_sleep,
             ahead_only=request.ahead_only,
             host=request.host[:128],
+            elsewhere=request.elsewhere,
         )
 
         def sealed() -> bool:
@@ -82,6 +85,11 @@ class DirectService:
             _member(request.member), request.memory, model, number, request.install, request.group
         )
         return self._link(link, known=request.group == link.group)
+
+    def MeetRanks(self, request: direct_pb2.MeetRanksRequest, call: Call) -> Waiting[Message]:
+        """Return a worker's link to ranks on other hosts, without the copies if the worker has it already; empty without one."""
+        link = yield from self._direct.meet(_member(request.member), request.memory, request.group, seconds(request.seconds))
+        return self._link(link, known=request.group == link.group) if link is not None else direct_pb2.DirectLink()
 
     def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
         """Return once the transfer of the worker's group has begun."""
@@ -137,7 +145,8 @@ class DirectService:
             most_made=link.most_made,
             staging_bytes=self._direct.staging_bytes,
             seconds=self._direct.seconds,
-            nixl=self._direct.nixl,
+            nixl=self._direct.open_network,
+            trial=link.trial,
         )
 
 

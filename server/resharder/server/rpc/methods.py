@@ -114,6 +114,7 @@ METHODS = (
     Method(_D, "DeclareMemory", _MEMBER, About.FLEET, Cost.TRANSFER, large=True),
     Method(_D, "OfferVersion", _MEMBER, About.FLEET, Cost.WAIT),
     Method(_D, "JoinTransfer", _MEMBER, About.FLEET, Cost.WAIT),
+    Method(_D, "MeetRanks", _MEMBER, About.FLEET, Cost.WAIT),
     Method(_D, "StartTransfer", _MEMBER, About.FLEET, Cost.WAIT),
     Method(_D, "FinishTransfer", _MEMBER, About.FLEET),
     Method(_D, "PutDigests", _MEMBER, About.FLEET, large=True),

@@ -61,13 +61,33 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Servers to which ranks offer a version."""
+
+    hosts: frozenset[str] = frozenset()  # the ranks', if the version is not offered to all servers
+    links: Mapping[str, str] | None = None  # None: to those of one host alone. Else why others have no link; empty if they have
+    unlinked: str = "its link to the ranks has not been tried yet"  # why others than in `links` have none
+
+    def why_not(self, server: "Server") -> str:
+        """Return why a server is not among them; empty if it is."""
+        elsewhere = [rank for rank, worker in sorted(server.workers.items()) if {worker.host} != self.hosts]
+        if not self.hosts or not elsewhere:
+            return ""
+        place = f"worker {elsewhere[0]} is not on the trainer's host"
+        if self.links is None:
+            return place
+        why = self.links.get(server.id, self.unlinked)
+        return f"{place}, and {why}" if why else ""
+
+
+@dataclass(frozen=True)
 class Ahead:
     """Version that every rank offered before READY. `fingerprint` identifies it in workers' reports until then."""
 
     fingerprint: str
     staging: bool  # the version is UPLOADING, and the fleet serves ahead
     remote: bool = True  # also to servers that fetch from the store, which fetch the version to fall back on each time
-    host: str = ""  # the ranks' host, if the version is offered to servers there alone
+    reach: Reach = Reach()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The agent of one worker: stages, applies and verifies versions, and reports its state to the daemon."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -33,6 +34,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.worker")
+_MEET_SECONDS = 2.0  # between two questions for a link to ranks on other hosts
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 
 
@@ -78,6 +80,7 @@ class Agent:
         self._receiver = Receiver(self.channel, settings.server, host.rank, PROCESS, host.device)
         self._memory: OpenMemory | None = None  # the memory that ranks may write to
         self._routes: list[Route | None] = []  # the routes from which `_memory` was computed
+        self._meeting: threading.Thread | None = None  # tries links to ranks on other hosts
         self._applied = ""  # id of the installed version's install
         self.staging = Staging(
             host, self.channel, settings, self.parts, self._receiver, lambda: bool(self._version and not self.sleep_state.tags)
@@ -314,6 +317,19 @@ class Agent:
         parts = list(self.parts.by_name.values())
         if self.settings.direct and self._routes != (routes := [part.route for part in parts]):
             self._memory, self._routes = open_memory(parts, self.host.rank), routes
+        if self._memory is not None and self._meeting is None:
+            self._meeting = threading.Thread(target=self._meet, name="resharder-meet", daemon=True)
+            self._meeting.start()
+
+    def _meet(self) -> None:
+        """Try links to ranks on other hosts while the server is awake. Waits for ranks are the daemon's."""
+        while True:
+            memory, tried = self._memory, False
+            if memory is not None and self.version and not self.sleep_state.tags:
+                with contextlib.suppress(ResharderError):  # asked again
+                    tried = self._receiver.meet(memory)
+            if not tried:
+                time.sleep(_MEET_SECONDS)
 
     def failed(self, install_id: str, error: str) -> None:
         """Report a failed apply.

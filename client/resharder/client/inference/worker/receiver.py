@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import grpc
 import numpy as np
@@ -22,6 +23,7 @@ from resharder.client.direct.links import TransferLink
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.gpu.digest import CachedDigester
+from resharder.client.gpu.streams import on_stream, use_gpu
 from resharder.client.gpu.table import Tensors
 from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import ModelPart, Models
@@ -95,7 +97,7 @@ def open_memory(parts: Sequence[ModelPart], rank: int) -> OpenMemory | None:
 class Receiver:
     """The receiver of one worker.
 
-    Call `join` and `expect` or `expect_early` while the server serves, `receive` while it is paused.
+    Call `join` and `expect` or `expect_early` while the server serves, `receive` while it is paused. `meet` may run beside all.
 
     Args:
         channel: Channel to the daemon.
@@ -109,6 +111,7 @@ class Receiver:
         self._channel, self._device = channel, device
         self._stub = direct_pb2_grpc.DirectServiceStub(channel.grpc)
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
+        self._lock = threading.Lock()  # guards `_link`, and is held during a transfer
         self._link: TransferLink | None = None
         self._targets: dict[str, torch.Tensor] = {}
         self._digester: CachedDigester | None = None  # on a GPU only
@@ -141,18 +144,21 @@ class Receiver:
             group=self._link.id if self._link else "",
         )
         try:
-            message = self._join(request, memory)
+            message = self._declaring(memory, lambda: self._call(self._stub.JoinTransfer, request))
             try:  # the slow steps, before the pause
-                if self._link is None or self._link.id != message.group:
+                link = self._link
+                if link is None or link.id != message.group:
                     self.close()
-                    self._link = TransferLink(self._channel, message, self._device)
-                    if self._device.type == "cuda":
-                        self._digester = CachedDigester(memory.layout, self._device, self._link.complete)
+                    link = TransferLink(self._channel, message, self._device)
+                    self._use(link)
+                if self._digester is None and self._device.type == "cuda":
+                    self._digester = CachedDigester(memory.layout, self._device, link.complete)
                 self._targets = _targets(models, memory)
-                self._link.prepare({}, self._targets)
+                link.prepare({}, self._targets)
                 if self._digester is not None:
                     self._digester.at(self._targets)
             except DirectFailed as error:
+                self.close()
                 self._failed(message.group, str(error))
                 return False
         except ResharderError as error:
@@ -164,18 +170,72 @@ class Receiver:
             return False
         return True
 
-    def _join(self, request: direct_pb2.JoinTransferRequest, memory: OpenMemory) -> direct_pb2.DirectLink:
-        def join() -> direct_pb2.DirectLink:
-            link: direct_pb2.DirectLink = self._channel.call(self._stub.JoinTransfer, request, timeout=_TIMEOUT, patience=0)
-            return link
+    def _call(self, method: Any, request: Any) -> direct_pb2.DirectLink:
+        link: direct_pb2.DirectLink = self._channel.call(method, request, timeout=_TIMEOUT, patience=0)
+        return link
 
+    def _declaring(self, memory: OpenMemory, ask: Callable[[], direct_pb2.DirectLink]) -> direct_pb2.DirectLink:
+        """Ask for a link, once more after the memory was declared if the daemon does not know it. Raises ResharderError."""
         try:
-            return join()
+            return ask()
         except ResharderError as error:
             if error.reason != _UNKNOWN:
                 raise
         declare(self._channel, self._member, memory.fingerprint, memory.proto)
-        return join()
+        return ask()
+
+    def _use(self, link: TransferLink) -> None:
+        with self._lock:
+            self._link, self._digester, self._targets = link, None, {}
+
+    def meet(self, memory: OpenMemory) -> bool:
+        """Try a link to ranks on other hosts, so that later versions can come over it. Waits for the ranks' next version.
+
+        Returns:
+            Whether a new link was tried.
+
+        Raises:
+            ResharderError: The daemon is away, or refuses.
+        """
+        link = self._link
+        request = direct_pb2.MeetRanksRequest(member=self._member, memory=memory.fingerprint)
+        if link is not None:
+            request.group, request.seconds = link.id, link.tried_seconds
+        message = self._declaring(memory, lambda: self._call(self._stub.MeetRanks, request))
+        if link is not None and link.id == message.group:
+            return False
+        with self._lock:
+            if self._link is not link:  # an install has made another
+                return False
+            self._link, self._digester, self._targets = None, None, {}
+        if link is not None:
+            link.close()
+        if not message.group:
+            return False
+        try:
+            with self._apart():
+                made = TransferLink(self._channel, message, self._device)
+        except DirectFailed as error:
+            logger.info("no link to ranks on other hosts: %s", error)
+            self._report_failure(message.group, str(error))
+            return False
+        with self._lock:
+            taken = self._link is None
+            if taken:
+                self._link = made
+        if not taken:
+            made.close()
+        return taken
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Use a stream of its own, beside those of the engine."""
+        if self._device.type != "cuda":
+            yield
+            return
+        use_gpu(self._device)
+        with on_stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            yield
 
     def expect(self, memory: OpenMemory, expected: BoxDigests) -> None:
         """Set the digests with which `receive` compares: the store's."""
@@ -210,6 +270,10 @@ class Receiver:
         Returns:
             Whether all pieces are received and verified. If not, memory may contain a mix.
         """
+        with self._lock:
+            return self._receive(memory, models, install, timings)
+
+    def _receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
         if self._link is None:
             self.problem = "there is no link to the ranks"
             return False
@@ -241,6 +305,7 @@ class Receiver:
                     self._check(memory, found, reported())
             times.append(time.monotonic())
         except ResharderError as error:
+            self._drop()
             self._failed(link.id, str(error))
             return False
         failpoint("worker.direct.received")
@@ -303,7 +368,9 @@ class Receiver:
     def _failed(self, group: str, error: str) -> None:
         self.problem = error
         logger.warning("the direct path failed: %s", error)
-        self.close()
+        self._report_failure(group, error)
+
+    def _report_failure(self, group: str, error: str) -> None:
         try:
             finish(self._channel, self._member, group, error)
         except ResharderError as refusal:
@@ -316,9 +383,14 @@ class Receiver:
 
     def close(self) -> None:
         """Close the link and release its memory."""
-        if self._link is not None:
-            self._link.close()
-        self._link, self._digester, self._targets = None, None, {}
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Close the link. The lock is held."""
+        link, self._link, self._digester, self._targets = self._link, None, None, {}
+        if link is not None:
+            link.close()
 
 
 def _digests_of(version: str, answer: direct_pb2.ReportedDigests, pieces: Sequence[Piece]) -> Digests:

@@ -144,8 +144,7 @@ def why_out_of_reach(server: Server, ahead: Ahead) -> str:
     behind = [rank for rank, worker in sorted(server.workers.items()) if not worker.direct]
     if behind:
         return f"worker {behind[0]} cannot take all of it over the direct path"
-    elsewhere = [rank for rank, worker in sorted(server.workers.items()) if ahead.host and worker.host != ahead.host]
-    return f"worker {elsewhere[0]} is not on the trainer's host" if elsewhere else ""
+    return ahead.reach.why_not(server)
 
 
 def begin_install(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
