@@ -5,6 +5,7 @@ threads and executors of this module replace those of `threading` and `concurren
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from functools import partial
 from random import Random
 from typing import Any
@@ -255,13 +256,32 @@ class SimulatedLock:
         self._notified += 1
 
 
-class SimulatedExecutor:
-    """Executor of background tasks of a process, `max_workers` at a time. `map` runs at once, on the caller's task."""
+class SimulatedFuture(Future[Any]):
+    """Result of a task of an executor, for which other tasks wait in the schedule."""
 
-    def __init__(self, schedule: Schedule, process: Process | None, max_workers: int, name: str) -> None:
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__()
+        self._schedule = schedule
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self._schedule.pause(self.done, None)
+        return super().result(0)
+
+
+class SimulatedExecutor:
+    """Executor of background tasks of a process, `max_workers` at a time. `map` runs at once, on the caller's task.
+
+    With `awaited`, somebody waits for each future, so that errors of tasks are theirs.
+    """
+
+    def __init__(
+        self, schedule: Schedule, process: Process | None, max_workers: int, name: str, *, awaited: bool = False
+    ) -> None:
         self._schedule, self._process, self._most, self._name = schedule, process, max_workers, name
+        self._awaited = awaited
         self._running: list[Task] = []
-        self._queue: list[Callable[[], Any]] = []
+        self._queue: list[tuple[SimulatedFuture, Callable[[], Any]]] = []
         self._closed = False
 
     def __enter__(self) -> "SimulatedExecutor":
@@ -270,11 +290,13 @@ class SimulatedExecutor:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> SimulatedFuture:
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        self._queue.append(lambda: function(*arguments))
+        future = SimulatedFuture(self._schedule)
+        self._queue.append((future, lambda: function(*arguments)))
         self._start()
+        return future
 
     def map(self, function: Callable[..., Any], *items: Iterable[Any]) -> Iterator[Any]:
         done: list[tuple[Any, Exception | None]] = []
@@ -291,20 +313,38 @@ class SimulatedExecutor:
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
         self._closed = True
         if cancel_futures:
-            self._queue.clear()
+            queue, self._queue = self._queue, []
+            for future, _ in queue:
+                future.cancel()
         if wait:
             self._schedule.pause(lambda: not self._queue and not self._running, None)
 
     def _start(self) -> None:
         assert self._process is not None
         while self._queue and len(self._running) < self._most and not self._process.dead:
-            run = partial(self._run, self._queue.pop(0))
+            run = partial(self._run, *self._queue.pop(0))
             self._running.append(self._schedule.start(self._name, self._process, run))
 
-    def _run(self, run: Callable[[], Any]) -> None:
+    def _run(self, future: SimulatedFuture, run: Callable[[], Any]) -> None:
         try:
-            run()
+            future.set_result(run())
+        except Exception as error:
+            future.set_exception(error)
+            if not self._awaited:
+                raise
         finally:
             if self._schedule.current in self._running:
                 self._running.remove(self._schedule.current)
             self._start()
+
+
+class InlineExecutor(Executor):
+    """Executor that runs each task at once, on the caller's task."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(function(*arguments, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future

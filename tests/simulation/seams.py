@@ -34,7 +34,7 @@ from resharder.server.store import (
 
 from tests.simulation.filesystem import FIRST_DESCRIPTOR, ROOT
 from tests.simulation.medium import Medium
-from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, SimulatedLock
+from tests.simulation.schedule import InlineExecutor, Process, Schedule, SimulatedExecutor, SimulatedLock
 
 _NEVER = ("claim_unreadable",)
 """Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
@@ -204,15 +204,20 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
     def executor(max_workers: int, thread_name_prefix: str = "") -> SimulatedExecutor:
         return SimulatedExecutor(schedule, process(), max_workers, thread_name_prefix)
 
+    def awaited(max_workers: int, thread_name_prefix: str = "") -> SimulatedExecutor:
+        return SimulatedExecutor(schedule, process(), max_workers, thread_name_prefix, awaited=True)
+
     def sleep(seconds: float) -> None:
         schedule.pause(None, schedule.now + seconds)
 
     lock = partial(SimulatedLock, schedule)
-    threading = SimpleNamespace(Condition=lock, RLock=lock, Thread=Thread)
+    threading = SimpleNamespace(Condition=lock, Lock=lock, RLock=lock, Thread=Thread)
     waiting = (intake, file_proofs, upload, change_signal, held_files)
     yield from ((module, "threading", threading) for module in waiting)
     yield catalogue, "Condition", lock
-    yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, set_pool, digests, manifest))
+    yield from ((module, "ThreadPoolExecutor", executor) for module in (catalogue, set_pool, manifest))
+    yield digests, "ThreadPoolExecutor", lambda *arguments: InlineExecutor()
+    yield file_proofs, "ThreadPoolExecutor", awaited
     yield from (
         (module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (file_proofs, set_pool)
     )

@@ -57,7 +57,12 @@ def begin_digests(folder: Path, file: FileLayout, pool: Executor) -> Callable[[]
         with suppress(BufferError):  # frames of an error still reference arrays; the map ends with these
             files.close()
 
-    names, wait = list(files.specs), _begin(files, _whole(files), pool, close)
+    names = list(files.specs)
+    try:
+        wait = _begin(files, _whole(files), pool, close)
+    except OSError:
+        close()
+        raise
     return lambda: dict(zip(names, wait(), strict=True))
 
 
