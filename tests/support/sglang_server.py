@@ -34,7 +34,7 @@ CPU_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "SGLANG_PLUGINS": "resharder",
 }
-SMALL = ["--max-total-tokens", "4096", "--max-running-requests", "8", "--context-length", "512", "--mem-fraction-static", "0.05"]
+SMALL = ["--max-total-tokens", "4096", "--max-running-requests", "8", "--context-length", "512", "--mem-fraction-static", "0.6"]
 ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
 
 

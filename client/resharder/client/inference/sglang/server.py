@@ -45,15 +45,23 @@ class Attached:
 
 
 def watch_server() -> None:
-    """Gate all HTTP servers that are started from now on, and attach their engines."""
+    """Gate all HTTP servers that are started from now on, and attach their engines. Unsupported ones start no process."""
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers import tokenizer_manager
+    from sglang.srt.runtime_context import get_server_args
 
     plain_run, plain_warm_up = http_server._setup_and_run_http_server, http_server._wait_and_warmup
     handler = tokenizer_manager.SignalHandler
-    plain_quit = handler.running_phase_sigquit_handler
+    plain_quit, plain_launch = handler.running_phase_sigquit_handler, Engine._launch_scheduler_processes.__func__
     if hasattr(plain_run, "resharder"):
         return
+
+    @functools.wraps(plain_launch)
+    def launch(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        check(ModelConfig.from_server_args(get_server_args()), PluginSettings.from_environment())
+        return plain_launch(cls, *args, **kwargs)
 
     @functools.wraps(plain_run)
     def run(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +83,7 @@ def watch_server() -> None:
 
     run.resharder = True  # type: ignore[attr-defined]
     http_server._setup_and_run_http_server, http_server._wait_and_warmup = run, warm_up
-    handler.running_phase_sigquit_handler = quit_handler
+    handler.running_phase_sigquit_handler, Engine._launch_scheduler_processes = quit_handler, classmethod(launch)
 
 
 def gate(app: Any, manager: Any) -> None:
@@ -95,7 +103,7 @@ def gate(app: Any, manager: Any) -> None:
     from starlette.middleware import Middleware
 
     settings = PluginSettings.from_environment()
-    check(manager, settings)
+    check(manager.model_config, settings)
     made = Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
     app.state.resharder_gate = made
     app.user_middleware += [  # the last one is the innermost
@@ -116,13 +124,18 @@ def gate(app: Any, manager: Any) -> None:
     app.router.lifespan_context = lifespan
 
 
-def check(manager: Any, settings: PluginSettings) -> None:
-    """Raise `UsageError` if a server is not supported."""
+def check(model_config: Any, settings: PluginSettings) -> None:
+    """Raise `UsageError` if this process's server is not supported.
+
+    Args:
+        model_config: SGLang's `ModelConfig`.
+        settings: The plugin's settings.
+    """
     from resharder.client.inference.sglang.host import server_config
     from resharder.client.inference.sglang.refusals import refuse_settings, refuse_unsupported
 
     refuse_settings(settings)
-    if problem := refuse_unsupported(server_config(), getattr(manager, "model_config", None)):
+    if problem := refuse_unsupported(server_config(), model_config):
         raise UsageError(f"{problem}: start SGLang without it, or leave resharder out of SGLANG_PLUGINS")
 
 
@@ -152,7 +165,7 @@ async def attach(
 
     manager = getattr(engine, "tokenizer_manager", engine)
     settings = settings or PluginSettings.from_environment()
-    check(manager, settings)
+    check(manager.model_config, settings)
     config, attached = server_config(), Attached()
     side = ControlSide(
         SGLangEngine(manager),
