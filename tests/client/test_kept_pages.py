@@ -19,6 +19,8 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.infra.filesystem import unused_elsewhere, unwritten_elsewhere
 
+from tests.support.cuda_runtime import Runtime, installed
+
 CPU = torch.device("cpu")
 FILES = lay_out([TensorSpec("a", "U8", (5000,)), TensorSpec("b", "U8", (9000,))], 6000)
 SPANS = [[(0, 4096)], [(0, 12288)]]
@@ -102,33 +104,15 @@ def test_a_file_that_cannot_be_opened_leaves_none_open(fault: str, folder: Path)
     kept.close()
 
 
-class Runtime:
-    """CUDA's runtime: it registers pages that are mapped, but for files of a size that it refuses."""
-
-    def __init__(self) -> None:
-        self.registered, self.calls, self.refused = dict[int, int](), 0, 0
-
-    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
-        self.calls += 1
-        if size == self.refused:
-            return 1
-        assert flags == pinned_pages.WRITABLE
-        assert begin not in self.registered
-        write(begin, 1, 1)  # ends the process unless it is mapped for writing
-        self.registered[begin] = size
-        return 0
-
-    def cudaHostUnregister(self, begin: int) -> int:
-        del self.registered[begin]
-        return 0
-
-
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
-    monkeypatch.setattr(pinned_pages, "_call_driver", lambda call, spans, device, busy: [call(span) for span in spans])
+    def check(begin: int, flags: int) -> None:
+        assert flags == pinned_pages.WRITABLE
+        write(begin, 1, 1)  # ends the process unless it is mapped for writing
+
+    made = installed(monkeypatch)
+    made.check = check
     monkeypatch.setattr(kept_pages, "pages_stay_in_place", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     return made
 
 
@@ -193,7 +177,7 @@ def test_a_daemon_that_does_not_know_the_call_ends_the_preparation(folder: Path)
 def test_pages_that_cuda_refuses_are_not_asked_for_again(
     runtime: Runtime, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept, runtime.refused = KeptPages(torch.device("cuda", 0)), 12288
+    kept, runtime.refuses = KeptPages(torch.device("cuda", 0)), lambda begin, size: size == 12288
     assert kept.open(folder, FILES, SPANS, register=True) is None
     assert not runtime.registered
     assert all(unused_elsewhere(folder / file.path) for file in FILES)

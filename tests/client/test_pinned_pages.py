@@ -4,37 +4,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.gpu import pinned_pages
 from resharder.client.gpu.pinned_pages import Registered, never
+
+from tests.support.cuda_runtime import Runtime, installed
 
 MEMORY = np.zeros(100, np.uint8)
 
 
-class Runtime:
-    """CUDA's runtime, which registers anything but the spans that it refuses."""
-
-    def __init__(self, refused: frozenset[int] = frozenset()) -> None:
-        self.refused, self.registered = refused, dict[int, int]()
-
-    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
-        if begin in self.refused:
-            return 1
-        assert begin not in self.registered
-        self.registered[begin] = size
-        return 0
-
-    def cudaHostUnregister(self, begin: int) -> int:
-        del self.registered[begin]
-        return 0
-
-
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
-    monkeypatch.setattr(pinned_pages, "_call_driver", lambda call, spans, device, busy: [call(span) for span in spans])
-    monkeypatch.setattr(pinned_pages, "forget_pages", lambda span: None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    return made
+    return installed(monkeypatch)
 
 
 SPANS = [(10, 20), (20, 30), (30, 40), (50, 60)]
@@ -53,7 +32,7 @@ def test_a_registration_that_is_stopped_goes_on_where_it_was(runtime: Runtime) -
 def test_a_refusal_releases_what_was_registered_before_it(runtime: Runtime) -> None:
     registered = Registered(list(SPANS), torch.device("cpu"), busy=lambda: False)
     assert registered.go_on(lambda: len(runtime.registered) == 1)
-    runtime.refused = frozenset({50})
+    runtime.refuses = lambda begin, size: begin == 50
     assert not registered.go_on(never)
     assert not runtime.registered
 
