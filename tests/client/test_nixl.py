@@ -1,10 +1,13 @@
 """NIXL's way of the direct path: boxes that are merged, the choice of a pair's way, and groups of two members of this process."""
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.client.direct import nixl_agent
 from resharder.client.direct.base import DirectFailed, Exchange, JoinedGroup, PeerMessage
-from resharder.client.direct.boxes import merge_boxes, merge_ranges
+from resharder.client.direct.boxes import merge_boxes, merge_ranges, outside
 from resharder.client.direct.nixl_group import NixlGroup
 from resharder.client.direct.peer_memory import meeting
 from resharder.client.direct.peer_memory.meeting import Place, path_between
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 CPU, BOUND = torch.device("cpu"), 60.0
 needs_nixl = pytest.mark.skipif(bool(nixl_agent.unavailable()), reason=nixl_agent.unavailable())
@@ -61,6 +64,18 @@ def test_merged_ranges_hold_the_same_bytes_and_lie_apart(ranges: list[tuple[int,
 
 def place(host: str = "a", *, shares: bool = False, nixl: bool = False, named: bool = False) -> Place:
     return Place(host, "gpu", shares, "", "", nixl, named)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6))), st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6))))
+def test_ranges_outside_of_regions_are_those_that_no_region_holds_as_a_whole(
+    ranges: list[tuple[int, int]], regions: list[tuple[int, int]]
+) -> None:
+    apart = merge_ranges(np.array(regions, np.int64).reshape(-1, 2))
+    found = outside(np.array(ranges, np.int64).reshape(-1, 2), apart)
+    held = [set(range(at, at + size)) for at, size in apart.tolist()]
+    assert [*map(tuple, found.tolist())] == [
+        (at, size) for at, size in ranges if not any(set(range(at, at + size)) <= each for each in held)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +166,59 @@ def test_every_round_is_read_into_its_place_after_a_trial_of_another_number_of_r
         assert target[place].all()
 
 
+class Counted:
+    """NIXL's agent, with the number of calls of each of its methods."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent, self.calls = agent, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._agent, name)
+
+
+def counted(agent: nixl_agent.NixlAgent) -> Counter[str]:
+    agent._agent = made = Counted(agent._agent)
+    return made.calls
+
+
+@needs_nixl
+def test_memory_is_registered_and_reads_are_prepared_once_for_all_versions_and_servers() -> None:
+    store, shared, made = HashStore(), nixl_agent.SharedAgent(CPU), dict[str, list[NixlGroup]]()
+    for server in ("left", "right"):
+        within, pair = PrefixStore(server, store), dict[int, NixlGroup]()
+
+        def meet(rank: int, server: str = server, within: Any = within, pair: dict[int, NixlGroup] = pair) -> None:
+            pair[rank] = NixlGroup(within, server, rank, [1 - rank], CPU, BOUND, None if rank else shared.get())
+
+        both(meet)
+        made[server] = [pair[0], pair[1]]
+    source = torch.zeros(1_000_000, dtype=torch.uint8)
+    parts = {"left": source[:600_000], "right": source[400_000:]}  # which overlap
+    targets = {server: torch.zeros(600_000, dtype=torch.uint8) for server in parts}
+    rounds = {server: [rounds_of(parts[server], 1), rounds_of(targets[server], 0)] for server in parts}
+    rank, workers = counted(shared.get()), {server: counted(groups[1]._agent) for server, groups in made.items()}
+    for _ in range(4):
+        source.random_(0, 255)
+        for server, groups in made.items():
+            send(groups, rounds[server])
+            assert torch.equal(targets[server], parts[server])
+    assert (rank["registerMem"], rank["prepXferDlist"]) == (1, 0)
+    for calls in workers.values():
+        assert (calls["registerMem"], calls["prepXferDlist"], calls["makeXferReq"], calls["postXferReq"]) == (1, 2, 2, 8)
+    made["left"][0].close()
+    made["left"][1].close()
+    send(made["right"], rounds["right"])  # as before
+    assert (rank["registerMem"], rank["deregisterMem"]) == (1, 0)
+    made["right"][0].release()
+    assert rank["deregisterMem"] == 1
+    send(made["right"], rounds["right"])
+    assert rank["registerMem"] == 2
+    for group in made["right"]:
+        group.close()
+    shared.close()
+
+
 @needs_nixl
 def test_a_read_that_does_not_begin_in_time_names_the_rank(groups: list[NixlGroup]) -> None:
     target = torch.zeros(1000, dtype=torch.uint8)
@@ -206,7 +274,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         NixlGroup(HashStore(), "group", 0, [1], CPU, 0.5)
     store = HashStore()
     silent = nixl_agent.NixlAgent("group/1", CPU)
-    store.set("nixl/1", silent.address().hex())
+    store.set("nixl/1", json.dumps([silent.name, silent.address().hex()]))
     with pytest.raises(DirectFailed, match=r"rank 0: no word from ranks \[1\] over NIXL; each has to reach the others"):
         NixlGroup(store, "group", 0, [1], CPU, 0.5)
     silent.close()

@@ -20,6 +20,20 @@ def merge_boxes(boxes: Ints) -> Ints:
     return np.column_stack([boxes[starts, :2], np.add.reduceat(boxes[:, 2], starts)])
 
 
+def outside(ranges: Ints, regions: Ints) -> Ints:
+    """Return the ranges that do not lie in one of the regions.
+
+    Args:
+        ranges: (n, 2): address and size in bytes.
+        regions: (m, 2), sorted and apart.
+    """
+    if not len(regions):
+        return ranges
+    which = np.searchsorted(regions[:, 0], ranges[:, 0], "right") - 1  # -1: before all
+    found: Ints = ranges[(which < 0) | (ranges.sum(axis=1) > regions[which].sum(axis=1))]
+    return found
+
+
 def merge_ranges(ranges: Ints) -> Ints:
     """Return the fewest ranges with the same bytes, sorted. Overlapping and adjacent ones become one.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup
+from resharder.client.direct.nixl_agent import SharedAgent
 from resharder.client.direct.nixl_group import NixlGroup
 from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.peer_memory.pairs import PeerPairs
@@ -46,6 +47,7 @@ class TransferLink:
         device: torch.device,
         sources: Tensors | None = None,
         memory: Callable[[int], torch.Tensor] | None = None,
+        nixl: SharedAgent | None = None,
     ) -> None:
         """Form the group.
 
@@ -56,6 +58,7 @@ class TransferLink:
             sources: Tensors that this process sends from, which it may share with processes of the same host.
             memory: Returns at least so many bytes on `device` for packing; links that share them must not run at once. By default
                 each link has its own.
+            nixl: NIXL's agent of all links of this process; by default each link has its own.
 
         Raises:
             DirectFailed: Members are missing, or this process cannot join.
@@ -73,7 +76,8 @@ class TransferLink:
             found = schedule(pairs.rest(copies), message.rank, quota)
             sends, receives = map(set, _peers(found))
             if over_nixl := (sends | receives) & pairs.nixl:
-                groups[NixlGroup(store, message.group, message.rank, over_nixl, device, message.seconds)] = over_nixl
+                agent = nixl.get() if nixl is not None else None
+                groups[NixlGroup(store, message.group, message.rank, over_nixl, device, message.seconds, agent)] = over_nixl
             if others := (sends | receives) - over_nixl:
                 who = (message.rank, message.size, device, message.seconds)
                 address, most = address_towards(channel.endpoint), message.most_peers

@@ -1,7 +1,13 @@
-"""NIXL's agent of one process in one group, over UCX: registered memory, messages, and reads of other processes' memory."""
+"""NIXL's agent of one process, over UCX: registered memory, messages, and reads of other processes' memory.
+
+A worker has one in its only group. A rank has one for all its groups, so that its memory is registered once, however many servers
+read it.
+"""
 
 import threading
-from collections.abc import Callable
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -10,10 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.boxes import merge_ranges, outside
 from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.wire import nixl
 
 T = TypeVar("T")
+_EARLY = 256  # agents that are not listened to, of which messages are kept
 NO_RDMA = (
     "this host has no RDMA device, and over TCP UCX ends a process that answers a reader which is gone, as after it was stopped: "
     "RESHARDER_NIXL=on takes that"
@@ -42,8 +50,12 @@ class NixlAgent:
         if why := unavailable():
             raise DirectFailed(f"NIXL cannot be used: {why}")
         self._lock = threading.RLock()
+        self.name = name
         self._kind, self._device = ("VRAM_SEG", device.index or 0) if device.type == "cuda" else ("DRAM_SEG", 0)
-        self._registered: Any = None
+        self._regions: list[tuple[Ints, Any]] = []  # registered together, with NIXL's list of them
+        self._needed: dict[str, Ints] = {}  # ranges, by group
+        self._messages: dict[str, list[bytes]] = {}  # by the agents that are listened to
+        self._early: OrderedDict[str, list[bytes]] = OrderedDict()  # of agents that are not listened to, or not yet
         self._reads: dict[str, tuple[list[int], list[int]]] = {}  # by the other agent: lists of boxes, and reads
         self._agent, self._backend = _told(lambda: nixl.started(name))
 
@@ -60,21 +72,51 @@ class NixlAgent:
         """Take another agent's address, or the keys of its memory."""
         self._call(lambda: self._agent.loadRemoteMD(known))
 
-    def register(self, ranges: Ints) -> bytes:
-        """Register memory, (n, 2) of addresses and sizes, in place of what was registered. Return its keys for other agents."""
+    def register(self, group: str, ranges: Ints) -> list[bytes]:
+        """Register memory that a group needs in place of what it needed, unless that is registered.
 
-        def register() -> bytes:
-            self._deregister()
-            wanted = nixl.bindings().nixlRegDList(self._memory, self._rows(ranges[:, 0], ranges[:, 1], self._device))
-            self._agent.registerMem(wanted, [self._backend])
-            self._registered = wanted
-            return bytes(self._agent.getLocalPartialMD(wanted, False, [self._backend]))
+        Args:
+            group: Name of the group.
+            ranges: (n, 2): addresses and sizes of allocations.
+
+        Returns:
+            Keys of the memory for other agents, in parts.
+        """
+
+        def register() -> list[bytes]:
+            self._need(group, ranges)
+            missing = ranges
+            for regions, _ in self._regions:
+                missing = outside(missing, regions)
+            if len(missing):
+                missing = merge_ranges(missing)
+                wanted = nixl.bindings().nixlRegDList(self._memory, self._rows(missing[:, 0], missing[:, 1], self._device))
+                self._agent.registerMem(wanted, [self._backend])
+                self._regions.append((missing, wanted))
+            used = [listed for regions, listed in self._regions if len(outside(ranges, regions)) < len(ranges)]
+            return [bytes(self._agent.getLocalPartialMD(listed, False, [self._backend])) for listed in used]
 
         return self._call(register)
 
-    def deregister(self) -> None:
-        """Give back all registered memory, and drop the reads into it. None may be in progress."""
-        self._call(self._deregister)
+    def deregister(self, group: str, peers: Collection[str]) -> None:
+        """Give back memory that this group alone needs, and drop its reads from these agents. None may be in progress."""
+
+        def deregister() -> None:
+            for peer in peers:
+                self._drop(peer)
+            self._need(group, np.empty((0, 2), np.int64))
+
+        self._call(deregister)
+
+    def _need(self, group: str, ranges: Ints) -> None:
+        """Set what a group needs, and give back what no group needs. The lock is held."""
+        self._needed[group] = ranges
+        needed = np.concatenate([*self._needed.values()])
+        unused = [len(outside(needed, regions)) == len(needed) for regions, _ in self._regions]
+        given_back = [listed for (_, listed), over in zip(self._regions, unused, strict=True) if over]
+        self._regions = [each for each, over in zip(self._regions, unused, strict=True) if not over]
+        for listed in given_back:
+            self._agent.deregisterMem(listed, [self._backend])
 
     def prepare(self, peer: str, boxes: list[Ints], device: int) -> None:
         """Prepare all reads from another agent, in place of earlier ones, of which none may be in progress.
@@ -112,13 +154,42 @@ class NixlAgent:
         """Send a message to another agent."""
         self._call(lambda: self._agent.genNotif(peer, message, [self._backend]))
 
-    def received(self) -> list[tuple[str, bytes]]:
-        """Return the messages that have come since the last call, each with the name of its agent.
+    def listen(self, peers: Collection[str]) -> None:
+        """Keep the messages of these agents until they are taken."""
+        with self._lock:
+            self._messages |= {peer: self._early.pop(peer, []) for peer in peers}
+
+    def received(self, peers: Collection[str]) -> list[tuple[str, bytes]]:
+        """Return the messages of these agents that have come since the last call, each with the name of its agent.
 
         Those of one agent may have overtaken each other.
         """
-        found: dict[str, list[bytes]] = self._call(lambda: self._agent.getNotifs({}, [self._backend]))
-        return [(name, message) for name, messages in found.items() for message in messages]
+
+        def received() -> list[tuple[str, bytes]]:
+            found: dict[str, list[bytes]] = self._agent.getNotifs({}, [self._backend])
+            for name, messages in found.items():
+                (self._messages if name in self._messages else self._early).setdefault(name, []).extend(messages)
+            while len(self._early) > _EARLY:
+                self._early.popitem(last=False)
+            taken = {peer: self._messages[peer] for peer in peers}
+            self._messages |= {peer: [] for peer in peers}
+            return [(name, message) for name, messages in taken.items() for message in messages]
+
+        return self._call(received)
+
+    def leave(self, group: str, peers: Collection[str]) -> None:
+        """Forget a group that shares the agent with others, and its peers' agents."""
+        with self._lock:
+            if self._agent is None:
+                return
+            for peer in peers:
+                with suppress(Exception):
+                    self._drop(peer)
+                _ended(self._agent.invalidateRemoteMD, peer)
+                self._messages.pop(peer, None)
+            with suppress(Exception):
+                self._need(group, np.empty((0, 2), np.int64))
+            self._needed.pop(group, None)
 
     def close(self) -> None:
         """End the agent. Reads in progress write no more."""
@@ -126,14 +197,7 @@ class NixlAgent:
             if self._agent is not None:
                 for read in (read for _, reads in self._reads.values() for read in reads):
                     _ended(self._agent.releaseXferReq, read)
-                self._reads, self._registered, self._agent = {}, None, None
-
-    def _deregister(self) -> None:
-        for peer in list(self._reads):
-            self._drop(peer)
-        if self._registered is not None:
-            registered, self._registered = self._registered, None
-            self._agent.deregisterMem(registered, [self._backend])
+                self._reads, self._regions, self._needed, self._agent = {}, [], {}, None
 
     def _drop(self, peer: str) -> None:
         lists, reads = self._reads.pop(peer, ([], []))
@@ -157,6 +221,28 @@ class NixlAgent:
             return _told(act)
 
 
+class SharedAgent:
+    """The agent of a rank, started for its first group. Its memory is read by others, and nothing is written into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock = device, threading.Lock()
+        self._agent: NixlAgent | None = None
+
+    def get(self) -> NixlAgent:
+        """Return the agent. Raises DirectFailed if it does not start."""
+        with self._lock:
+            if self._agent is None:
+                self._agent = NixlAgent(uuid.uuid4().hex, self._device)
+            return self._agent
+
+    def close(self) -> None:
+        """End the agent."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+
+
 def _has_ended(state: Any) -> bool:
     """Return whether a read has ended. Raises RuntimeError if it has failed."""
     if state not in (nixl.bindings().NIXL_SUCCESS, nixl.bindings().NIXL_IN_PROG):
@@ -173,7 +259,7 @@ def _told(act: Callable[[], T]) -> T:
     raise DirectFailed(why)  # without the error, whose frames would keep the agent after `close`
 
 
-def _ended(end: Callable[[int], None], read: int) -> None:
-    """End a read that may have failed."""
+def _ended(end: Callable[[T], object], what: T) -> None:
+    """End a read that may have failed, or the knowledge of an agent that may be gone."""
     with suppress(Exception):
-        end(read)
+        end(what)

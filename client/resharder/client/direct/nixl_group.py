@@ -1,4 +1,4 @@
-"""Group of the direct path over NIXL: a worker reads from the memory of each rank, which is registered once.
+"""Group of the direct path over NIXL: a worker reads from the memory of each rank, which is registered once for all groups.
 
 For each peer, a rank numbers the rounds in which it sends to it, and so does the peer. When a round's bytes are in place, the
 rank sends `ready` with the number; the worker then reads them, and the end of the read sends `done` back.
@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed, Exchange, PeerMessage
-from resharder.client.direct.boxes import merge_boxes, merge_ranges
+from resharder.client.direct.boxes import merge_boxes
 from resharder.client.direct.nixl_agent import NixlAgent
 from resharder.client.gpu.streams import WorkStream
 from resharder.converters.geometry.piece_arrays import Ints
@@ -62,7 +63,16 @@ class NixlGroup:
 
     path = "nixl"
 
-    def __init__(self, store: Any, prefix: str, rank: int, peers: Iterable[int], device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        peers: Iterable[int],
+        device: torch.device,
+        timeout: float,
+        agent: NixlAgent | None = None,
+    ) -> None:
         """Meet all peers.
 
         Args:
@@ -72,25 +82,30 @@ class NixlGroup:
             peers: Ranks with which it exchanges messages.
             device: Device of the messages.
             timeout: Seconds to wait for the peers.
+            agent: Agent of a process that is only read from, which its groups share; by default one of this group's own.
 
         Raises:
             DirectFailed: A peer is missing or cannot be reached, or NIXL does not start.
         """
-        self.rank, self._why, self._device = rank, "", device
-        self._peers = {peer: _Peer(f"{prefix}/{peer}") for peer in sorted(peers)}
-        self._ranks = {peer.name: rank for rank, peer in self._peers.items()}
+        self.rank, self._why, self._device, self._prefix = rank, "", device, prefix
+        self._peers = {peer: _Peer("") for peer in sorted(peers)}
+        self._ranks: dict[str, int] = {}  # by the name of their agent
         self.size = 1 + len(self._peers)
         self._rounds: Sequence[Exchange] | None = None
         self._serial = 0
         self._pending: deque[_Reads] = deque()
         self._alive_at = 0.0
         deadline = time.monotonic() + timeout
-        self._agent = NixlAgent(f"{prefix}/{rank}", device)
+        self._shared = agent is not None
+        self._agent = agent or NixlAgent(f"{prefix}/{rank}", device)
         try:
-            store.set(f"nixl/{rank}", self._agent.address().hex())
-            for peer in self._peers:
-                store.wait([f"nixl/{peer}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-                self._agent.add(bytes.fromhex(store.get(f"nixl/{peer}").decode()))
+            store.set(f"nixl/{rank}", json.dumps([self._agent.name, self._agent.address().hex()]))
+            for number, peer in self._peers.items():
+                store.wait([f"nixl/{number}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                peer.name, address = json.loads(store.get(f"nixl/{number}"))
+                self._ranks[peer.name] = number
+                self._agent.listen([peer.name])
+                self._agent.add(bytes.fromhex(address))
             self._greet(deadline)
         except BaseException as error:
             self.abort(str(error))
@@ -123,15 +138,16 @@ class NixlGroup:
                 self._prepare_reads(peer)
 
     def _register(self, rounds: Sequence[Exchange]) -> None:
-        self._agent.deregister()
+        self._agent.deregister(self._prefix, self._ranks)
         self._rounds, self._serial = None, self._serial + 1
         everything = [message for exchange in rounds for messages in exchange for message in messages]
-        keys = self._agent.register(merge_ranges(_places(everything)))
+        keys = self._agent.register(self._prefix, _allocations(everything))
         for rank, peer in self._peers.items():
             peer.own, peer.prepared, peer.first = _by_round([receives for _, receives in rounds], rank), 0, peer.received
             if boxes := _by_round([sends for sends, _ in rounds], rank):
                 about = {"serial": self._serial, "device": self._agent.place, "counts": [len(each) for each in boxes]}
-                self._tell(peer, "memory", np.concatenate(boxes).tobytes() + keys, **about)
+                about["keys"] = [len(each) for each in keys]
+                self._tell(peer, "memory", np.concatenate(boxes).tobytes() + b"".join(keys), **about)
         self._rounds = rounds
 
     def _prepare_reads(self, peer: _Peer) -> None:
@@ -205,9 +221,8 @@ class NixlGroup:
 
     def _take_messages(self) -> None:
         """Take what peers have sent. Raises DirectFailed."""
-        for name, message in self._agent.received():
-            if name in self._ranks:
-                self._take(self._peers[self._ranks[name]], message)
+        for name, message in self._agent.received(self._ranks):
+            self._take(self._peers[self._ranks[name]], message)
 
     def _take(self, peer: _Peer, message: bytes) -> None:
         head, _, data = message.partition(b"\n")
@@ -219,7 +234,10 @@ class NixlGroup:
                 case "memory":
                     ends = np.cumsum(about["counts"])
                     table = np.frombuffer(data, np.int64, 2 * int(ends[-1])).reshape(-1, 2)
-                    self._agent.add(data[table.nbytes :])
+                    if min(about["keys"]) < 0 or sum(about["keys"]) != len(data) - table.nbytes:
+                        raise ValueError(f"expected {len(data) - table.nbytes} bytes of keys, got {about['keys']}")
+                    for begin, end in pairwise(np.cumsum([table.nbytes, *about["keys"]]).tolist()):
+                        self._agent.add(data[begin:end])
                     if peer.memory is None or peer.memory.serial < about["serial"]:
                         peer.memory = _Memory(int(about["serial"]), int(about["device"]), np.split(table, ends[:-1]))
                 case "ready":
@@ -235,7 +253,7 @@ class NixlGroup:
     def release(self) -> None:
         """Give back all registered memory, which the next `prepare` registers again; if that fails, with the whole agent."""
         try:
-            self._agent.deregister()
+            self._agent.deregister(self._prefix, self._ranks)
         except DirectFailed as error:
             self.abort(str(error))
             self.close()
@@ -253,9 +271,12 @@ class NixlGroup:
         self._why = self._why or why
 
     def close(self) -> None:
-        """End the agent: no read in progress writes any more."""
+        """End the agent, unless other groups share it: no read in progress writes any more."""
         self.abort("the group is closed")
-        self._agent.close()
+        if self._shared:
+            self._agent.leave(self._prefix, self._ranks)
+        else:
+            self._agent.close()
 
 
 class _Reads:
@@ -288,6 +309,16 @@ class _Reads:
 
 def _message(kind: str, data: bytes = b"", **fields: Any) -> bytes:
     return json.dumps({"kind": kind, **fields}).encode() + b"\n" + data
+
+
+def _allocations(messages: Iterable[PeerMessage]) -> Ints:
+    """Return (n, 2): address and size of the allocations in which the messages' memory is, each once.
+
+    Other groups' messages are in the same ones.
+    """
+    storages = (message.memory.untyped_storage() for message in messages)
+    rows = {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
+    return np.array(sorted(rows), np.int64).reshape(-1, 2)
 
 
 def _places(messages: Iterable[PeerMessage]) -> Ints:

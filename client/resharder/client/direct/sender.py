@@ -14,6 +14,7 @@ import xxhash
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.links import TransferLink, TransferLinks
 from resharder.client.direct.member_calls import declare, finish
+from resharder.client.direct.nixl_agent import SharedAgent
 from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.streams import on_stream
@@ -113,7 +114,7 @@ class Sender:
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
         self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self._layout = layout_to_proto(pack({rank: layout}))
-        self._links = TransferLinks(tensors, self._device)
+        self._links, self._nixl = TransferLinks(tensors, self._device), SharedAgent(self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
         self._sent: dict[str, SentDigests] = {}  # by group, from its first DIGEST task on
         self._due: set[str] = set()  # groups whose digests are due with the next transfer
@@ -211,7 +212,7 @@ class Sender:
 
     def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
         failpoint("sender.link")
-        make = partial(TransferLink, self._channel, message, self._device, self._tensors, self._staging)
+        make = partial(TransferLink, self._channel, message, self._device, self._tensors, self._staging, self._nixl)
         self._links.meet(message.group, make, partial(self._failed, member))
 
     def _staging(self, size: int) -> torch.Tensor:
@@ -285,6 +286,7 @@ class Sender:
         """Drop all links, and the memory for packing."""
         self._sent.clear()
         self._links.close()
+        self._nixl.close()
         self._buffers = None
 
     def _member(self, publisher: str) -> direct_pb2.Member:
