@@ -31,7 +31,9 @@ from tests.support.publishing import Job, whole
 def test_a_rank_without_memory_for_packing_says_so_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     finished: list[tuple[str, str]] = []
     monkeypatch.setattr(sender, "finish", lambda channel, member, group, error: finished.append((group, error)))
-    monkeypatch.setattr(sender, "TransferLink", lambda channel, message, device, sources, memory: memory(message.staging_bytes))
+    monkeypatch.setattr(
+        sender, "TransferLink", lambda channel, message, device, sources, memory, nixl: memory(message.staging_bytes)
+    )
     layout = Layout({"w": TensorSpec("w", "F32", (4,))}, (Piece("w", full_box((4,)), "w", 0, (1,)),))
     with Channel("127.0.0.1:1") as channel:
         rank = sender.Sender(channel, 0, layout, {"w": torch.zeros(4)})
