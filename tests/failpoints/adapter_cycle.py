@@ -13,7 +13,7 @@ from resharder.v1 import resources_pb2
 
 from tests.failpoints.checks import nothing_is_left_behind
 from tests.failpoints.cycle import Cycle, Failed
-from tests.failpoints.light_server import Core, LightServer, Worker, configuration, fingerprint
+from tests.failpoints.light_server import WORKER_METHODS, Core, LightServer, Worker, configuration, fingerprint
 from tests.failpoints.roles import PATIENCE
 from tests.support.remote import Gone, Refusal, Remote
 
@@ -116,7 +116,7 @@ class EngineCore:
         self._worker, self.scheduler = worker, SimpleNamespace(requests={})
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return [getattr(worker_rpc, method)(self._worker, *args)]
+        return [WORKER_METHODS[method](self._worker, *args)]
 
 
 class AdapterCore(Core):

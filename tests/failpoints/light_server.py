@@ -30,6 +30,8 @@ from resharder.client.inference.worker.model_part import MODEL
 from tests.failpoints.roles import SHAPES
 
 TAGS = ("weights", "kv_cache")
+WORKER_METHODS = {method.__name__: method for method in worker_rpc.METHODS}
+"""What the plugin adds to vLLM's workers, by name."""
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -154,7 +156,7 @@ class Engine:
         return self._paused or bool(self._asleep)
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]:
-        return [await asyncio.to_thread(getattr(worker_rpc, method), self._worker, *args)]
+        return [await asyncio.to_thread(WORKER_METHODS[method], self._worker, *args)]
 
     async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
         return True
