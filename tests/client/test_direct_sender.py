@@ -255,7 +255,7 @@ def test_a_delivery_waits_for_the_hold_and_reports_the_time(monkeypatch: pytest.
     rank: Any = SimpleNamespace(offer=lambda *arguments, **options: offering)
     with grpc.insecure_channel("127.0.0.1:1") as unused:
         channel: Any = SimpleNamespace(grpc=unused, call=lambda method, request: version)
-        unused_transports: Any = None
+        unused_transports: Any = SimpleNamespace(stop_preparation=lambda: None)
         delivery = Delivery(channel, session, unused_transports, rank, staging_timeout=60, direct_wait=None)
 
     def send(slot: Any, version: Any, read: Any, timings: tracing.Timings, handle: Any) -> None:

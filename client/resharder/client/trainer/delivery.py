@@ -191,6 +191,7 @@ class Delivery:
         Raises as `Publisher.publish`; the version is then aborted.
         """
         restarts = 0 if once else _RESTARTS
+        self._transports.stop_preparation()
         while True:
             slot, positions, version = self._begin(step, timings, direct, base_version)
             handle: Handle | None = None

@@ -75,7 +75,7 @@ class FromGpu:
     ) -> Delivered:
         """Deliver as `Transport.deliver`; a model's own tensors that are all on the GPU in one copy."""
         if isinstance(items, LiveItems) and items.device == self._device:
-            self._end_preparation()
+            self.stop_preparation()
             plan, digests = self._write(Path(version.folder), slot, items, releases, register=not version.name)
             if version.name:
                 self._prepare(plan, version.name)
@@ -84,9 +84,15 @@ class FromGpu:
 
     def close(self) -> None:
         """Release the pages of the store's files. No delivery may be under way."""
-        self._end_preparation()
+        self.stop_preparation()
         if self._kept is not None:
             self._kept.close()
+
+    def stop_preparation(self) -> None:
+        """Stop to register files: kernels that a version waits for are about to be launched."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.end()
 
     def wait_prepared(self, timeout: float) -> bool:
         """Wait until files for the next version are registered, or cannot be. Returns False after `timeout` seconds."""
@@ -101,11 +107,6 @@ class FromGpu:
                 return kept.prepare(folder, plan.files, plan.registered, stop)
 
             self._preparation = _Preparation(partial(self._next_files, name), register)
-
-    def _end_preparation(self) -> None:
-        preparation, self._preparation = self._preparation, None
-        if preparation is not None:
-            preparation.end()
 
     def _write(
         self, folder: Path, slot: AssignedSlot, items: LiveItems, releases: Releases, *, register: bool

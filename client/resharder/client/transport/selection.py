@@ -71,6 +71,11 @@ class TransportSelector:
         address = data_port(self._channel, data_address)
         return HttpChunks(self._channel, address) if address is not None else GrpcChunks(self._channel, NO_DATA_PORT)
 
+    def stop_preparation(self) -> None:
+        """Stop what goes on between versions. A delivery stops it too, but later than servers begin to read the same memory."""
+        if self._from_gpu is not None:
+            self._from_gpu.stop_preparation()
+
     def close(self) -> None:
         """Release what transports keep from version to version. No delivery may be under way."""
         if self._from_gpu is not None:
