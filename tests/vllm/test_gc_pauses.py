@@ -3,10 +3,20 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
+import numpy as np
 import pytest
+from resharder.client.inference.worker.receiver import EarlyVersion, compare_with_store
 from resharder.client.runtime import gc_pauses
 from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
+from resharder.client.versions.manifest import BoxDigests, NeededDigests, VersionManifest
+from resharder.converters.geometry.layout import Piece, TensorSpec, full_box
+from resharder.converters.storage.files import lay_out
+from resharder.converters.wire.boxes import spec_to_proto
+from resharder.v1 import resources_pb2, server_pb2
 
 
 class Thing:
@@ -137,3 +147,34 @@ def test_a_collector_that_was_off_stays_off_and_errors_leave_it_as_it_was() -> N
     with gc_paused():
         pass
     assert not gc.isenabled()
+
+
+def test_versions_of_many_tensors_are_compared_with_the_store_without_a_freeze_after_the_first() -> None:
+    """And so without a full collection, which with the objects of an engine takes half a second."""
+    specs = [TensorSpec(f"model.layers.{i // 400}.mlp.experts.{i % 400}.w", "BF16", (8, 8)) for i in range(18_867)]
+    answer = server_pb2.Manifest(
+        version=resources_pb2.Version(name="models/m/versions/1", number=1),
+        tensors=[server_pb2.ManifestTensor(spec=spec_to_proto(spec), digest=i) for i, spec in enumerate(specs)],
+        files=[server_pb2.ManifestFile(path=f.path, header=f.header, size_bytes=f.size) for f in lay_out(specs)],
+    ).SerializeToString()
+    channel: Any = SimpleNamespace(grpc=grpc.insecure_channel("127.0.0.1:1"))
+    channel.call = lambda method, request, **options: server_pb2.Manifest.FromString(answer)
+    pieces = tuple(Piece(spec.name, full_box(spec.shape), spec.name, 0, (8, 1)) for spec in specs)
+    needs = {spec.name: (full_box(spec.shape),) for spec in specs}
+    early, digests = EarlyVersion("models/m/versions/1", "", pieces, b""), np.arange(len(specs), dtype=np.uint64)
+    needed: list[NeededDigests] = []
+
+    def stored(manifest: VersionManifest) -> BoxDigests:
+        if not needed:
+            needed.append(NeededDigests(manifest.specs, needs))
+        assert needed[0].are_of(manifest.specs, needs)
+        return needed[0].of(channel, manifest)
+
+    blocks = []
+    for _ in range(4):
+        with gc_paused():
+            found = compare_with_store(channel, early, digests, stored, lambda: True)
+        assert found is not None
+        assert not found[1]
+        blocks.append(gc_pauses._blocks)
+    assert blocks[1:] == blocks[:1] * 3
