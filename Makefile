@@ -26,8 +26,9 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(BIN)/pip install -q -e '.[server,client]' --group dev
 	touch $@
 
-demo: setup
-	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
+# ENGINE=sglang: with an SGLang server, in its own venv.
+demo: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang/.ready)
+	$(if $(filter sglang,$(ENGINE)),.venv-sglang/bin,$(BIN))/python -m demo.main --engine $(or $(ENGINE),vllm) $(if $(JSON),--json $(JSON))
 
 # A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30; LORA=1 trains an adapter.
 example: setup

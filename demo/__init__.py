@@ -1,1 +1,1 @@
-"""Demonstration of the whole path from a trainer to vLLM: `make demo`."""
+"""Demonstration of the whole path from a trainer to a server of vLLM or SGLang: `make demo`."""

@@ -1,8 +1,9 @@
-"""From Megatron to a running vLLM, end to end, on one CPU box: `make demo`.
+"""From Megatron to a running server, end to end, on one CPU box: `make demo`, or `make demo ENGINE=sglang`.
 
-For a dense and a mixture-of-experts Qwen3: a daemon, four real Megatron ranks, and a vLLM server that boots from the daemon with
-no checkpoint on any disk. Three versions are published while a client streams tokens. Each is verified: the stored version
-has the published digests, the installed tensors have the stored digests, and the answers equal those of Megatron's own forward.
+For a dense and a mixture-of-experts Qwen3: a daemon, four real Megatron ranks, and a server of vLLM or SGLang that boots from
+the daemon with no checkpoint on any disk. Three versions are published while a client streams tokens. Each is verified: the
+stored version has the published digests, the installed tensors have the stored digests, and the answers equal those of Megatron's
+own forward.
 At the end, a new server that loads the exported folder has to give exactly the same answers.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from demo.engines import ENGINES, Engine
 from demo.proofs import Proven, digests_equal, export, installed, resharder
 from demo.report import RunResult, VersionResult, as_json
 from demo.stream import Stream
@@ -38,22 +40,21 @@ RUNS: dict[str, dict[str, Any]] = {
 console = Console(highlight=False, width=150)
 
 
-def run(title: str, settings: dict[str, Any]) -> RunResult:
+def run(engine: Engine, title: str, settings: dict[str, Any]) -> RunResult:
     with TemporaryDirectory(prefix="resharder-demo-") as temporary, Daemon() as daemon:
         folder = Path(temporary)
         console.rule(title)
         with TrainerJob(daemon.endpoint, "policy", folder, settings) as trainer:
             boot = trainer.ask(do="publish", step=0)
-            console.print(f"four Megatron ranks published version {boot['version']}; vLLM boots from the daemon …")
+            console.print(f"four Megatron ranks published version {boot['version']}; {engine.name} boots from the daemon …")
             resharder("fetch-config", folder / "config", endpoint=daemon.endpoint)
-            environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
-            with VllmServer(folder / "config", ["--load-format", "resharder"], environment) as server:
+            with engine.following(folder / "config", daemon.endpoint) as server:
                 console.print(f"serving version {server.generate(PROMPT, 1).version} after {server.ready_seconds:.0f} s")
-                result, answer = publish_and_prove(title, daemon, trainer, server, folder / "export")
-        console.print("a fresh vLLM loads the exported folder …")
+                result, answer = publish_and_prove(engine, title, daemon, trainer, server, folder / "export")
+        console.print(f"a fresh {engine.name} loads the exported folder …")
         last = result.versions[-1].version
-        with VllmServer(folder / "export" / str(last)) as fresh:
-            reference = fresh.generate(PROMPT, TOKENS)
+        with engine.alone(folder / "export" / str(last)) as fresh:
+            reference = engine.answer(fresh, PROMPT, TOKENS)
         result.fresh_server_equal = (reference.token_ids, reference.logprobs) == (answer.token_ids, answer.logprobs)
         equal = "equal" if result.fresh_server_equal else "DIFFER FROM"
         console.print(f"tokens and logprobs of the updated server {equal} those of the fresh one, to the last bit")
@@ -61,9 +62,10 @@ def run(title: str, settings: dict[str, Any]) -> RunResult:
 
 
 def publish_and_prove(
-    title: str, daemon: Daemon, trainer: TrainerJob, server: VllmServer, exports: Path
+    engine: Engine, title: str, daemon: Daemon, trainer: TrainerJob, server: VllmServer, exports: Path
 ) -> tuple[RunResult, Answer]:
-    result = RunResult(title, "megatron-core, 4 ranks under torchrun", "vLLM on CPU, one worker")
+    """Return the results, and the server's answer on the last version when no client streams any more."""
+    result = RunResult(title, "megatron-core, 4 ranks under torchrun", f"{engine.name} on CPU, one worker")
     with Stream(server, PROMPT) as stream:
         for step in (1, 2, 3):
             before = server.generate(PROMPT, TOKENS)
@@ -77,7 +79,7 @@ def publish_and_prove(
     result.streamed_tokens, result.stream_unbroken = stream.tokens, stream.unbroken
     console.print(table(result))
     console.print(f"meanwhile a client streamed {stream.tokens} tokens; {'unbroken' if stream.unbroken else stream.error}")
-    return result, after
+    return result, engine.answer(server, PROMPT, TOKENS)
 
 
 def judge(trainer: TrainerJob, published: dict[str, Any], install: Proven, before: Answer, after: Answer) -> VersionResult:
@@ -111,9 +113,10 @@ def table(result: RunResult) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="what serves (default: vllm)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    results = [run(title, settings) for title, settings in RUNS.items()]
+    results = [run(ENGINES[arguments.engine], title, settings) for title, settings in RUNS.items()]
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(results), indent=2))
     ok = all(result.ok for result in results)

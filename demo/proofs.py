@@ -65,5 +65,5 @@ def digests_equal(daemon: Daemon, version: int, folder: Path) -> bool:
 
 def resharder(*arguments: str | Path, endpoint: str) -> None:
     """Run the `resharder` command. Raises CalledProcessError."""
-    command = [Path(sys.executable).with_name("resharder"), *map(str, arguments), "--json"]
+    command = [sys.executable, "-m", "resharder.client", *map(str, arguments), "--json"]
     subprocess.run(command, env=os.environ | {"RESHARDER_ENDPOINT": endpoint}, check=True, stdout=subprocess.DEVNULL)

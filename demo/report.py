@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-LOGPROB_TOLERANCE = 1e-4  # fp32; Megatron and vLLM sum in different orders
+LOGPROB_TOLERANCE = 1e-4  # fp32; Megatron and the engines sum in different orders
 
 
 @dataclass

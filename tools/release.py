@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _NUMBER = r"\d+\.\d+\.\d+"
 _NAMED = re.compile(
-    r'(?P<before>^version = "|^version: |^appVersion: "|resharderd:|resharder-vllm:|newTag: |\bresharder-|user-agent: resharder/)'
+    r'(?P<before>^version = "|^version: |^appVersion: "|resharderd:|resharder-(?:vllm|sglang):|newTag: |\bresharder-|'
+    r"user-agent: resharder/)"
     rf"(?P<number>{_NUMBER})",
     re.M,
 )

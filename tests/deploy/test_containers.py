@@ -17,6 +17,7 @@ DEPLOY = ROOT / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 CONTAINERS = sorted((DEPLOY / "containers").glob("*.Dockerfile"))
 USER = "10001:10001"
+ENGINES = ("vllm", "sglang")
 
 
 @pytest.fixture
@@ -48,17 +49,29 @@ def test_images_of_others_are_named_by_their_digests() -> None:
         assert len(re.findall(r"^FROM ", file.read_text(), re.MULTILINE)) == 2
     assert len(images) == 4
     images += [service["image"] for service in yaml.safe_load(COMPOSE.read_text())["services"].values()]
-    foreign = [image for image in images if not image.startswith(("resharderd:", "resharder-vllm:"))]
+    foreign = [image for image in images if not image.startswith(("resharderd:", "resharder-vllm:", "resharder-sglang:"))]
     assert len(foreign) == 6
     assert all(re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", image) for image in foreign), foreign
 
 
 def test_the_images_are_those_that_compose_starts(services: dict[str, Any]) -> None:
-    for name, image in (("resharderd", "daemon"), ("vllm", "vllm"), ("node", "daemon"), ("node-vllm", "vllm")):
+    daemons, engines = ("resharderd", "node"), ("vllm", "node-vllm", "sglang", "node-sglang")
+    for name, image in [*((name, "daemon") for name in daemons), *((name, "engine") for name in engines)]:
         build = services[name]["build"]
         assert (COMPOSE.parent / build["context"]).resolve() == ROOT
         assert ROOT / build["dockerfile"] == DEPLOY / "containers" / f"{image}.Dockerfile"
         assert services[name]["user"] == USER
+    for name in engines:
+        extra = services[name]["build"].get("args", {}).get("EXTRA", "vllm")
+        assert services[name]["image"].startswith(f"resharder-{extra}:")
+        assert extra in name
+
+
+def test_sglangs_image_is_of_the_release_that_is_tested() -> None:
+    (release,) = re.findall(r"^SGLANG := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    files = [COMPOSE, DEPLOY / "containers" / "engine.Dockerfile", ROOT / "docs" / "deploy.md", ROOT / "docs" / "releasing.md"]
+    for file in files:
+        assert set(re.findall(r"lmsysorg/sglang:v([\d.]*\d)", file.read_text())) == {release}, file
 
 
 def test_the_compose_file_is_one() -> None:
@@ -73,6 +86,8 @@ def test_each_machine_starts_its_own_services_by_a_profile(services: dict[str, A
     assert started == {
         "daemon": {"resharderd", "vllm"},
         "node": {"node", "node-vllm"},
+        "daemon-sglang": {"resharderd", "sglang"},
+        "node-sglang": {"node", "node-sglang"},
         "monitoring": {"prometheus", "grafana"},
     }
     for profile, names in started.items():
@@ -91,8 +106,11 @@ def test_a_node_without_a_daemons_address_does_not_start(services: dict[str, Any
         NodeConfig()
 
 
-def test_node_and_server_of_a_further_machine_share_its_memory(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    node, server = services["node"], services["node-vllm"]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_node_and_server_of_a_further_machine_share_its_memory(
+    services: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, server = services["node"], services[f"node-{engine}"]
     for key, value in node["environment"].items():
         monkeypatch.setenv(key, "daemon:7677" if value.startswith("$") else value)
     config = NodeConfig()
@@ -103,14 +121,17 @@ def test_node_and_server_of_a_further_machine_share_its_memory(services: dict[st
     assert config.folder.is_relative_to(mounts.pop().removeprefix("store:"))
 
 
-def test_daemon_and_server_take_their_environment(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_daemon_and_server_take_their_environment(services: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in services["resharderd"]["environment"].items():
         monkeypatch.setenv(key, value)
     config = load(None, {})
-    settings = PluginSettings.from_environment(services["vllm"]["environment"])
+    settings = PluginSettings.from_environment(services[engine]["environment"])
+    assert settings.server == engine
+    assert services[engine]["environment"][f"{engine.upper()}_PLUGINS"] == "resharder"
     assert config.listen == settings.endpoint
     assert config.listen.startswith("127.0.0.1:"), "there are no certificates"
-    mounts = [volume for name in ("resharderd", "vllm") for volume in services[name]["volumes"] if volume.startswith("store:")]
+    mounts = [volume for name in ("resharderd", engine) for volume in services[name]["volumes"] if volume.startswith("store:")]
     assert len(set(mounts)) == 1, "memory is shared where both see the store at one path"
     assert config.store.is_relative_to(mounts[0].removeprefix("store:"))
 

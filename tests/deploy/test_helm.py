@@ -83,6 +83,8 @@ def test_the_values_of_the_page_are_ones_that_the_chart_takes() -> None:
         ),
         ({"fleets": [{"name": "a", "model": "m", "memoryGi": 32}]}, "memoryGi 32 has to be at least 2 more than shmGi 32"),
         ({"fleets": [{"name": "a", "model": "m", "gpus": -1}]}, "/fleets/0/gpus"),
+        ({"fleets": [{"name": "a", "model": "m", "engine": "triton"}]}, "/fleets/0/engine"),
+        ({"fleets": [{"name": "a", "model": "m", "env": {"SGLANG_PLUGINS": ""}}]}, "env of fleet a has SGLANG_PLUGINS"),
         ({"fleets": [{"name": "a", "model": "m", "maxUnavailable": 0}]}, "/fleets/0/maxUnavailable"),
         ({"fleets": [{"name": "a", "model": "m", "args": ["tensor-parallel-size"]}]}, "/fleets/0/args/0"),
         ({"fleets": [{"name": "a", "model": "m", "env": {"RESHARDER_MODEL": "other"}}]}, "env of fleet a has RESHARDER_MODEL"),
@@ -136,6 +138,24 @@ def test_gpus_tolerations_node_selectors_arguments_and_variables_reach_the_pods_
     assert judge["tolerations"] == [{"key": "judges", "operator": "Exists"}]
     assert {"name": "RESHARDER_HOLD_SECONDS", "value": "30"} in judge["containers"][0]["env"]
     assert {"name": "RESHARDER_HOLD_SECONDS", "value": "30"} not in policy["containers"][0]["env"]
+
+
+def test_fleets_of_both_engines_are_in_one_release() -> None:
+    fleets = [
+        {"name": "policy", "model": "policy"},
+        {"name": "fast", "model": "policy", "engine": "sglang", "args": ["--tp-size=2"]},
+    ]
+    found = of(helm.resources({"fleets": fleets}), "StatefulSet")
+    for name, engine, option in (("policy", "vllm", "--load-format=resharder"), ("fast", "sglang", "--tp-size=2")):
+        spec = pod(found[f"resharder-fleet-{name}"])
+        (container,) = spec["containers"]
+        assert container["name"] == engine
+        assert option in container["command"]
+        assert {one["image"].split("/")[-1].split(":")[0] for one in (*spec["initContainers"], container)} == {
+            f"resharder-{engine}"
+        }
+        plugins = {one["name"] for one in container["env"] if one["name"].endswith("_PLUGINS")}
+        assert plugins == {f"{engine.upper()}_PLUGINS"}
 
 
 def test_an_issuer_of_the_cluster_takes_the_place_of_the_charts_authority() -> None:

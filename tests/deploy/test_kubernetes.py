@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import kubernetes_validate
@@ -12,6 +13,8 @@ import typer
 import yaml
 from resharder.client.cli import app
 from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.sglang.refusals import refuse_settings
+from resharder.client.inference.sglang.routes import ROUTES as SGLANG_ROUTES
 from resharder.server.config import Config, load
 from resharder.server.node.main import NodeConfig
 
@@ -23,6 +26,7 @@ KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 VERSIONS = ("1.29", "1.32", "1.34")
 CHARTS = ("chart-memory", "chart-disk", "chart-host")
+SGLANG = ("component-sglang", "chart-sglang")
 NOT_KUBERNETES = {"cert-manager.io/v1", "monitoring.coreos.com/v1"}  # their schemas are with cert-manager and the operator
 UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
 Resource = dict[str, Any]
@@ -31,6 +35,11 @@ Resource = dict[str, Any]
 @cache
 def built(overlay: str) -> list[Resource]:
     """Return the resources of an overlay, or of the chart with one kind of store and every option enabled."""
+    if overlay == "component-sglang":
+        with TemporaryDirectory() as folder:
+            return extended(Path(folder), "sglang")
+    if overlay == "chart-sglang":
+        return helm.resources({"fleetDefaults": {"engine": "sglang"}})
     if overlay in CHARTS:
         trainer = {"enabled": True, "image": "registry.example/trainer:1", "command": ["python", "train.py"]}
         store, daemon = {"kind": overlay.removeprefix("chart-")}, {"nodeSelector": {"resharder-store": "here"}}
@@ -39,7 +48,15 @@ def built(overlay: str) -> list[Resource]:
     return [*yaml.safe_load_all(checked(kubectl, "kustomize", KUBERNETES / "overlays" / overlay))]
 
 
-@pytest.fixture(params=[*OVERLAYS, *CHARTS])
+def extended(folder: Path, component: str) -> list[Resource]:
+    """Return the resources of an overlay of one's own, in `folder`: that of the disk store with a component."""
+    here = Path(os.path.relpath(KUBERNETES, folder.resolve()))
+    own = {"namespace": "resharder", "resources": [f"{here}/overlays/disk"], "components": [f"{here}/components/{component}"]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    return [*yaml.safe_load_all(checked(tool("kubectl", "the Kubernetes project's own package"), "kustomize", folder))]
+
+
+@pytest.fixture(params=[*OVERLAYS, *CHARTS, *SGLANG])
 def resources(request: pytest.FixtureRequest) -> list[Resource]:
     return built(request.param)
 
@@ -182,8 +199,13 @@ def test_the_plugin_takes_the_environment_of_the_fleet(resources: list[Resource]
     assert there["RESHARDER_TLS_CA"] != found["RESHARDER_TLS_CA"]
     settings = PluginSettings.from_environment(there)
     assert (settings.model, settings.fleet, settings.server) == ("policy", "policy", "fleet-0")
-    assert found["VLLM_PLUGINS"] == "resharder"
-    assert "--load-format=resharder" in server["command"]
+    if server["name"] == "sglang":
+        assert found["SGLANG_PLUGINS"] == "resharder"
+        refuse_settings(settings)
+        assert all("resharder-sglang:" in one["image"] for one in containers(pods(resources)["fleet"]))
+    else:
+        assert found["VLLM_PLUGINS"] == "resharder"
+        assert "--load-format=resharder" in server["command"]
 
 
 def test_the_readiness_probe_is_a_command_that_there_is(resources: list[Resource]) -> None:
@@ -200,7 +222,9 @@ def test_the_readiness_probe_is_a_command_that_there_is(resources: list[Resource
 
 def test_a_server_is_never_restarted_for_a_shut_gate(resources: list[Resource]) -> None:
     *_, server = containers(pods(resources)["fleet"])
-    assert {server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {"/version"}
+    passing = "/model_info" if server["name"] == "sglang" else "/version"
+    assert passing == "/version" or passing in SGLANG_ROUTES.ungated
+    assert {server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {passing}
     started = server["startupProbe"]
     assert started["periodSeconds"] * started["failureThreshold"] > 2 * PluginSettings.boot_wait_seconds
 
@@ -225,7 +249,8 @@ def test_daemon_and_servers_have_time_to_drain(
     assert grace >= config.drain_seconds + 15
     *_, server = containers(pods(resources)["fleet"])
     waits = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
-    (ends,) = (int(argument.partition("=")[2]) for argument in server["command"] if argument.startswith("--shutdown-timeout"))
+    given = (int(argument.partition("=")[2]) for argument in server["command"] if argument.startswith("--shutdown-timeout"))
+    ends = next(given, 120)  # SGLang waits for requests without a bound of its own
     assert pods(resources)["fleet"]["spec"]["terminationGracePeriodSeconds"] >= waits + ends + 15
 
 
@@ -278,11 +303,7 @@ def test_versions_are_where_the_overlay_says(
 
 
 def test_an_overlay_of_ones_own_may_let_trainers_and_servers_reach_each_other(tmp_path: Path) -> None:
-    here = Path(os.path.relpath(KUBERNETES, tmp_path))
-    own = {"namespace": "resharder", "resources": [f"{here}/overlays/disk"], "components": [f"{here}/components/direct-path"]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
-    made = checked(tool("kubectl", "the Kubernetes project's own package"), "kustomize", tmp_path)
-    (more,) = (one for one in yaml.safe_load_all(made) if one not in built("disk"))
+    (more,) = (one for one in extended(tmp_path, "direct-path") if one not in built("disk"))
     kubernetes_validate.validate(more, VERSIONS[-1], strict=True)
     assert more["spec"]["podSelector"]["matchLabels"].items() <= pods(built("disk"))["fleet"]["metadata"]["labels"].items()
     trainers = more["spec"]["ingress"][0]["from"]
@@ -291,10 +312,7 @@ def test_an_overlay_of_ones_own_may_let_trainers_and_servers_reach_each_other(tm
 
 
 def test_an_overlay_of_ones_own_may_have_a_node_on_every_host_of_the_fleet(tmp_path: Path) -> None:
-    here = Path(os.path.relpath(KUBERNETES, tmp_path))
-    own = {"namespace": "resharder", "resources": [f"{here}/overlays/disk"], "components": [f"{here}/components/nodes"]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
-    made = [*yaml.safe_load_all(checked(tool("kubectl", "the Kubernetes project's own package"), "kustomize", tmp_path))]
+    made = extended(tmp_path, "nodes")
     for one in (one for one in made if one["apiVersion"] not in NOT_KUBERNETES):
         kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
     (node,) = of(made, "DaemonSet")

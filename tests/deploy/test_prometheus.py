@@ -22,14 +22,15 @@ NAMED = re.compile(r"\bresharder_[a-z0-9_]+")
 
 
 def exported() -> set[str]:
-    """Every sample's name that Prometheus can get of a daemon, or of the plugin."""
+    """Every sample's name that Prometheus can get of a daemon, or of a plugin."""
     daemon, _ = metrics.make("test")
     metrics.show(daemon, lambda: metrics.states.NOTHING)
-    Numbers(plugin := CollectorRegistry())
+    Numbers(vllm := CollectorRegistry())
+    Numbers(sglang := CollectorRegistry(), engine="sglang")
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
     return {
         f"{family.name}{suffix}"
-        for collector in [*daemon._collector_to_names, *plugin._collector_to_names]
+        for collector in [*daemon._collector_to_names, *vllm._collector_to_names, *sglang._collector_to_names]
         for family in (collector.describe() if hasattr(collector, "describe") else collector.collect())
         for suffix in suffixes.get(family.type, ("",))
     }

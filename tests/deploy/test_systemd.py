@@ -11,7 +11,12 @@ from tests.support.tools import checked, tool
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 SYSTEM = Path("/usr/lib/systemd/system")
-PROGRAMS = ("opt/resharder/bin/resharderd", "opt/resharder/bin/resharder-node", "opt/vllm/bin/resharder", "opt/vllm/bin/vllm")
+PROGRAMS = (
+    "opt/resharder/bin/resharderd",
+    "opt/resharder/bin/resharder-node",
+    *(f"opt/vllm/bin/{name}" for name in ("resharder", "vllm")),
+    *(f"opt/sglang/bin/{name}" for name in ("resharder", "python")),
+)
 
 
 @pytest.fixture
@@ -33,13 +38,19 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_units_are_what_systemd_takes(root: Path) -> None:
     analyze = tool("systemd-analyze", "systemd")
-    units = ("resharderd.service", "resharder-node.service", "resharder-vllm@left.service")
+    units = ("resharderd.service", "resharder-node.service", "resharder-vllm@left.service", "resharder-sglang@left.service")
     output = checked(analyze, "verify", "--man=no", f"--root={root}", *units)
     assert output == "", "an option that systemd does not know is a warning only"
 
 
 @pytest.mark.parametrize(
-    ("unit", "exposure"), [("resharderd.service", 1.5), ("resharder-node.service", 1.5), ("resharder-vllm@left.service", 4.0)]
+    ("unit", "exposure"),
+    [
+        ("resharderd.service", 1.5),
+        ("resharder-node.service", 1.5),
+        ("resharder-vllm@left.service", 4.0),
+        ("resharder-sglang@left.service", 4.0),
+    ],
 )
 def test_the_units_are_closed(root: Path, unit: str, exposure: float) -> None:
     analyze = tool("systemd-analyze", "systemd")

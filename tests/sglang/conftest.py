@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 from tests.support.sglang_server import CPU_ENVIRONMENT, STAND_INS
 
-_NEED_SGLANG = [f"test_{name}.py" for name in ("embedded", "faults", "fleet", "ranks", "routes", "scheduler", "server")]
+_NEED_SGLANG = [
+    f"test_{name}.py" for name in ("commands", "embedded", "faults", "fleet", "ranks", "routes", "scheduler", "server")
+]
 collect_ignore_glob = [] if find_spec("sglang") else _NEED_SGLANG
 if find_spec("sglang"):
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", CPU_ENVIRONMENT["SGLANG_USE_CPU_ENGINE"])
