@@ -1,5 +1,6 @@
 """Files whose pages stay registered: who may write when, what the kernel's leases show, and when pages are released."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,38 @@ def test_pages_are_registered_once_and_again_only_for_other_boxes(runtime: Runti
     again[0].close()
     kept.close()
     assert not runtime.registered
+
+
+WARNED = (
+    "this process may open too few files to keep those of the store registered (at most {}, a quarter of `ulimit -n`; raise it): "
+    "versions are copied through buffers, at about half of the speed"
+)
+
+
+def test_more_files_than_the_process_may_well_open_are_not_registered(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept, before = KeptPages(CPU, most=1), len(os.listdir("/proc/self/fd"))
+    assert kept.prepare(folder, FILES, SPANS, lambda: False)
+    assert kept.open(folder, FILES, SPANS, register=True) is None
+    assert [record.message for record in caplog.records] == [WARNED.format(1)]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_that_cannot_all_be_open_at_once_go_through_buffers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, plain, before = KeptPages(CPU, most=100), os.open, len(os.listdir("/proc/self/fd"))
+    assert kept.prepare(folder, FILES, SPANS, lambda: False)
+
+    def full(path: Path, flags: int) -> int:
+        if Path(path).name == FILES[1].path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return plain(path, flags)
+
+    monkeypatch.setattr(kept_pages.os, "open", full)
+    assert kept.open(folder, FILES, SPANS, register=False) is None
+    assert [record.message for record in caplog.records] == [WARNED.format(100)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert unwritten_elsewhere(folder / FILES[0].path)
 
 
 def test_files_are_registered_before_a_version_has_them_one_by_one_until_they_are_wanted(runtime: Runtime, folder: Path) -> None:

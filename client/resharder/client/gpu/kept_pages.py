@@ -10,8 +10,11 @@ more. It grants the daemon's leases as for any closed file.
 What the leases do not show is a copy of this process's own. Hence a file is open for writing for as long as one may run.
 """
 
+import errno
 import logging
 import os
+import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +23,9 @@ from resharder.client.gpu.pinned_pages import WRITABLE, Busy, Registered, Stop, 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import AddressRange, Span
 
+_FEW_FILES = (
+    "this process may open too few files to keep those of the store registered (at most %d, a quarter of `ulimit -n`; raise it)"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -38,10 +44,18 @@ class OpenPages:
 
 
 class KeptPages:
-    """Registered pages of all files that a rank has written and that the store may use again. Not thread-safe."""
+    """Registered pages of all files that a rank has written and that the store may use again. Not thread-safe.
 
-    def __init__(self, device: torch.device) -> None:
+    Each file takes a descriptor for as long as it is kept, and one more while it is open.
+
+    Args:
+        device: Device that writes.
+        most: Most files; by default a quarter of those that this process may open.
+    """
+
+    def __init__(self, device: torch.device, most: int | None = None) -> None:
         self._device = device
+        self._most = _a_quarter() if most is None else most
         self._files: dict[tuple[int, int], _KeptFile] = {}  # by device and inode
         self._refused = not pages_stay_in_place(device)
 
@@ -57,8 +71,7 @@ class KeptPages:
             register: Whether to register files that are new, which takes as long as a copy of their bytes.
 
         Returns:
-            The open files. None if one of them is new and is not to be registered, or CUDA cannot register it, which the log
-            explains once.
+            The open files. None if one of them is new and is not to be registered, or cannot be, which the log explains once.
 
         Raises:
             OSError: A file cannot be opened. FileNotFoundError if it is gone. None stays open.
@@ -69,9 +82,12 @@ class KeptPages:
         for file, some in zip(files, spans, strict=True):
             try:
                 pages = None if self._refused else self._open(folder / file.path, file.size, some, register, busy=never)
-            except BaseException:
+            except BaseException as error:
                 _close_all(opened)
-                raise
+                if not (isinstance(error, OSError) and error.errno == errno.EMFILE):
+                    raise
+                self._refuse(_FEW_FILES, self._most)
+                pages = None
             if pages is None:
                 _close_all(opened)
                 self._close_if_refused()
@@ -131,10 +147,12 @@ class KeptPages:
             if kept is not None and kept.spans != spans:
                 self._files.pop(key).close()
                 kept = None
-            if kept is None and register:
+            if kept is None and register and len(self._files) >= self._most:
+                self._refuse(_FEW_FILES, self._most)
+            elif kept is None and register:
                 kept = self._files[key] = _KeptFile(descriptor, size, spans, self._device)
                 if not kept.register(descriptor, busy):
-                    self._refuse()
+                    self._refuse("CUDA cannot register the pages of the store's files")
                     kept = None
             if kept is not None:
                 kept.show(descriptor)
@@ -145,15 +163,19 @@ class KeptPages:
         os.close(descriptor)
         return None
 
-    def _refuse(self) -> None:
+    def _refuse(self, why: str, *values: object) -> None:
         self._refused = True
-        logger.warning(
-            "CUDA cannot register the pages of the store's files: versions are copied through buffers, at about half of the speed"
-        )
+        logger.warning(f"{why}: versions are copied through buffers, at about half of the speed", *values)
 
     def _close_if_refused(self) -> None:
         if self._refused:
             self.close()
+
+
+def _a_quarter() -> int:
+    """Return a quarter of the files that this process may open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
 
 
 class _KeptFile:
