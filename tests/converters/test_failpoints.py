@@ -24,15 +24,20 @@ def _disarmed() -> Iterator[None]:
 
 
 def calls() -> list[str]:
-    """The argument of each call of `failpoint` in the sources."""
+    """The argument of each call of `failpoint` in the sources, and each file point that an object is given for its own call."""
     found = []
     for side in ("client", "server", "converters"):
         for path in (ROOT / side).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint":
-                    (argument,) = node.args
-                    assert isinstance(argument, ast.Constant), f"{path}:{node.lineno}: expected a literal"
-                    found.append(argument.value)
+                if not isinstance(node, ast.Call):
+                    continue
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+                literals = [each.value for each in arguments if isinstance(each, ast.Constant)]
+                if not (isinstance(node.func, ast.Name) and node.func.id == "failpoint"):
+                    found += [each for each in literals if each in FILE_POINTS]
+                elif not (isinstance(arguments[0], ast.Attribute) and arguments[0].attr == "_point"):
+                    assert literals, f"{path}:{node.lineno}: expected a literal, or the point that the object was given"
+                    found += literals
     return found
 
 

@@ -110,9 +110,9 @@ def test_a_seal_that_comes_while_the_version_is_being_aborted_is_told_so(
 ) -> None:
     record, abort, refusals = ranks[0].begin(1), site.store.lifecycle.abort, []
 
-    def slow(*given: str) -> VersionRecord:
+    def slow(*given: str, **options: bool) -> VersionRecord:
         refusals.append(refused(lambda: ranks[0].seal(record), "VERSION_ABORTED"))
-        return abort(*given)  # type: ignore[arg-type]
+        return abort(*given, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(site.store.lifecycle, "abort", slow)
     ranks[0].begin(2)

@@ -11,9 +11,9 @@ PROMPT = [5, 17, 42, 7, 300, 11]
 
 
 async def run(engine: Any, version: int) -> None:
-    from resharder.client.inference.sglang.server import attach
+    from resharder.client import attach_sglang
 
-    handle = await attach(engine)
+    handle = await attach_sglang(engine)
     for wanted in (1, version):
         await handle.wait(wanted, timeout=120)
         with handle.answering() as answer:

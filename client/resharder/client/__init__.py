@@ -1,9 +1,9 @@
-"""Public API of Resharder's clients: trainers, operators, and programs with a vLLM engine.
+"""Public API of Resharder's clients: trainers, operators, and programs with an engine of vLLM or SGLang.
 
     from resharder.client import connect     # a trainer's publisher
     from resharder.client import fill        # a checkpoint or a version into a trainer's model
     from resharder.client import Operator    # queries, fleets, copies of versions
-    from resharder.client import attach      # a vLLM engine in this process
+    from resharder.client import attach      # a vLLM engine in this process; attach_sglang for SGLang's
 
 Conventions: times and timeouts are in seconds, and a timeout of None is no bound; a version is its number, an int, with its
 model; errors form one tree (`errors`).
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
         UsageError,
         VersionAborted,
         WaitTimeout,
+    )
+    from resharder.client.inference.sglang.server import (
+        attach_sglang,
     )
     from resharder.client.inference.vllm.attach import (
         attach,
@@ -126,6 +129,7 @@ _MODULES = {
         "ServersNotAsleep StaleEpoch StaleParameters StoreFailed UnknownTensor UnsupportedModel UsageError VersionAborted "
         "WaitTimeout"
     ),
+    "inference.sglang.server": "attach_sglang",
     "inference.vllm.attach": "attach",
     "integrations.megatron_bridge": "PublishCallback",
     "integrations.vllm": "ResharderTrainerInitInfo ShardSource",
@@ -215,6 +219,7 @@ __all__ = [
     "Worker",
     "__version__",
     "attach",
+    "attach_sglang",
     "connect",
     "fill",
     "import_checkpoint",

@@ -115,7 +115,7 @@ def gate(app: Any, manager: Any) -> None:
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         async with plain(app) as state:
-            handle = await attach(manager, settings, gate=made, address=_address(settings))
+            handle = await attach_sglang(manager, settings, gate=made, address=_address(settings))
             try:
                 yield state
             finally:
@@ -139,7 +139,7 @@ def check(model_config: Any, settings: PluginSettings) -> None:
         raise UsageError(f"{problem}: start SGLang without it, or leave resharder out of SGLANG_PLUGINS")
 
 
-async def attach(
+async def attach_sglang(
     engine: Any, settings: PluginSettings | None = None, *, gate: "Gate | None" = None, address: str = ""
 ) -> "AttachedEngine":
     """Attach an engine to the daemon. Returns at once, even if the daemon is away.
