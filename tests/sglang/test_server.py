@@ -4,6 +4,7 @@ The tests share the server and run in order; each leaves it serving.
 """
 
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ CONFIG = tiny_config("qwen3", num_hidden_layers=2)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running(tmp_path_factory.mktemp("config"), CONFIG) as built:
+    with running(tmp_path_factory.mktemp("config"), CONFIG, arguments=["--enable-metrics"]) as built:
         yield built
 
 
@@ -45,6 +46,15 @@ def test_it_follows_new_versions_by_boxes(site: Site) -> None:
     (worker,) = server.workers
     needed = sum(tensor.numel() * 4 for tensor in random_weights(CONFIG, 1).values())
     assert worker.boxed_bytes == worker.needed_bytes == needed
+
+
+def test_metrics_of_the_gate_are_on_its_page(site: Site) -> None:
+    version = site.serve()
+    page = site.server.request("GET", "/metrics").body.decode()
+    (served,) = re.findall(r"^resharder_sglang_served_version(?:{.*})? (\S+)$", page, re.MULTILINE)
+    assert float(served) == version
+    assert re.search(r'^resharder_sglang_gate_position{.*position="open".*} 1.0$', page, re.MULTILINE)
+    assert "sglang:" in page, "its own"
 
 
 def test_a_request_in_flight_goes_on_and_each_of_its_tokens_comes_from_the_version_that_its_label_names(site: Site) -> None:

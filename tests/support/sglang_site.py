@@ -1,7 +1,7 @@
 """A daemon, a publisher in the test's process and one SGLang server that follows it, for tests in `.venv-sglang`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,9 +68,13 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def running(
-    folder: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None, **options: Any
+    folder: Path,
+    config: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+    **options: Any,
 ) -> Iterator[Site]:
-    """Start it; the server serves version 1. `environment`: of the server. `options`: the daemon's."""
+    """Start it; the server serves version 1. `environment`, `arguments`: of the server. `options`: the daemon's."""
     write_config(folder, config)
     job: dict[str, Any] = {"job": "j", "rank": 0, "world_size": 1, "config": dict(config), "tokenizer": folder}
     with (
@@ -78,9 +82,8 @@ def running(
         connect(daemon.endpoint, model="policy", **job) as publisher,
         Operator(daemon.endpoint) as operator,
     ):
-        server = SGLangServer(
-            folder, env={"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one", **(environment or {})}
-        )
+        given = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one", **(environment or {})}
+        server = SGLangServer(folder, arguments, given)
         site = Site(folder, config, daemon, publisher, server, operator)
         site.publish()
         with server:
