@@ -38,13 +38,23 @@ def _name(number: int) -> str:
     return f"rh{os.getpid()}-{number}"
 
 
+def _free_network() -> str:
+    """Return the first three bytes of addresses of which no interface here has one: a process that was killed leaves its bridge.
+
+    They are of the range for benchmarks of networks.
+    """
+    taken = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True).stdout
+    networks = (f"198.18.{(os.getpid() + number) % 256}" for number in range(256))
+    return next(network for network in networks if f" {network}." not in taken)
+
+
 class Hosts:
     """`count` hosts beside the one of this process, which has the bridge. `rate`: as `tc` writes it, such as `500mbit`."""
 
     def __init__(self, count: int, rate: str) -> None:
         self._count, self._rate = count, rate
         self.bridge = f"rh{os.getpid()}"
-        self._network = f"198.18.{os.getpid() % 256}"  # of the range for benchmarks of networks
+        self._network = _free_network()
         self.address, self.second_address = f"{self._network}.254", f"{self._network}.253"
 
     def command(self, host: int, *command: str) -> list[str]:
