@@ -31,7 +31,7 @@ from tests.failpoints.roles import SHAPES
 
 TAGS = ("weights", "kv_cache")
 WORKER_METHODS = {method.__name__: method for method in worker_rpc.METHODS}
-"""What the plugin adds to vLLM's workers, by name."""
+"""Methods that the plugin adds to vLLM's workers, by name."""
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -1,4 +1,4 @@
-"""What the plugin refuses before it starts anything, without SGLang."""
+"""Refusals of the plugin before it starts anything, without SGLang."""
 
 import json
 from pathlib import Path

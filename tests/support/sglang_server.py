@@ -51,7 +51,7 @@ def _other_models() -> str:
 
 
 def environment(tp: int = 1) -> dict[str, str]:
-    """What makes SGLang start on two cores without a network."""
+    """Environment in which SGLang starts on two cores without a network."""
     paths = [str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0-1"] * tp)} if tp > 1 else {}
     return CPU_ENVIRONMENT | bound | {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_DISABLED_MODEL_ARCHS": _other_models()}

@@ -61,7 +61,7 @@ class Site:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """What a server's model folder has: config and tokenizer, no weights."""
+    """Files of a server's model folder: config and tokenizer, no weights."""
     save_tokenizer(folder, config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config))
 

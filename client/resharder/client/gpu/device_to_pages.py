@@ -81,7 +81,7 @@ class DeviceToPages:
                         table.run(k)
                         marks.append(self._copies.mark(blocking=True))
                     if k == self._rounds // 2:  # beside the copies, and later than servers read the same memory
-                        digester.begin()
+                        digester.begin()  # anew, also after a version that failed
                         digester.begin_all()
                 if k >= _DEPTH:
                     _finish(rounds, k - _DEPTH, marks)

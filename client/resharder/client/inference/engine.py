@@ -79,7 +79,7 @@ class SleepState:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine is and can do, as its control side and operators see it."""
+    """Name, size and capabilities of an engine, for its control side and for operators."""
 
     name: str
     """Name in metrics."""

@@ -38,7 +38,7 @@ _log = structlog.get_logger("resharder.store")
 
 
 class SetHost(NamedTuple):
-    """What a pool asks of the store or the node that has it, with the lock."""
+    """Callbacks of a pool to the store or the node that has it. Called with the lock held."""
 
     wants_another: Callable[[], bool]
     """Whether a set that has ended is of use, beside the ones that are there."""

@@ -17,7 +17,7 @@ from resharder.client.inference.control.gate import App, Receive, Scope
 from resharder.client.inference.control.labels import UNCONFIRMED, Message, Send, header
 
 PUBLISH = "publish the weights as a version (`resharder.client.connect`, or `resharder import`)"
-"""What to do instead of a call that changes weights."""
+"""Advice in the refusal of a call that changes weights."""
 _LONGEST_BODY = 1 << 16  # bytes; a longer body of a call whose rule depends on the body is refused unread
 
 

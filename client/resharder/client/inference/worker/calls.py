@@ -1,4 +1,4 @@
-"""What a control side calls in every worker, by the names that it uses.
+"""Calls of a control side to every worker, by name.
 
 The calls return plain dicts and do not raise: an exception in one of several workers would leave the others' answers without
 one of its own (in vLLM it shifts all later replies of the engine, issue 49972).
