@@ -18,8 +18,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -34,6 +36,7 @@ from benchmarks.direct_layouts import DENSE, EXPERTS
 from benchmarks.systems import IF_NAMED, SYSTEMS
 from benchmarks.systems.base import Setup, TransferAlone, write_folder
 from benchmarks.systems.running import Running, Seen, Wanted, fresh
+from tests.support.tensor_hashes import Held
 from tests.support.tiny_hf import save_tokenizer
 
 MODELS: dict[str, tuple[dict[str, Any], str]] = {  # config, and the trainer's kind of parallelism
@@ -70,24 +73,34 @@ class Result:
         return [value for value in (getattr(each, point) for each in self.seen) if value is not None]
 
 
-def wanted(setup: Setup, vocabulary: int) -> dict[int, Wanted]:
-    """Load the weights of each seed into a fresh engine from a folder; return what it holds and says.
+Reference = tuple[Held, list[tuple[int, float]]]
+"""What a fresh engine holds, and says to each prompt: its token, and how far the next likely one is behind."""
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    return [[(i * 7919 + k * 104729 + 11) % vocabulary for i in range(8)] for k in range(48)]
+
+
+def reference(setup: Setup, seed: int) -> Reference:
+    """Load the weights of a seed into a fresh engine from a folder, on the trainer's GPU if there is one."""
+    with tempfile.TemporaryDirectory(prefix="reference-", dir=setup.folder) as own:
+        write_folder(setup, Path(own), seed)
+        return fresh(setup._replace(gpus=setup.gpus[::-1]), Path(own), prompts(setup.config["vocab_size"]))
+
+
+def wanted(references: Sequence[Reference], vocabulary: int) -> dict[int, Wanted]:
+    """Return what a server of each seed's weights must hold, and say.
 
     The prompt is one whose token differs between the seeds, and is clearly ahead of the next likely one in both.
     """
-    prompts = [[(i * 7919 + k * 104729 + 11) % vocabulary for i in range(8)] for k in range(48)]
-    found = {}
-    for seed in SEEDS:
-        with tempfile.TemporaryDirectory(prefix="reference-", dir=setup.folder) as own:
-            write_folder(setup, Path(own), seed)
-            found[seed] = fresh(setup, Path(own), prompts)
     margins = []
-    for (a, ahead_a), (b, ahead_b) in zip(*(said for _, said in found.values()), strict=True):
+    for (a, ahead_a), (b, ahead_b) in zip(*(said for _, said in references), strict=True):
         margins.append(min(ahead_a, ahead_b) if a != b else -1.0)
-    best = max(range(len(prompts)), key=margins.__getitem__)
+    best = max(range(len(margins)), key=margins.__getitem__)
     if margins[best] <= 0:
         raise RuntimeError("no prompt tells the two sets of weights apart")
-    return {seed: Wanted(held, prompts[best], said[best][0]) for seed, (held, said) in found.items()}
+    asked = prompts(vocabulary)[best]
+    return {seed: Wanted(held, asked, said[best][0]) for seed, (held, said) in zip(SEEDS, references, strict=True)}
 
 
 class Comparison:
@@ -106,13 +119,19 @@ class Comparison:
     def run(self, in_turn: bool) -> None:
         if not self.available:
             return
-        self._wanted = wanted(self.setup, self.setup.config["vocab_size"])
+        with ThreadPoolExecutor(len(SEEDS)) as pool:
+            self._references = [pool.submit(reference, self.setup, seed) for seed in SEEDS]  # while the first systems start
+            for names in [[name] for name in self.available] if in_turn else [self.available]:
+                self._together([name for name in names if not isinstance(SYSTEMS[name], TransferAlone)])
+                for name in names:
+                    if isinstance(SYSTEMS[name], TransferAlone):
+                        self._alone(name)
+
+    @cached_property
+    def _wanted(self) -> dict[int, Wanted]:
+        found = wanted([each.result() for each in self._references], self.setup.config["vocab_size"])
         self._say("two fresh engines have loaded the weights from folders")
-        for names in [[name] for name in self.available] if in_turn else [self.available]:
-            self._together([name for name in names if not isinstance(SYSTEMS[name], TransferAlone)])
-            for name in names:
-                if isinstance(SYSTEMS[name], TransferAlone):
-                    self._alone(name)
+        return found
 
     def _together(self, names: list[str]) -> None:
         with ExitStack() as stack:
@@ -124,13 +143,16 @@ class Comparison:
                 with self._failing(name, system):
                     system.connect(SEEDS[-1])
                     self._say(f"{name} is connected")
+            if not running:
+                return
+            expected = self._wanted
             for number in range(2 + self.rounds):  # the first version of each seed connects and compiles
                 for name, system in running.items():
                     if self.results[name].why or (number > 2 and time.monotonic() > self._end):
                         continue
                     with self._failing(name, system):
                         seed = SEEDS[number % 2]
-                        seen = system.version(seed, self._wanted[seed])
+                        seen = system.version(seed, expected[seed])
                         self._say(f"{name}, version {number + 1}: {_line(seen)}")
                         if number > 1:
                             self.results[name].seen.append(seen)

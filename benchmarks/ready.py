@@ -1,6 +1,7 @@
 """From `publish` to READY of one rank, without servers: `python -m benchmarks.ready [--gpus 0] [--model 1] [--versions 6]`.
 
-For each version: how long `publish` held the trainer, when its copy ended and READY came, and the parts of the rank's delivery.
+For each version: how long `publish` held the trainer, the parts of the rank's delivery, and when the rank had sealed it, the
+daemon had verified it, and it was READY.
 The first versions of a rank register the files of the store's sets, and compile kernels. The limit is a copy of the same bytes
 from pinned memory (on a GPU). `--model`: 0 is Qwen3-8B, 1 Qwen3-30B-A3B; without `--gpus`, small models on a CPU.
 """
@@ -20,6 +21,7 @@ from benchmarks.stores import fast_store
 from benchmarks.vllm_reload import limit_seconds
 from tests.support.collector import Collector
 
+STEP = 3.0  # seconds between versions, in which the store lays out the next files and the rank registers them
 PARTS = re.compile(r"wrote \d+ boxes: ([\d.]+) s to plan, ([\d.]+) s to map, ([\d.]+) s to copy")
 
 
@@ -30,13 +32,14 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=6)
     asked = parser.parse_args()
     cpu = not asked.gpus
-    job, table = (CPU_JOBS if cpu else GPU_JOBS)[asked.model], Table("version", "held", "plan, map, copy", "sealed", "READY")
+    job = (CPU_JOBS if cpu else GPU_JOBS)[asked.model]
+    table = Table("version", "held", "plan, map, copy", "sealed", "verified", "READY")
     with Collector() as collector, fast_store() as (folder, kind):
         os.environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
         with System(job, 1, 0, 0, cpu, gpus=asked.gpus, store=folder / "store") as system:
             published = {1: (system.began, system.published_seconds)}
             for _ in range(1, asked.versions):
-                time.sleep(1)  # as between steps; the store lays out the next files
+                time.sleep(STEP)
                 version = system.publish(direct=False)
                 published[version] = system.began, system.published_seconds
                 system.wait_ready(version)
@@ -45,7 +48,8 @@ def main() -> None:
         for (version, (began, held)), parts in zip(published.items(), wrote, strict=True):
             ends = {span.name: span.end / 1e9 - began for span in collector.spans if span.attributes.get("version") == version}
             took = ", ".join(parts) or "–"
-            table.add_row(str(version), f"{held:.3f}", took, f"{ends['publish']:.3f}", f"{ends['commit']:.3f}")
+            moments = (f"{ends[name]:.3f}" for name in ("publish", "verify", "commit"))
+            table.add_row(str(version), f"{held:.3f}", took, *moments)
     size = 2 * sum(map(prod, expected_shapes(job.config).values()))
     limit = "" if cpu else f"; limit {limit_seconds(size):.3f} s"
     print(f"{job.name}, {size / 1e9:.1f} GB, the store is in {kind}{limit}")

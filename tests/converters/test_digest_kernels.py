@@ -25,6 +25,7 @@ from resharder.converters.storage.digest import (
     digest_torch,
 )
 from resharder.converters.storage.digest_1 import digest_1
+from resharder.converters.storage.digest_loops import copy_rows, sum_matrices, sum_rows
 
 from tests.support.digest_reference import DTYPES, compilations, fold, of_rows, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
@@ -32,7 +33,7 @@ from tests.support.shardings import sharding
 pytestmark = pytest.mark.slow
 
 KERNELS: dict[str, Callable[[int], digests._Kernels]] = {
-    "interpreted": lambda width: digests._Kernels(digests._sum_loop, digests._copy_loop, digests._matrices_loop),
+    "interpreted": lambda width: digests._Kernels(sum_rows.py_func, copy_rows, sum_matrices),
     "compiled": lambda width: digests._kernels(width),
     "numpy": lambda width: digests._NUMPY,
 }
@@ -49,12 +50,12 @@ def anew() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_every_kernel_follows_the_definition_and_leaves_what_is_between_rows(kind: str, dtype: type) -> None:
-    x, b = random_bits((5, 7), dtype), column_weights(4)
+    x, b = random_bits((11, 7), dtype), column_weights(4)
     sum_only, copying, _ = KERNELS[kind](np.dtype(dtype).itemsize)
     x.flags.writeable = False  # as a version's files are mapped
     for first, step in ((0, 1), (3, 2), ((1 << 60) + 1, 7)):
         expected = of_rows(x, first, step, b)
-        target = random_bits((5, 9), dtype, seed=1)
+        target = random_bits((11, 9), dtype, seed=1)
         before = target.copy()
         with np.errstate(over="ignore"):
             assert int(sum_only(x, np.uint64(first), np.uint64(step), b)) == expected
@@ -70,7 +71,9 @@ def test_matrices_in_one_memory_have_the_digests_of_each(kind: str, dtype: type,
     monkeypatch.setattr(digests, "_kernels", lambda width: kernels)
     memory = random_bits((100,), dtype)
     memory.flags.writeable = False
-    places = np.array([(0, 5, 7, 0), (40, 1, 9, 3), (49, 3, 1, (1 << 40) + 1), (60, 0, 4, 0), (60, 4, 10, 2), (0, 1, 100, 0)])
+    places = np.array(
+        [(0, 5, 7, 0), (40, 1, 9, 3), (49, 3, 1, (1 << 40) + 1), (60, 0, 4, 0), (60, 4, 10, 2), (0, 1, 100, 0), (2, 11, 8, 5)]
+    )
     expected = [
         of_rows(memory[at : at + rows * columns].reshape(rows, columns), first, 1, column_weights(columns))
         for at, rows, columns, first in places.tolist()

@@ -80,11 +80,11 @@ SUITES = (
     Suite(
         "digests",
         ("numba",),
-        (f"{CONVERTERS}/storage/digest.py", f"{CONVERTERS}/storage/digest_1.py", f"{SERVER}/store/digests.py"),
+        (*(f"{CONVERTERS}/storage/{name}.py" for name in ("digest", "digest_1", "digest_loops")), f"{SERVER}/store/digests.py"),
         ("tests/converters/test_digest_kernels.py", "tests/converters/test_digest.py"),
         ("tests/server/test_digesting.py",),
         "",
-        r"module|_compiled|_sum_loop|_copy_loop",
+        r"module|_compiled|_fold|_row_weight|sum_rows|copy_rows|sum_matrices",
     ),
     Suite(
         "decisions",

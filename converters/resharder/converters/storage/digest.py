@@ -242,6 +242,8 @@ def _compiled(width: int) -> _Kernels:
         return _NUMPY
     if numba.config.DISABLE_JIT:  # the loops would run in the interpreter
         return _NUMPY
+    from resharder.converters.storage.digest_loops import copy_rows, sum_matrices, sum_rows
+
     types = numba.types
     element = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[width]
     source, target = types.Array(element, 2, "C", readonly=True), types.Array(element, 2, "C")
@@ -252,59 +254,12 @@ def _compiled(width: int) -> _Kernels:
         number(target, source, number, number, weights),
         types.void(memory, places, weights, types.Array(types.uint64, 1, "C")),
     )
-    loops = (_sum_loop, _copy_loop, _matrices_loop)
+    loops = (sum_rows.py_func, copy_rows, sum_matrices)
     try:
         kernels = [numba.njit(signature, nogil=True, cache=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
     except (RuntimeError, OSError):  # no writable folder for compiled code, as on a read-only file system, or the medium is full
         kernels = [numba.njit(signature, nogil=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
     return _Kernels(*kernels)
-
-
-# All loops contain `fold` and `row_weights`: numba is imported late, so there is no compiled helper to call.
-def _sum_loop(source, first, step, b):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for i in range(source.shape[0]):
-        row = np.uint64(0)
-        for j in range(b.shape[0]):
-            x = np.uint64(source[i, j])
-            row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
-        x = (first + np.uint64(i) * step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        total += row * ((x ^ (x >> np.uint64(31))) | np.uint64(1))
-    return total
-
-
-def _copy_loop(target, source, first, step, b):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for i in range(source.shape[0]):
-        row = np.uint64(0)
-        for j in range(b.shape[0]):
-            target[i, j] = source[i, j]
-            x = np.uint64(source[i, j])
-            row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
-        x = (first + np.uint64(i) * step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        total += row * ((x ^ (x >> np.uint64(31))) | np.uint64(1))
-    return total
-
-
-def _matrices_loop(memory, matrices, b, found):  # type: ignore[no-untyped-def]
-    for m in range(matrices.shape[0]):
-        at, rows, columns, first = matrices[m, 0], matrices[m, 1], matrices[m, 2], np.uint64(matrices[m, 3])
-        total = np.uint64(0)
-        for i in range(rows):
-            source = memory[at + i * columns : at + (i + 1) * columns]
-            row = np.uint64(0)
-            for j in range(columns):
-                x = np.uint64(source[j])
-                row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
-            x = (first + np.uint64(i) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
-            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            total += row * ((x ^ (x >> np.uint64(31))) | np.uint64(1))
-        found[m] = total
 
 
 def _matrices_numpy(memory: Array, matrices: Array, b: Array, found: Array) -> None:
