@@ -1,4 +1,4 @@
-"""From `publish` to READY of one rank, without servers: `python -m benchmarks.ready [--gpus 0] [--model 1] [--versions 6]`.
+"""From `publish` to READY of one rank, without servers: `python -m benchmarks.ready [--gpus 0] [--model 1] [--versions 6] [--step 3]`.
 
 For each version: how long `publish` held the trainer, the parts of the rank's delivery, and when the rank had sealed it, the
 daemon had verified it, and it was READY.
@@ -21,7 +21,6 @@ from benchmarks.stores import fast_store
 from benchmarks.vllm_reload import limit_seconds
 from tests.support.collector import Collector
 
-STEP = 3.0  # seconds between versions, in which the store lays out the next files and the rank registers them
 PARTS = re.compile(r"wrote \d+ boxes: ([\d.]+) s to plan, ([\d.]+) s to map, ([\d.]+) s to copy")
 
 
@@ -30,6 +29,9 @@ def main() -> None:
     parser.add_argument("--gpus", default="", help="the rank's")
     parser.add_argument("--model", type=int, default=0, choices=(0, 1))
     parser.add_argument("--versions", type=int, default=6)
+    parser.add_argument(
+        "--step", type=float, default=3, help="seconds between versions: the next files are laid out and registered"
+    )
     asked = parser.parse_args()
     cpu = not asked.gpus
     job = (CPU_JOBS if cpu else GPU_JOBS)[asked.model]
@@ -39,7 +41,7 @@ def main() -> None:
         with System(job, 1, 0, 0, cpu, gpus=asked.gpus, store=folder / "store") as system:
             published = {1: (system.began, system.published_seconds)}
             for _ in range(1, asked.versions):
-                time.sleep(STEP)
+                time.sleep(asked.step)
                 version = system.publish(direct=False)
                 published[version] = system.began, system.published_seconds
                 system.wait_ready(version)

@@ -1,5 +1,6 @@
 """Resharder, as its documentation starts it: no option of `connect`, of the daemon, or of the server's plugin is set.
-`resharder-staged` has `connect(direct_wait=0)`: versions go through the daemon's store.
+The store is in huge pages, as it asks for, where this process may mount them. `resharder-staged` has `connect(direct_wait=0)`:
+versions go through the daemon's store.
 
 A daemon's settings may be given in its environment (`RESHARDERD_KEEP_COUNT=1` where the store has no room for three versions).
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.stores import fast_store
 from benchmarks.systems.base import Points, Sender, Setup, Site, System, missing
 from benchmarks.weights import values
 from tests.support.daemon import Daemon
@@ -104,7 +106,7 @@ class Resharder(System):
 
     @contextmanager
     def site(self, setup: Setup) -> Iterator[Site]:
-        with Daemon(lease_seconds=None, log_format="json") as daemon:
+        with fast_store() as (folder, _), Daemon(lease_seconds=None, log_format="json", store=folder / "store") as daemon:
             yield OurSite(daemon)
 
     def sender(self, setup: Setup) -> Sender:

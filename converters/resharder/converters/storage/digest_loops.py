@@ -1,7 +1,8 @@
 """Loops of digests for numba to compile: what `digest` says, element by element. Only imported where numba is installed.
 
 Arrays are those of `_Kernels` in `digest`. Four rows at a time share the load of a column's weight, which is 1.6 times as fast
-as one after another for elements of 1, 2 and 4 bytes. A copy gains nothing by it.
+as one after another for elements of 1, 2 and 4 bytes. They are rows of the four quarters, since processors fetch ahead along few
+streams of a page. A copy gains nothing by it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -27,25 +28,23 @@ def _row_weight(row):
 @numba.njit
 def sum_rows(source, first, step, b):
     """Return the digest of a matrix, whose rows end where the weights `b` end."""
-    total, rows, columns, i = np.uint64(0), source.shape[0], b.shape[0], 0
-    while i + 4 <= rows:
+    total, quarter, columns = np.uint64(0), source.shape[0] // 4, b.shape[0]
+    for i in range(quarter):
+        at1, at2, at3 = i + quarter, i + 2 * quarter, i + 3 * quarter
         row0, row1, row2, row3 = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
         for j in range(columns):
             weight = np.uint64(b[j])
             row0 += _fold(source[i, j]) * weight
-            row1 += _fold(source[i + 1, j]) * weight
-            row2 += _fold(source[i + 2, j]) * weight
-            row3 += _fold(source[i + 3, j]) * weight
-        row = first + np.uint64(i) * step
-        total += row0 * _row_weight(row) + row1 * _row_weight(row + step)
-        total += row2 * _row_weight(row + np.uint64(2) * step) + row3 * _row_weight(row + np.uint64(3) * step)
-        i += 4
-    while i < rows:
-        row0 = np.uint64(0)
+            row1 += _fold(source[at1, j]) * weight
+            row2 += _fold(source[at2, j]) * weight
+            row3 += _fold(source[at3, j]) * weight
+        total += row0 * _row_weight(first + np.uint64(i) * step) + row1 * _row_weight(first + np.uint64(at1) * step)
+        total += row2 * _row_weight(first + np.uint64(at2) * step) + row3 * _row_weight(first + np.uint64(at3) * step)
+    for i in range(4 * quarter, source.shape[0]):
+        row = np.uint64(0)
         for j in range(columns):
-            row0 += _fold(source[i, j]) * np.uint64(b[j])
-        total += row0 * _row_weight(first + np.uint64(i) * step)
-        i += 1
+            row += _fold(source[i, j]) * np.uint64(b[j])
+        total += row * _row_weight(first + np.uint64(i) * step)
     return total
 
 

@@ -126,7 +126,7 @@ class _Run(NamedTuple):
 
 def _digests(files: MappedFiles, reads: "_Reads | None", boxes: Sequence[TensorBox]) -> list[int]:
     """Digest boxes: small ones that follow each other in a file together, since each call takes longer than their bytes."""
-    found, run = [0] * len(boxes), None
+    found, run, most = [0] * len(boxes), None, _SHARE_BYTES if reads is None else _READ_BYTES
     numbers, matrices = list[int](), list[tuple[int, int, int, int]]()
 
     def digest_run() -> None:
@@ -142,10 +142,10 @@ def _digests(files: MappedFiles, reads: "_Reads | None", boxes: Sequence[TensorB
         columns = spec.shape[-1] if spec.shape else 1
         path, begin = files.places[spec.name]
         begin += start or 0
-        if start is None or not size or size > _READ_BYTES // 2 or (box and box[-1].count != columns) or begin % item:
+        if start is None or not size or size > most // 2 or (box and box[-1].count != columns) or begin % item:
             found[number] = _digest(files, reads, spec, box)
             continue
-        if run is None or run[::2] != (path, begin) or run.item != item or begin + size - run.begin > _READ_BYTES:
+        if run is None or run[::2] != (path, begin) or run.item != item or begin + size - run.begin > most:
             digest_run()
             run = _Run(path, begin, begin, item)
         numbers.append(number)
