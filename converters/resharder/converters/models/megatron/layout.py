@@ -179,11 +179,14 @@ def stale_parameters(model_chunks: Chunks) -> list[str]:
     """
     stale = []
     for number, chunk in enumerate(_chunks(model_chunks)):
-        names = {parameter: name for name, parameter in _unwrap(chunk).named_parameters()}
+        older = list[torch.nn.Parameter]()
         for group in (group for wrapper in _late_gatherers(chunk) for group in _bucket_groups(wrapper)):
             gathered = group.param_gather_dispatched and group.param_gather_handle is None
             if not gathered and _was_used(group):
-                stale += [f"{number}.{names[p]}" for bucket in group.buckets for p in bucket.params_list if p in names]
+                older += (parameter for bucket in group.buckets for parameter in bucket.params_list)
+        if older:  # otherwise no name is needed: 40 ms for 19,000 of them
+            names = {parameter: name for name, parameter in _unwrap(chunk).named_parameters()}
+            stale += [f"{number}.{names[parameter]}" for parameter in older if parameter in names]
     return stale
 
 
