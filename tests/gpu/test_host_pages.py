@@ -1,5 +1,6 @@
 """Boxes go from the host's pages, registered with CUDA, to a GPU and back, and the digests are those of the host."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from resharder.client.gpu.cuda_driver import beside_captures
 from resharder.client.gpu.host_to_device import HostToDevice
-from resharder.client.gpu.pinned_pages import register
+from resharder.client.gpu.pinned_pages import Registered, register
+from resharder.client.gpu.streams import on_stream
 from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.gpu_buffers import FromGpu
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
@@ -164,3 +167,28 @@ def test_torch_copies_from_every_array_that_is_not_said_to_be_split_by_a_registr
             assert np.array_equal(there.cpu().numpy(), array), name
     finally:
         registered.close()
+
+
+def test_another_thread_registers_pages_while_this_one_captures_a_graph() -> None:
+    """As a trainer does between versions. CUDA ends a capture if a thread calls the driver in its usual mode meanwhile."""
+    array, ended = np.zeros(8 << 20, np.uint8), threading.Event()
+    x, graph, pages = torch.zeros(1 << 20, device="cuda"), torch.cuda.CUDAGraph(), list[Registered | None]()
+
+    def register_and_wait() -> None:
+        pages.append(register([array], torch.device("cuda", 0)))
+        with beside_captures(x.device), on_stream(torch.cuda.Stream(x.device)):
+            torch.cuda.current_stream().record_event().synchronize()
+        ended.set()
+
+    x + 1  # kernels are loaded before a capture
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        x += 1
+        threading.Thread(target=register_and_wait, daemon=True).start()
+        assert ended.wait(30)
+        x += 1
+    graph.replay()
+    assert x.sum().item() == 2 * len(x)
+    (registered,) = pages
+    assert registered is not None
+    registered.close()

@@ -18,6 +18,7 @@ _POSIX_FD = 1
 _ON_DEVICE = 1
 _READ_WRITE = 3
 _WITH_PEER_ACCESS = 1
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class DriverFailed(RuntimeError):
@@ -72,6 +73,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, _Address, ctypes.c_size_t, ctypes.c_void_p],
     "cuMemMap": [_Address, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_ulonglong],
     "cuMemUnmap": [_Address, ctypes.c_size_t],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(ctypes.c_int)],
     "cuMemSetAccess": [_Address, ctypes.c_size_t, ctypes.POINTER(_Access), ctypes.c_size_t],
 }
 
@@ -111,6 +113,24 @@ def context(device: torch.device) -> Iterator[None]:
             _call("cuCtxPopCurrent_v2", ctypes.byref(handle))
     finally:
         _call("cuDevicePrimaryCtxRelease_v2", index)
+
+
+@contextmanager
+def beside_captures(device: torch.device) -> Iterator[None]:
+    """Let this thread work while another one captures a CUDA graph. A no-op for a CPU.
+
+    `torch.cuda.graph` captures in CUDA's global mode. A thread that waits for an event, or registers memory, meanwhile gets an
+    error and ends the capture, unless its own mode is relaxed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
 _WANTED = (_IPC_CAPABLE, _HANDLE_TYPES, _MAPPING_BEGIN, _MAPPING_SIZE, _BLOCK_ID, _ALLOCATION_BEGIN, _ALLOCATION_SIZE)

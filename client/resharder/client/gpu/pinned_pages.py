@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from numpy.lib.array_utils import byte_bounds
+from resharder.client.gpu.cuda_driver import beside_captures
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.converters.geometry.layout import Box, box_index
 from resharder.converters.storage.digest import Array
@@ -163,7 +164,7 @@ def _call_driver(call: Callable[[Span], Result], spans: list[Span], device: torc
     """
 
     def one(span: Span) -> Result:
-        with torch.cuda.device(device), paced(busy):
+        with torch.cuda.device(device), beside_captures(device), paced(busy):
             return call(span)
 
     with ThreadPoolExecutor(1 if busy() else _THREADS, "resharder-pages") as pool:

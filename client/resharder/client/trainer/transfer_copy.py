@@ -7,12 +7,13 @@ of the boxes that the rank sends.
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from resharder.client.errors import ResharderError
+from resharder.client.gpu.cuda_driver import beside_captures
 from resharder.client.gpu.streams import on_stream
 from resharder.client.transport.base import LiveItems
 from resharder.converters.geometry.layout import Piece, box_shape, contiguous_strides
@@ -56,12 +57,15 @@ class TransferCopy:
                 torch.cuda.current_stream(device).synchronize()
         return self._copied
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Return the context in which another thread reads the copies: a stream of its own on their GPU."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let another thread read the copies: on a stream of its own on their GPU, while the trainer may capture a CUDA graph."""
         device = self.device
         if device is None or device.type != "cuda":
-            return nullcontext()
-        return on_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            yield
+            return
+        with beside_captures(device), on_stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            yield
 
     def _allocated(self, items: LiveItems) -> LiveItems | None:
         forms = [(tensor.dtype, tuple(tensor.shape)) for _, tensor in items if isinstance(tensor, torch.Tensor)]
