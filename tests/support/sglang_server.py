@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU, for tests that run in `.venv-sglang`.
+"""A real SGLang server on the CPU, for tests that run in `.venv-sglang`, or on GPUs.
 
     with SGLangServer(folder, env={"RESHARDER_ENDPOINT": endpoint}) as server:
         answer = server.generate([5, 9, 12], max_tokens=8)
@@ -26,17 +26,20 @@ from tests.support.ports import free_port
 from tests.support.vllm_server import Answer, ServerFailed, Token, VllmServer
 
 STAND_INS = Path(__file__).with_name("sglang")
-CPU_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     "SGLANG_PLUGINS": "resharder",
 }
+CPU_ENVIRONMENT = ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
 SMALL = ["--max-total-tokens", "4096", "--max-running-requests", "8", "--context-length", "512", "--mem-fraction-static", "0.6"]
 ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
-
+# Without FlashAttention and FlashInfer; graphs of decoding, as in production.
+ON_GPU = ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+GRAPHS = ["--cuda-graph-max-bs-decode", "8", "--disable-prefill-cuda-graph"]
+EAGER = ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
 
 SERVED = ("qwen3", "qwen3_moe")
 
@@ -50,8 +53,10 @@ def _other_models() -> str:
     return ",".join(sorted(file.stem for file in Path(spec.origin).parent.glob("srt/models/*.py") if file.stem not in SERVED))
 
 
-def environment(tp: int = 1) -> dict[str, str]:
-    """Environment in which SGLang starts on two cores without a network."""
+def environment(tp: int = 1, gpu: bool = False) -> dict[str, str]:
+    """Environment in which SGLang starts on two cores, or on GPUs, without a network."""
+    if gpu:
+        return ENVIRONMENT | {"SGLANG_DISABLED_MODEL_ARCHS": _other_models()}
     paths = [str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0-1"] * tp)} if tp > 1 else {}
     return CPU_ENVIRONMENT | bound | {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_DISABLED_MODEL_ARCHS": _other_models()}
@@ -59,11 +64,12 @@ def environment(tp: int = 1) -> dict[str, str]:
 
 @dataclass
 class SGLangServer(VllmServer):
-    """`tp`: number of scheduler processes."""
+    """`tp`: number of scheduler processes. `gpu`: on GPUs; with `eager`, which is the default, without CUDA graphs."""
 
     tier = "engine"
 
     tp: int = 1
+    gpu: bool = False
 
     def start(self) -> None:
         if self.log is None:
@@ -72,8 +78,9 @@ class SGLangServer(VllmServer):
             self.log = Path(path)
         self.port = self.port or free_port()
         arguments = ["--model-path", str(self.model), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype]
-        arguments += [*ON_CPU, *SMALL, "--tp-size", str(self.tp), "--sleep-on-idle", *self.args]
-        wanted = {**os.environ, **environment(self.tp), **self.env}
+        device = [*ON_GPU, *(EAGER if self.eager else GRAPHS)] if self.gpu else ON_CPU
+        arguments += [*device, *SMALL, "--tp-size", str(self.tp), "--sleep-on-idle", *self.args]
+        wanted = {**os.environ, **environment(self.tp, self.gpu), **self.env}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *arguments],
