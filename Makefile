@@ -221,7 +221,7 @@ $(SGLANG_VENV)/.ready: $(VENV)/.ready
 
 # SGLANG=0.5.17: with the oldest release.
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_VENV)/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/sglang $(PYTEST)
+	$(SGLANG_VENV)/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/sglang $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))

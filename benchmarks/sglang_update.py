@@ -4,7 +4,8 @@ One Megatron rank publishes to a server while a client streams; then a server wi
 folder. Every tensor of the model, by SGLang's own checksum, and every log-probability have to be the same in both. The second
 server then takes the same weights by `/update_weights_from_disk` from memory and, with a GPU of its own, by
 `/update_weights_from_distributed` in buckets, as slime's trainers send them. `--gpus`: the rank's and the servers'; without it, a
-tiny model on a CPU, over gloo. `--eager`: without CUDA graphs.
+tiny model on a CPU, over gloo. `--eager`: without CUDA graphs. `--sleep`: the first server sleeps at both levels too, and what it
+answers afterwards has to be the same.
 """
 
 import argparse
@@ -18,32 +19,37 @@ from statistics import median
 from typing import Any
 
 import torch
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import Power
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, PATIENCE, Client, System
 from benchmarks.stores import fast_store
-from tests.support.observing import export, servers
+from tests.support.engine_kinds import SGLANG, alone_with_sglang, checksums
+from tests.support.engine_site import contents
+from tests.support.observing import export, servers, wait_serving
 from tests.support.ports import free_port
 from tests.support.sglang_server import SGLangServer
-from tests.support.sglang_site import alone, checksums, contents
 
 BUCKET = 1 << 30  # bytes
+SLEEP_MODE = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 GROUP = "weight_update_group"
 
 
 class SGLangSystem(System):
     """A system with one SGLang server."""
 
-    def __init__(self, *args: Any, eager: bool, gpus: str, **options: Any) -> None:
+    def __init__(self, *args: Any, eager: bool, gpus: str, sleeps: bool, **options: Any) -> None:
         super().__init__(*args, eager=eager, gpus=gpus, **options)
         env: dict[str, str | None] = {
             "RESHARDER_ENDPOINT": self.daemon.endpoint,
             "RESHARDER_SERVER_ID": "server-0",
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[0]),
         }
-        self.servers = [SGLangServer(self.folder, (), env, dtype="bfloat16", eager=eager, timeout=PATIENCE, gpu=bool(gpus))]
+        more = SLEEP_MODE if sleeps and gpus else ()
+        self.servers = [SGLangServer(self.folder, more, env, dtype="bfloat16", eager=eager, timeout=PATIENCE, gpu=bool(gpus))]
 
 
 def main() -> None:
@@ -52,21 +58,28 @@ def main() -> None:
     parser.add_argument("--model", type=int, default=0, choices=(0, 1))
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--sleep", action="store_true")
     asked = parser.parse_args()
     cpu = not asked.gpus
     job = (CPU_JOBS if cpu else GPU_JOBS)[asked.model]
     with fast_store() as (folder, kind):
-        with SGLangSystem(job, 1, 1, 1, cpu, eager=asked.eager, gpus=asked.gpus, store=folder / "store") as system:
+        store = folder / "store"
+        with SGLangSystem(job, 1, 1, 1, cpu, eager=asked.eager, gpus=asked.gpus, sleeps=asked.sleep, store=store) as system:
             rows, path = installs(system, asked.versions)
             checkpoint = folder / "checkpoint"
             export(system.daemon, f"models/policy/versions/{system.newest}", checkpoint)
             (server,) = system.servers
-            ours = checksums(server), contents(server)
+            ours = checksums(server), contents(SGLANG, server)
             show(rows, f"{job.name}, {size_of(checkpoint) / 1e9:.1f} GB, the store is in {kind}, path: {path}")
+            if asked.sleep:
+                sleeps(system, asked.gpus)
+                print(
+                    f"as before it slept: tensors {checksums(server) == ours[0]}, answers {contents(SGLANG, server) == ours[1]}"
+                )
             server.stop()
             system.trainer.kill()
         with own_server(checkpoint, asked.gpus, asked.eager) as fresh:
-            tensors, answers = checksums(fresh), contents(fresh)
+            tensors, answers = checksums(fresh), contents(SGLANG, fresh)
             print(f"as a fresh server: {sum(map(len, tensors))} tensors {ours[0] == tensors}, answers {ours[1] == answers}")
             print(f"update_weights_from_disk: {took([from_disk(fresh, checkpoint) for _ in range(asked.versions)])}")
             if cpu or len(set(asked.gpus.split(","))) > 1:
@@ -93,6 +106,28 @@ def installs(system: System, count: int) -> tuple[list[dict[str, float]], str]:
     return rows, servers(system.daemon)[0].workers[0].transport
 
 
+def sleeps(system: System, gpus: str) -> None:
+    """Put the server to sleep and wake it, at each level."""
+    version = system.newest
+    with Operator(system.daemon.endpoint) as operator:
+        for level, asleep in enumerate((Power.ASLEEP_1, Power.ASLEEP_2), 1):
+            before, began = free_bytes(gpus), time.monotonic()
+            operator.sleep("policy", level=level)
+            operator.wait_power("policy", asleep, timeout=PATIENCE)
+            slept, freed = time.monotonic() - began, free_bytes(gpus) - before
+            began = time.monotonic()
+            operator.wake("policy")
+            operator.wait_power("policy", Power.AWAKE, timeout=PATIENCE)
+            wait_serving(system.daemon, version, PATIENCE)
+            print(
+                f"level {level}: asleep in {slept:.2f} s, {freed / 1e9:.1f} GB freed, serves in {time.monotonic() - began:.2f} s"
+            )
+
+
+def free_bytes(gpus: str) -> int:
+    return int(torch.cuda.mem_get_info(int(gpus.split(",")[-1]))[0]) if gpus else 0
+
+
 def show(rows: list[dict[str, float]], title: str) -> None:
     table = Table("version", *rows[0], title=title)
     for number, row in enumerate(rows, 2):
@@ -111,7 +146,7 @@ def size_of(folder: Path) -> int:
 
 def own_server(checkpoint: Path, gpus: str, eager: bool) -> SGLangServer:
     """A server without the plugin, on the servers' GPU."""
-    server = alone(checkpoint)
+    server = alone_with_sglang(checkpoint)
     server.dtype, server.eager, server.timeout, server.gpu = "bfloat16", eager, PATIENCE, bool(gpus)
     server.env = {**server.env, **({"CUDA_VISIBLE_DEVICES": gpus.split(",")[-1]} if gpus else {})}
     return server

@@ -1,16 +1,15 @@
-"""An SGLang server whose processes die in each phase of an install, and installs that go wrong: torn weights never answer."""
+"""An SGLang server whose processes die in each phase of an install, and one that is not supported."""
 
 import time
 from pathlib import Path
 
 import pytest
-from resharder.client.operator import Operator
 from resharder.client.operator.answers import Server
-from resharder.v1 import resources_pb2
 
+from tests.support.engine_kinds import SGLANG
+from tests.support.engine_site import Site, running, write_config
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.sglang_server import SGLangServer
-from tests.support.sglang_site import PROMPT, Site, running, write_config
 from tests.support.tiny_hf import tiny_config
 from tests.support.vllm_server import ServerFailed
 
@@ -28,7 +27,7 @@ def restart(site: Site, failpoint: str) -> None:
 def test_a_server_that_dies_in_any_phase_of_an_install_comes_back_with_what_its_fleet_should_serve(tmp_path: Path) -> None:
     """Its versions come from the data port."""
     options = {"lease_seconds": 10, "shared_memory": False}
-    with running(tmp_path, CONFIG, {"RESHARDER_FAILPOINT": f"{PHASES[0]}=kill"}, **options) as site:
+    with running(SGLANG, tmp_path, CONFIG, {"RESHARDER_FAILPOINT": f"{PHASES[0]}=kill"}, **options) as site:
         for phase, following in zip(PHASES, (*(f"{each}=kill" for each in PHASES[1:]), ""), strict=True):
             before = max(site.seeds)
             version = site.publish()
@@ -47,25 +46,6 @@ def test_a_server_that_dies_in_any_phase_of_an_install_comes_back_with_what_its_
 def state(site: Site) -> Server.State:
     (server,) = site.operator.servers()
     return server.state
-
-
-def test_an_install_that_fails_half_way_leaves_a_server_that_answers_nothing_and_lives(tmp_path: Path) -> None:
-    with running(tmp_path, CONFIG, {"RESHARDER_FAULT": "half-way"}) as site:
-        version = site.publish()
-        wait_until(lambda: "half-way" in servers(site.daemon)[0].reason, "the install fails", 60)
-        refused = site.server.request("POST", "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
-        assert refused.status == 503
-        assert refused.version == "none"
-        assert site.server.request("GET", "/health").status == 503
-        (server,) = servers(site.daemon)
-        assert server.state != resources_pb2.Server.SERVING
-        assert site.server.alive
-        assert site.server.request("GET", "/model_info").json()["weight_version"] == "none"
-        restart(site, "")
-        with Operator(site.daemon.endpoint) as operator:
-            operator.update("policy", accept_refused=True)
-        wait_serving(site.daemon, version)
-        site.check_answers(version)
 
 
 def test_a_server_that_is_not_supported_starts_no_process_and_names_the_reasons(tmp_path: Path) -> None:

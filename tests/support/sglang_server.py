@@ -22,8 +22,9 @@ from typing import Any
 
 import psutil
 
+from tests.support.hidden import hiding
 from tests.support.ports import free_port
-from tests.support.vllm_server import Answer, ServerFailed, Token, VllmServer
+from tests.support.vllm_server import Answer, Response, ServerFailed, Token, VllmServer
 
 STAND_INS = Path(__file__).with_name("sglang")
 ENVIRONMENT = {
@@ -83,7 +84,7 @@ class SGLangServer(VllmServer):
         wanted = {**os.environ, **environment(self.tp, self.gpu), **self.env}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *arguments],
+                [*(hiding(self.hidden) if self.hidden else ()), sys.executable, "-m", "sglang.launch_server", *arguments],
                 env={name: value for name, value in wanted.items() if value is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -100,10 +101,10 @@ class SGLangServer(VllmServer):
                 process.wait(30)
         self.kill()
 
-    def generate(self, prompt: Sequence[int] | str, max_tokens: int = 12, timeout: float = 300, **options: Any) -> Answer:
-        response = self.request("POST", "/generate", asked(prompt, max_tokens, **options), timeout)
-        if response.status != 200:
-            raise ServerFailed(f"expected 200 for a completion, got {response.status}: {response.body[:500]!r}")
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int, timeout: float = 300, **options: Any) -> Response:
+        return self.request("POST", "/generate", asked(prompt, max_tokens, **options), timeout)
+
+    def read(self, response: Response) -> Answer:
         found = response.json()
         chosen, meta = found["meta_info"]["output_token_logprobs"], found["meta_info"]
         logprobs = tuple(logprob for logprob, *_ in chosen)
