@@ -129,11 +129,11 @@ class SGLangServer(VllmServer):
 
     def child(self, title: str) -> psutil.Process:
         """The last of the server's processes whose title, which SGLang gives it, begins so: `scheduler`, `detokenizer`."""
-        found = [
-            one
-            for one in psutil.Process(self._process().pid).children(recursive=True)
-            if " ".join(one.cmdline()).startswith(f"sglang::{title}")
-        ]
+        found = []
+        for one in psutil.Process(self._process().pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
+                if " ".join(one.cmdline()).startswith(f"sglang::{title}"):
+                    found.append(one)
         if not found:
             raise ServerFailed(f"expected a process sglang::{title}")
         return found[-1]
