@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := 0.32.0
 MEGATRON := 0.16.1
-SGLANG := 0.5.23
+, := ,
+NEWEST_SGLANG := 0.5.23
+SGLANG := $(NEWEST_SGLANG)
+SGLANG_VENV := .venv-sglang$(if $(filter-out $(NEWEST_SGLANG),$(SGLANG)),-$(SGLANG))
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
@@ -208,15 +211,17 @@ test-nixl: .venv-nixl/.ready
 
 # SGLang on a CPU, over the packages of make setup, of which it takes what fits: its own pins are CUDA builds. What it imports and
 # has no build for CPUs, tests/support/sglang stands in for.
-.venv-sglang/.ready: $(VENV)/.ready
-	$(PYTHON) -m venv .venv-sglang
-	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-sglang/lib/python3*/site-packages)/setup.pth"
-	.venv-sglang/bin/pip install -q --no-deps sglang==$(SGLANG) distro gguf ipython orjson soundfile traitlets decorator jedi parso \
-		matplotlib-inline prompt_toolkit stack_data
+$(SGLANG_VENV)/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d $(SGLANG_VENV)/lib/python3*/site-packages)/setup.pth"
+	$(SGLANG_VENV)/bin/pip install -q --no-deps sglang==$(SGLANG) distro gguf ipython orjson soundfile traitlets decorator jedi parso \
+		matplotlib-inline prompt_toolkit stack_data \
+		$(if $(filter 0.5.17,$(SGLANG)),transformers==5.12.1 tokenizers==0.22.2 'huggingface_hub>=1.5$(,)<2')
 	touch $@
 
-test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/sglang $(PYTEST)
+# SGLANG=0.5.17: with the oldest release.
+test-sglang: $(SGLANG_VENV)/.ready
+	$(SGLANG_VENV)/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/sglang $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
@@ -248,8 +253,9 @@ failpoints: setup
 
 # Storms of faults over a daemon, Megatron ranks and two vLLM servers, with every token compared: MINUTES=30, SEED=1, STORM=60; REPLICAS=3
 # and SECURITY=1 (or 0) in place of what the seed has.
-chaos: setup
-	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) --storm $(or $(STORM),60) $(if $(REPLICAS),--replicas $(REPLICAS)) \
+# ENGINE=sglang: one of the two servers is SGLang's, in the venv of test-sglang.
+chaos: setup $(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/.ready)
+	$(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/bin,$(BIN))/python -m tests.chaos $(if $(filter sglang,$(ENGINE)),--sglang) --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) --storm $(or $(STORM),60) $(if $(REPLICAS),--replicas $(REPLICAS)) \
 	  $(if $(SECURITY),$(if $(filter 0,$(SECURITY)),--no-security,--security))
 
 # Versions at the pace of an RL run, and how memory, descriptors, files and journals grow: MINUTES=45, EVERY=3, SERVER=left.

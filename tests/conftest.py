@@ -79,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @cache
 def _group(file: str) -> str:
-    if file.startswith(("tests/vllm/", "tests/e2e/")):
+    if file.startswith(("tests/vllm/", "tests/engines/", "tests/e2e/")):
         return "engines"
     return "ranks" if "tests.support.ranks" in Path(file).read_text() else file
 

@@ -85,7 +85,7 @@ REST = [
     pytest("converters, in full", "full and not storm", 20, "converters"),
     pytest("client, in full", "full and not storm", 20, "client"),
     pytest("server, in full", "full and not storm", 20, "server", "deploy", "simulation"),
-    pytest("engines, in full", "full and not storm", 25, "vllm", "integrations"),
+    pytest("engines, in full", "full and not storm", 25, "vllm", "engines", "integrations"),
     pytest("end to end, in full", "full and not storm", 25, "e2e", "chaos", "failpoints"),
     pytest("storms, in full", "full and storm", 25, "chaos", "failpoints", jobs=1),
     vllm(VLLM[0]),

@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: `left` has tensor parallelism 2, `right` has two API servers."""
+"""The servers of a run: `left` has tensor parallelism 2, `right` has two API servers. With `sglang`, `left` is one of SGLang."""
 
 import http.client
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from tests.support.adapters import RANK
+from tests.support.sglang_server import SGLangServer
 from tests.support.supervised import shared_memory
 from tests.support.vllm_server import Response, VllmServer
 
@@ -22,11 +23,14 @@ _RESTING = (
 )
 _PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 _ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-count", "2"]}
+_TITLES = {"api": "VLLM::APIServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
+_SGLANGS_TITLES = {"api": "sglang.launch_server", "engine": "sglang::detokenizer", "worker": "sglang::scheduler"}
 
 
 class KeptServer:
-    """A vLLM deployment. To its processes the folders of `hidden` are empty; `node` is the one of its host, empty for none.
+    """A deployment of vLLM or, with `sglang`, of SGLang.
 
+    To its processes the folders of `hidden` are empty. `node` is the one of its host, empty for none.
     `tls` are the variables with its certificate; `adapters` those that it follows.
     """
 
@@ -40,6 +44,8 @@ class KeptServer:
         node: str,
         tls: dict[str, str],
         adapters: str = "",
+        *,
+        sglang: bool = False,
     ) -> None:
         self.name, self.starts, self.folder, self._node = name, 0, folder, node
         self.staging = Path(tempfile.mkdtemp(prefix=f"resharder-chaos-{name}-", dir=shared_memory()))
@@ -49,11 +55,16 @@ class KeptServer:
             "RESHARDER_HOLD_SECONDS": "5",
             "RESHARDER_VERIFY_SECONDS": "20",
             "RESHARDER_STAGING_DIR": str(self.staging),
-            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep",
-            "PYTHONPATH": os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")]),
             **tls,
         }
-        self.environment, arguments = environment, [*_ARGUMENTS[name], "--load-format", "resharder"]
+        self.environment, self._titles = environment, _SGLANGS_TITLES if sglang else _TITLES
+        self.server: VllmServer
+        if sglang:
+            self.server = SGLangServer(config, (), environment, timeout=BOOT, hidden=hidden, tp=2)
+            return
+        environment["VLLM_PLUGINS"] = "resharder,raw_mode,dropping_sleep"
+        environment["PYTHONPATH"] = os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")])
+        arguments = [*_ARGUMENTS[name], "--load-format", "resharder"]
         if adapters:
             environment["RESHARDER_ADAPTERS"] = adapters
             arguments += ["--enable-lora", "--max-loras", "4", "--max-lora-rank", str(RANK)]
@@ -94,11 +105,10 @@ class KeptServer:
         every = [main, *main.children(recursive=True)]
         if part == "all":
             return every
-        titles = {"api": "VLLM::APIServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
         found = []
         for process in every:
             with suppress(psutil.NoSuchProcess):
-                if titles[part] in " ".join(process.cmdline()):
+                if self._titles[part] in " ".join(process.cmdline()):
                     found.append(process)
         return found or ([main] if part == "api" else self.part("engine"))
 

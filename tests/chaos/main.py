@@ -39,6 +39,7 @@ def main() -> int:
         "--security", action=security, help="certificates and roles for all, or not, in place of what the seed has"
     )
     parser.add_argument("--adapters", action=security, help="an adapter beside the model, or none, in place of what the seed has")
+    parser.add_argument("--sglang", action="store_true", help="`left` is a server of SGLang, in the venv of make test-sglang")
     parser.add_argument("--schedule", action="store_true", help="print the setting and the first schedule, and run nothing")
     parser.add_argument("--check", type=Path, help="check this history, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations")
@@ -47,7 +48,7 @@ def main() -> int:
         found = check(read(given.check), EXPECTED)
         print(*found, f"{len(found)} violations", sep="\n")
         return bool(found)
-    setting = setting_of(given.seed, given.replicas, given.security, given.adapters)
+    setting = setting_of(given.seed, given.replicas, given.security, given.adapters, sglang=given.sglang)
     if given.schedule:
         print(setting, *draw(f"{given.seed}/0", given.storm, setting, boots=given.boots), sep="\n")
         return 0

@@ -36,12 +36,14 @@ class Setting:
         replicas: The daemon's `replicas`.
         security: Whether every party has a certificate and the roles that it needs.
         adapters: Whether the servers follow an adapter beside their model.
+        sglang: Whether `left` is a server of SGLang, which follows no adapter.
     """
 
     nodes: tuple[str, ...] = ()
     replicas: int = 2
     security: bool = False
     adapters: bool = False
+    sglang: bool = False
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -50,10 +52,17 @@ class Setting:
 
     def __str__(self) -> str:
         beside = f"{'with' if self.security else 'without'} security, {'with' if self.adapters else 'without'} adapters"
-        return f"replicas {self.replicas}, {beside}, nodes {', '.join(self.nodes)}"
+        return f"replicas {self.replicas}, {beside}, nodes {', '.join(self.nodes)}{', left is of SGLang' * self.sglang}"
 
 
-def setting_of(seed: int, replicas: int | None = None, security: bool | None = None, adapters: bool | None = None) -> Setting:
+def setting_of(
+    seed: int,
+    replicas: int | None = None,
+    security: bool | None = None,
+    adapters: bool | None = None,
+    *,
+    sglang: bool = False,
+) -> Setting:
     """Return the setting of a seed: three replicas for each fifth one, else one or two; security for each third one.
 
     Servers follow an adapter beside their model for all seeds but each fourth.
@@ -63,11 +72,13 @@ def setting_of(seed: int, replicas: int | None = None, security: bool | None = N
         replicas: Replicas in place of those of the seed.
         security: Whether to have security, in place of what the seed has.
         adapters: Whether to have an adapter, in place of what the seed has.
+        sglang: Whether `left` is a server of SGLang; there is no adapter then.
     """
     security = seed % 3 == 0 if security is None else security
     replicas = replicas or (2 - seed % 2 if seed % 5 else 3)
     nodes = (*NODES, THIRD) if replicas > 2 else NODES
-    return Setting(nodes, replicas, security, seed % 4 != 0 if adapters is None else adapters)
+    adapters = not sglang and (seed % 4 != 0 if adapters is None else adapters)
+    return Setting(nodes, replicas, security, adapters, sglang)
 
 
 class Chance(random.Random):

@@ -1,4 +1,4 @@
-"""The processes of a run: daemon, nodes, trainer job and two vLLM servers, each with its keeper, behind a proxy.
+"""The processes of a run: daemon, nodes, trainer job and two servers, each with its keeper, behind a proxy.
 
 `left` has tensor parallelism 2 and maps the daemon's store. `right` has two API servers and is as on another host: it maps the
 files of `node`, or, in every other of its lives, fetches over gRPC. The jobs of the trainer are as on the host of `far`, on one
@@ -185,6 +185,7 @@ class System:
                 host[name] if host[name] in nodes else "",
                 self.parties.environment(name),
                 ADAPTER if setting.adapters else "",
+                sglang=setting.sglang and name == "left",
             )
             for name in servers
         }

@@ -38,6 +38,7 @@ def test_replicas_and_security_take_the_place_of_those_of_the_seed() -> None:
     assert setting_of(15, 1, False) == Setting(NODES, 1, False, True)
     assert setting_of(1, security=True) == Setting(NODES, 1, True, True)
     assert setting_of(1, adapters=False) == Setting(NODES, 1, False, False)
+    assert setting_of(1, adapters=True, sglang=True) == Setting(NODES, 1, False, False, sglang=True)
 
 
 def test_a_schedule_names_the_setting_on_its_first_line(

@@ -73,6 +73,20 @@ def test_with_a_mark_a_point_acts_once_in_all_processes_that_share_it(tmp_path: 
     failpoint("claim.write")
 
 
+def test_several_points_act_each_for_itself_with_a_mark_of_its_own(tmp_path: Path) -> None:
+    spec = "claim.write=eio,journal.write@2=enospc"
+    for _ in range(2):  # as another process does
+        arm(spec, str(tmp_path / "mark"))
+        for point, number in (("journal.write", None), ("claim.write", errno.EIO), ("journal.write", errno.ENOSPC)):
+            if number is None or (tmp_path / f"mark.{point}").exists():
+                failpoint(point)
+                continue
+            with pytest.raises(OSError, match=point) as caught:
+                failpoint(point)
+            assert caught.value.errno == number
+    assert {path.name for path in tmp_path.iterdir()} == {"mark.claim.write", "mark.journal.write"}
+
+
 def test_a_delay_is_one_of_this_thread() -> None:
     arm("lease.renew=delay:0.2")
     began = time.monotonic()

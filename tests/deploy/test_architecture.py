@@ -95,3 +95,20 @@ def test_no_call_of_an_object_is_assigned_after_it_was_made() -> None:
     ]
     assert len(calls) > 10
     assert assigned == ["client/resharder/client/inference/worker/profile.py profile.table"]  # text of a message
+
+
+def test_no_shared_code_asks_which_engine_it_runs_in() -> None:
+    """What an engine can do is a trait that it declares. Two files ask for the name of a package, which vLLM has two of."""
+    engines = {"vllm", "sglang"}
+
+    def asks(path: Path) -> bool:
+        compared = [
+            [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.value]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, (ast.Compare, ast.MatchValue))
+        ]
+        constants = [each for parts in compared for part in parts for each in ast.walk(part) if isinstance(each, ast.Constant)]
+        return any(isinstance(each.value, str) and each.value.lower() in engines for each in constants)
+
+    shared = [path for path in SOURCES if not {"vllm", "sglang"} & {parent.name for parent in path.parents}]
+    assert {path.name for path in shared if asks(path)} == {"doctor.py", "extras.py"}

@@ -6,7 +6,6 @@ The tests share the server and run in order; each leaves it serving.
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_serving, wait_until
 from tests.support.single_rank_job import CONFIG, job
 from tests.support.tiny_hf import save_tokenizer
-from tests.support.vllm_server import Token, VllmServer
+from tests.support.vllm_server import VllmServer
 from tests.support.weights import Reference, random_weights
 
 PROMPT = [5, 17, 42, 7, 300, 11]
@@ -75,44 +74,6 @@ def check_answers(system: System, version: int) -> None:
     assert list(answer.token_ids) == logprobs.argmax(-1).tolist()
     chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     assert torch.tensor(answer.logprobs) == pytest.approx(chosen, abs=1e-4)
-
-
-def test_a_server_boots_from_the_daemon_and_answers_with_the_published_weights(system: System) -> None:
-    assert not list(system.folder.glob("*.safetensors"))
-    wait_serving(system.daemon, 1)
-    check_answers(system, 1)
-
-
-def test_a_request_in_flight_goes_on_and_each_of_its_tokens_comes_from_one_version(system: System) -> None:
-    for _ in range(5):  # on a busy machine an answer can be over before the install begins
-        version, from_old, from_new = answer_across_an_install(system)
-        switch = int(from_old.int().cumprod(0).sum())
-        assert bool(from_new[switch:].all()), "tokens after the switch are the new version's"
-        check_answers(system, version)
-        if 0 < switch < len(from_old):
-            return
-    pytest.fail("no install of five fell into an answer")
-
-
-def answer_across_an_install(system: System) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """A version published while an answer of 400 tokens is on its way, and which of its tokens the old weights and which the
-    new ones could have made."""
-    old = system.newest()
-    tokens: list[Token] = []
-    client = threading.Thread(target=lambda: tokens.extend(token for token in system.server.stream(PROMPT, 400)))
-    client.start()
-    wait_until(lambda: len(tokens) > 20, "the answer is on its way")
-    version = system.publish()
-    wait_serving(system.daemon, version)
-    client.join(120)
-    assert len(tokens) == 400
-    ids, chosen = [t.token_id for t in tokens], torch.tensor([t.token_id for t in tokens])[:, None]
-    found = torch.tensor([t.logprob for t in tokens])
-    gaps = []
-    for reference in (old, system.newest()):
-        logprobs = reference.logprobs([*PROMPT, *ids])[len(PROMPT) - 1 :]
-        gaps.append((logprobs.gather(-1, chosen)[:, 0] - found).abs())
-    return version, gaps[0] < 1e-3, gaps[1] < 1e-3
 
 
 INTERRUPTED = """

@@ -9,10 +9,10 @@ from pathlib import Path
 from resharder.client import connect
 
 from tests.support.daemon import Daemon
+from tests.support.engine_site import write_config
 from tests.support.observing import wait_serving
 from tests.support.sglang_program import PROMPT
 from tests.support.sglang_server import environment
-from tests.support.sglang_site import write_config
 from tests.support.tiny_hf import tiny_config
 from tests.support.weights import Reference, random_weights
 
@@ -41,5 +41,6 @@ def test_an_embedded_engine_answers_with_the_version_that_its_handle_waits_for(t
             program.kill()
     for version, answer in zip((1, 2), answers, strict=True):
         assert answer["versions"] == [version]
+        assert answer["spans"] == [{"version": str(version), "start": 0, "end": 8}], "SGLang's own, and with 0.5.17 the plugin's"
         logprobs = Reference(CONFIG, random_weights(CONFIG, version)).logprobs([*PROMPT, *answer["tokens"]])[len(PROMPT) - 1 :]
         assert answer["tokens"] == logprobs.argmax(-1).tolist()

@@ -13,9 +13,9 @@ from resharder.client.operator.answers import Move, UpdateStrategy
 from resharder.client.trainer.publisher import Publisher
 
 from tests.support.daemon import Daemon
+from tests.support.engine_site import PROMPT, write_config
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.sglang_server import SGLangServer
-from tests.support.sglang_site import PROMPT, write_config
 from tests.support.tiny_hf import tiny_config
 from tests.support.vllm_server import VllmServer
 from tests.support.weights import Reference, random_weights

@@ -12,9 +12,10 @@ from resharder.client.operator import Operator
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
 from tests.support.direct_server import start_trainer
+from tests.support.engine_kinds import SGLANG, alone_with_sglang, checksums
+from tests.support.engine_site import contents, write_config
 from tests.support.observing import export, servers, wait_serving
 from tests.support.sglang_server import SGLangServer
-from tests.support.sglang_site import alone, checksums, contents, write_config
 from tests.support.tiny_hf import tiny_config
 
 CONFIG = tiny_config("qwen3_moe", num_hidden_layers=2)
@@ -76,10 +77,10 @@ def test_a_version_that_its_ranks_do_not_offer_comes_from_the_store(system: Syst
 
 def test_both_workers_hold_and_answer_what_a_fresh_servers_do(system: System, tmp_path: Path) -> None:
     version = system.publish(5)
-    held, answered = checksums(system.server), contents(system.server)
+    held, answered = checksums(system.server), contents(SGLANG, system.server)
     assert len(held) == 2
     system.server.stop()
     export(system.daemon, f"models/policy/versions/{version}", tmp_path / "exported")
-    with alone(tmp_path / "exported", tp=2) as fresh:
+    with alone_with_sglang(tmp_path / "exported", tp=2) as fresh:
         assert checksums(fresh) == held
-        assert contents(fresh) == answered
+        assert contents(SGLANG, fresh) == answered

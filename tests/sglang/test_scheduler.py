@@ -10,11 +10,12 @@ import torch
 from resharder.client.inference.control.fence import clock_id
 from resharder.client.inference.engine import SleepState
 from resharder.client.inference.sglang import scheduler as module
+from resharder.client.inference.sglang import spans
 from resharder.client.inference.sglang.messages import ResharderReqInput, ResharderReqOutput
-from resharder.client.inference.sglang.outputs import new_versions, number_of
+from resharder.client.inference.sglang.outputs import new_versions
+from resharder.client.inference.sglang.spans import Span, number_of, spans_of
 from resharder.client.inference.version_page import VARIABLE, page
 from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
-from sglang.srt.utils.weight_versions import WeightVersionSpan
 
 
 class Agent:
@@ -45,6 +46,8 @@ class Scheduler:
         self.labels: list[str] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=["waits"])
         self.idle = True
+        self.waiting_queue: list[Any] = []
+        self.running_batch = self.last_batch = self.chunked_req = None
 
     def pause_generation(self, request: Any) -> None:
         assert request.mode == "retract"
@@ -59,6 +62,11 @@ class Scheduler:
 
     def record_weight_version_change(self, version: str) -> None:
         self.labels.append(version)
+
+    @property
+    def label(self) -> int:
+        """The version of the next token: SGLang's weight version or, with 0.5.17, which does not note it, the plugin's."""
+        return number_of(self.labels[-1]) if self.labels else spans._Noted.version
 
 
 @pytest.fixture
@@ -92,10 +100,10 @@ def test_a_pause_holds_until_an_order_ends_it(rig: tuple[Scheduler, Agent]) -> N
 def test_an_install_labels_the_tokens_that_follow(rig: tuple[Scheduler, Agent]) -> None:
     scheduler, agent = rig
     assert call(scheduler, "state")[0]["ok"]
-    assert scheduler.labels[-1] == "none"
+    assert scheduler.label == 0
     assert call(scheduler, "resharder_apply", "i-1")[0]["version"] == 7
     assert agent.applied == ["i-1"]
-    assert scheduler.labels[-1] == "7"
+    assert scheduler.label == 7
 
 
 def test_a_loader_that_raises_is_an_answer_and_a_report_and_does_not_end_the_process(rig: tuple[Scheduler, Agent]) -> None:
@@ -127,9 +135,17 @@ def test_only_the_newest_leader_is_obeyed_and_only_while_its_lease_lasts(rig: tu
 
 
 def test_spans_are_read_for_the_tokens_that_are_new() -> None:
-    spans = [WeightVersionSpan(version=v, start=a, end=b) for v, a, b in (("3", 0, 4), ("none", 4, 6), ("4", 6, 9))]
-    assert list(new_versions(spans, 0, 9)) == [3, 0, 4]
-    assert list(new_versions(spans, 4, 6)) == [0]
-    assert list(new_versions(spans, 7, 9)) == [4]
-    assert list(new_versions(spans, 9, 9)) == []
+    found = [Span(3, 0, 4), Span(0, 4, 6), Span(4, 6, 9)]
+    assert list(new_versions(found, 0, 9)) == [3, 0, 4]
+    assert list(new_versions(found, 4, 6)) == [0]
+    assert list(new_versions(found, 7, 9)) == [4]
+    assert list(new_versions(found, 9, 9)) == []
     assert [number_of(text) for text in ("12", "none", "default", "")] == [12, 0, 0, 0]
+
+
+def test_spans_follow_from_the_versions_before_each_change() -> None:
+    changes = [(3, 4), (0, 4), (5, 7)]
+    assert spans_of(changes, 6, 9) == [Span(3, 0, 4), Span(5, 4, 7), Span(6, 7, 9)]
+    assert spans_of(changes, 6, 7) == [Span(3, 0, 4), Span(5, 4, 7)], "no token of the newest yet"
+    assert spans_of(changes, 6, 3) == [Span(3, 0, 3)], "an answer that a stop string cut"
+    assert spans_of([], 6, 2) == [Span(6, 0, 2)]

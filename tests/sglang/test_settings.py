@@ -24,8 +24,8 @@ def test_releases_are_read_from_versions() -> None:
 
 
 def test_a_release_is_refused_if_it_is_too_old_and_warned_of_if_nobody_has_tested_it() -> None:
-    assert "SGLang 0.5.17 is not supported" in too_old("0.5.17")
-    assert too_old("0.5.23") == too_old("0.6.0") == untested("0.5.23") == ""
+    assert "SGLang 0.5.16 is not supported" in too_old("0.5.16")
+    assert too_old("0.5.17") == too_old("0.6.0") == untested("0.5.17") == untested("0.5.23") == ""
     assert "SGLang 0.6.0 is not tested" in untested("0.6.0")
 
 

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 
-from tests.support.vllm_server import VllmServer, completion
+from tests.support.vllm_server import VllmServer
 from tests.support.weights import Reference
 
 PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
@@ -80,20 +80,13 @@ class Client:
 
 def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS, **options: str) -> ClientAnswer | FailedRequest:
     try:
-        response = server.request("POST", "/v1/completions", completion(prompt, tokens, **options))
+        response = server.complete(prompt, tokens, **options)
     except (OSError, http.client.HTTPException) as error:
         return FailedRequest(name, 0, repr(error))
     if response.status != 200:
         return FailedRequest(name, response.status, response.body.decode(errors="replace"))
-    choice = response.json()["choices"][0]
-    return ClientAnswer(
-        name,
-        tuple(prompt),
-        tuple((response.version or "").split(",")),
-        tuple(choice["token_ids"]),
-        tuple(choice["logprobs"]["token_logprobs"]),
-        choice["finish_reason"],
-    )
+    answer, versions = server.read(response), tuple((response.version or "").split(","))
+    return ClientAnswer(name, tuple(prompt), versions, answer.token_ids, answer.logprobs, answer.finish_reason)
 
 
 def first_wrong(versions: Sequence[str], made: Mapping[str, Sequence[bool]]) -> int | None:

@@ -18,7 +18,8 @@ async def run(engine: Any, version: int) -> None:
         await handle.wait(wanted, timeout=120)
         with handle.answering() as answer:
             found = await engine.async_generate(input_ids=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 8})
-        print(json.dumps({"versions": answer.versions, "tokens": found["output_ids"]}), flush=True)
+        spans = found["meta_info"]["weight_versions"]
+        print(json.dumps({"versions": answer.versions, "tokens": found["output_ids"], "spans": spans}), flush=True)
     handle.close()
 
 

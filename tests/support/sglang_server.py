@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU, for tests that run in `.venv-sglang`.
+"""A real SGLang server on the CPU, for tests that run in `.venv-sglang`, or on GPUs.
 
     with SGLangServer(folder, env={"RESHARDER_ENDPOINT": endpoint}) as server:
         answer = server.generate([5, 9, 12], max_tokens=8)
@@ -22,21 +22,25 @@ from typing import Any
 
 import psutil
 
+from tests.support.hidden import hiding
 from tests.support.ports import free_port
-from tests.support.vllm_server import Answer, ServerFailed, Token, VllmServer
+from tests.support.vllm_server import Answer, Response, ServerFailed, Token, VllmServer
 
 STAND_INS = Path(__file__).with_name("sglang")
-CPU_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     "SGLANG_PLUGINS": "resharder",
 }
+CPU_ENVIRONMENT = ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
 SMALL = ["--max-total-tokens", "4096", "--max-running-requests", "8", "--context-length", "512", "--mem-fraction-static", "0.6"]
 ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
-
+# Without FlashAttention and FlashInfer; graphs of decoding, as in production.
+ON_GPU = ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+GRAPHS = ["--cuda-graph-max-bs-decode", "8", "--disable-prefill-cuda-graph"]
+EAGER = ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
 
 SERVED = ("qwen3", "qwen3_moe")
 
@@ -50,8 +54,10 @@ def _other_models() -> str:
     return ",".join(sorted(file.stem for file in Path(spec.origin).parent.glob("srt/models/*.py") if file.stem not in SERVED))
 
 
-def environment(tp: int = 1) -> dict[str, str]:
-    """Environment in which SGLang starts on two cores without a network."""
+def environment(tp: int = 1, gpu: bool = False) -> dict[str, str]:
+    """Environment in which SGLang starts on two cores, or on GPUs, without a network."""
+    if gpu:
+        return ENVIRONMENT | {"SGLANG_DISABLED_MODEL_ARCHS": _other_models()}
     paths = [str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0-1"] * tp)} if tp > 1 else {}
     return CPU_ENVIRONMENT | bound | {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_DISABLED_MODEL_ARCHS": _other_models()}
@@ -59,11 +65,12 @@ def environment(tp: int = 1) -> dict[str, str]:
 
 @dataclass
 class SGLangServer(VllmServer):
-    """`tp`: number of scheduler processes."""
+    """`tp`: number of scheduler processes. `gpu`: on GPUs; with `eager`, which is the default, without CUDA graphs."""
 
     tier = "engine"
 
     tp: int = 1
+    gpu: bool = False
 
     def start(self) -> None:
         if self.log is None:
@@ -72,11 +79,12 @@ class SGLangServer(VllmServer):
             self.log = Path(path)
         self.port = self.port or free_port()
         arguments = ["--model-path", str(self.model), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype]
-        arguments += [*ON_CPU, *SMALL, "--tp-size", str(self.tp), "--sleep-on-idle", *self.args]
-        wanted = {**os.environ, **environment(self.tp), **self.env}
+        device = [*ON_GPU, *(EAGER if self.eager else GRAPHS)] if self.gpu else ON_CPU
+        arguments += [*device, *SMALL, "--tp-size", str(self.tp), "--sleep-on-idle", *self.args]
+        wanted = {**os.environ, **environment(self.tp, self.gpu), **self.env}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *arguments],
+                [*(hiding(self.hidden) if self.hidden else ()), sys.executable, "-m", "sglang.launch_server", *arguments],
                 env={name: value for name, value in wanted.items() if value is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -93,10 +101,10 @@ class SGLangServer(VllmServer):
                 process.wait(30)
         self.kill()
 
-    def generate(self, prompt: Sequence[int] | str, max_tokens: int = 12, timeout: float = 300, **options: Any) -> Answer:
-        response = self.request("POST", "/generate", asked(prompt, max_tokens, **options), timeout)
-        if response.status != 200:
-            raise ServerFailed(f"expected 200 for a completion, got {response.status}: {response.body[:500]!r}")
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int, timeout: float = 300, **options: Any) -> Response:
+        return self.request("POST", "/generate", asked(prompt, max_tokens, **options), timeout)
+
+    def read(self, response: Response) -> Answer:
         found = response.json()
         chosen, meta = found["meta_info"]["output_token_logprobs"], found["meta_info"]
         logprobs = tuple(logprob for logprob, *_ in chosen)
@@ -121,11 +129,11 @@ class SGLangServer(VllmServer):
 
     def child(self, title: str) -> psutil.Process:
         """The last of the server's processes whose title, which SGLang gives it, begins so: `scheduler`, `detokenizer`."""
-        found = [
-            one
-            for one in psutil.Process(self._process().pid).children(recursive=True)
-            if " ".join(one.cmdline()).startswith(f"sglang::{title}")
-        ]
+        found = []
+        for one in psutil.Process(self._process().pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
+                if " ".join(one.cmdline()).startswith(f"sglang::{title}"):
+                    found.append(one)
         if not found:
             raise ServerFailed(f"expected a process sglang::{title}")
         return found[-1]

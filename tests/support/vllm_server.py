@@ -209,9 +209,17 @@ class VllmServer:
 
     def generate(self, prompt: Sequence[int] | str, max_tokens: int = 12, timeout: float = 300, **options: Any) -> Answer:
         """Greedy tokens after a prompt of token ids. Raises ServerFailed for any status but 200."""
-        response = self.request("POST", "/v1/completions", completion(prompt, max_tokens, **options), timeout)
+        response = self.complete(prompt, max_tokens, timeout, **options)
         if response.status != 200:
             raise ServerFailed(f"expected 200 for a completion, got {response.status}: {response.body[:500]!r}")
+        return self.read(response)
+
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int, timeout: float = 300, **options: Any) -> Response:
+        """The response to that, of whatever status."""
+        return self.request("POST", "/v1/completions", completion(prompt, max_tokens, **options), timeout)
+
+    def read(self, response: Response) -> Answer:
+        """The answer in a response of status 200."""
         choice = response.json()["choices"][0]
         logprobs = tuple(choice["logprobs"]["token_logprobs"])
         return Answer(tuple(choice["token_ids"]), logprobs, choice["finish_reason"], response.version)

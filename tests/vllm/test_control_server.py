@@ -15,7 +15,7 @@ from resharder.v1 import resources_pb2
 from vllm.v1.engine.core import EngineCore
 
 from tests.support.command import answer
-from tests.support.observing import expect_leaving, servers, wait_serving, wait_until
+from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.vllm_deployment import LEASE, PROMPT, Deployment, deployment
 from tests.support.vllm_server import Answer, Token, VllmServer
 
@@ -127,12 +127,6 @@ def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_version
     reached = single.publish()
     wait_serving(single.daemon, reached)
     assert single.server.generate(PROMPT, 4).version == str(reached)
-
-
-def test_a_server_that_ends_by_sigterm_leaves_and_is_never_lost(single: Deployment) -> None:
-    """The last of its tests."""
-    with expect_leaving(single.daemon):
-        single.server.stop()
 
 
 @pytest.mark.full

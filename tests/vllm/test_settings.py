@@ -10,7 +10,7 @@ import vllm
 from resharder.client import settings
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.vllm import TESTED, in_words, register
+from resharder.client.inference.vllm import TESTED, in_words, register, show_log
 from resharder.client.settings import FAULT
 
 ENVIRONMENT = {"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s"}
@@ -110,6 +110,18 @@ def test_a_vllm_without_endpoint_plugins_is_refused(starting: pytest.MonkeyPatch
     supported = "this release of Resharder supports vLLM 0.26 and later, and is tested with "
     assert str(caught.value).startswith(f"vLLM {version} is not supported: {supported}")
     assert str(caught.value).endswith(f"{in_words(TESTED)}. Install one of these")
+
+
+def test_the_code_that_engines_share_logs_as_vllm_does(caplog: pytest.LogCaptureFixture) -> None:
+    vllms, shared = logging.getLogger("vllm"), logging.getLogger("resharder.inference.control")
+    show_log()
+    vllms.addHandler(caplog.handler)
+    try:
+        shared.warning("an order came")
+    finally:
+        vllms.removeHandler(caplog.handler)
+    assert "an order came" in caplog.messages
+    assert shared.getEffectiveLevel() == vllms.getEffectiveLevel()
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.99.1rc1", "1.0.0", "0.1.dev1+g0123abc", "dev"])

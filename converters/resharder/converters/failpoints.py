@@ -5,9 +5,9 @@
     RESHARDER_FAILPOINT=claim.write=enospc              OSError, as from a full medium; `eio` as from a broken one
     RESHARDER_FAILPOINT=lease.renew=delay:0.5           a pause of this thread
 
-A point acts once in a process. With RESHARDER_FAILPOINT_MARK it acts once in all processes that share this variable: the
-first one creates the file of that name. Without RESHARDER_FAILPOINT a point costs one look-up in an empty dictionary. No
-point is on the path of a single tensor.
+Several are separated by commas. A point acts once in a process. With RESHARDER_FAILPOINT_MARK it acts once in all processes
+that share this variable: the first one creates the file of that name, followed by `.` and the point's name if there are
+several. Without RESHARDER_FAILPOINT a point costs one look-up in an empty dictionary. No point is on the path of a single tensor.
 """
 
 import errno
@@ -84,18 +84,22 @@ def failpoint(name: Point) -> None:
 
 
 def arm(spec: str, mark: str = "") -> None:
-    """Arm the point of `NAME[@N]=KIND`, in place of an earlier one; an empty `spec` arms none.
+    """Arm the points of `NAME[@N]=KIND,…`, in place of earlier ones; an empty `spec` arms none.
 
     Args:
         spec: `KIND` is `kill`, `stop:SECONDS`, `eio`, `enospc` or `delay:SECONDS`; `N` is the pass on which the point acts.
-        mark: File to create when the point acts; nothing happens if it exists.
+        mark: File to create when the point acts; nothing happens if it exists. Of several points, each has its own.
 
     Raises:
         ValueError: An undeclared point, an unknown kind, or an error at a point without a file operation.
     """
     _armed.clear()
-    if not spec:
-        return
+    several = "," in spec
+    for one in filter(None, spec.split(",")):
+        _arm(one, f"{mark}.{one.partition('=')[0].partition('@')[0]}" if mark and several else mark)
+
+
+def _arm(spec: str, mark: str) -> None:
     place, _, kind = spec.partition("=")
     name, _, number = place.partition("@")
     if name not in POINTS:

@@ -28,7 +28,7 @@ from resharder.converters.hf_config import Difference
 from resharder.v1.resources_pb2 import Power
 from resharder.v1.server_pb2 import Order
 
-logger = logging.getLogger("vllm.resharder.attach")
+logger = logging.getLogger("resharder.inference.attach")
 
 _LOOK_SECONDS = 1.0  # between looks whether a handle that waits was closed
 

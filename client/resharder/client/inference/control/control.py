@@ -30,7 +30,7 @@ from resharder.v1.resources_pb2 import Power
 from resharder.v1.server_pb2 import Order
 
 _INSTALLS = ("resharder_stage", "resharder_apply")
-logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
+logger = logging.getLogger("resharder.inference.control")
 
 
 class WorkersFailed(Exception):

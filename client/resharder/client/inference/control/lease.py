@@ -24,7 +24,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.v1 import server_pb2, server_pb2_grpc
 from resharder.v1.resources_pb2 import Power
 
-logger = logging.getLogger("vllm.resharder.lease")
+logger = logging.getLogger("resharder.inference.lease")
 
 FIRST_LEASE_SECONDS = 15.0  # assumed until the daemon's first answer
 LONGEST_PAUSE_SECONDS = 5.0  # between attempts to reach the daemon

@@ -11,8 +11,8 @@ import uuid
 
 from resharder.client import settings
 
-OLDEST = (0, 5, 23)
-TESTED = ((0, 5, 23),)
+OLDEST = (0, 5, 17)
+TESTED = ((0, 5, 17), (0, 5, 23))
 _SCHEDULER, _DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
 _FRONT_END = "sglang.srt.entrypoints.engine"
 

@@ -1,4 +1,7 @@
-"""SGLang as an `engine.Engine`: the tokenizer manager, by which the control side reaches schedulers; read against 0.5.23."""
+"""SGLang as an `engine.Engine`: the tokenizer manager, by which the control side reaches schedulers.
+
+Read against 0.5.17 and 0.5.23.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The config.json that an engine was started with, compared with a version's; read against SGLang 0.5.23."""
+"""The config.json that an engine was started with, compared with a version's; read against SGLang 0.5.17 and 0.5.23."""
 
 import json
 from collections.abc import Mapping

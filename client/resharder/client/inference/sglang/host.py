@@ -1,6 +1,6 @@
-"""SGLang's scheduler process as the host of a model (`engine.Host`); read against 0.5.23."""
+"""SGLang's scheduler process as the host of a model (`engine.Host`); read against 0.5.17 and 0.5.23."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +10,18 @@ from resharder.client.inference.engine import Loader, ModelConfig
 from resharder.client.inference.sglang.hf_config import EngineConfig
 from resharder.client.inference.sglang.refusals import refuse_unsupported
 from resharder.converters.hf_config import Difference
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.model_loader.loader import device_loading_context
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 
-def server_config() -> Any:
-    """Return this process's `ServerArgs`, with the values that SGLang has resolved."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+def server_config(server_args: Any = None) -> Any:
+    """Return a server's `ServerArgs`, by default this process's, with the values that SGLang has resolved."""
+    from sglang.srt.arg_groups import overrides
 
-    return resolving_view(get_server_args())
+    view = getattr(overrides, "resolving_view", None) or overrides.resolved_view  # 0.5.17
+    return view(server_args or get_server_args())
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,29 @@ class SGLangHost:
     @contextmanager
     def reloading(self, model: torch.nn.Module, model_config: ModelConfig, modules: frozenset[str]) -> Iterator[None]:
         """Prepare `modules` for `model.load_weights` as SGLang's own update does, and post-process them at exit."""
-        methods = [
-            (module, method)
-            for name, module in model.named_modules()
-            if name in modules and (method := getattr(module, "quant_method", None)) is not None
-        ]
+        methods = [(module, method) for name, module, method in _methods(model) if name in modules]
         for module, method in methods:
-            if isinstance(method, QuantizeMethodBase):
+            if restore := getattr(method, "restore_weights_before_loading", None):  # 0.5.17 has none; nor have AMX's
                 with device_loading_context(module, self.device):
-                    method.restore_weights_before_loading(module)
+                    restore(module)
         try:
             yield
         finally:
-            for module, method in methods:
-                with device_loading_context(module, self.device):
-                    method.process_weights_after_loading(module)
+            _process(methods, self.device)
+
+
+def post_process(model: torch.nn.Module, device: torch.device) -> None:
+    """Post-process a model whose weights were loaded, as SGLang does."""
+    _process([(module, method) for _, module, method in _methods(model)], device)
+
+
+def _methods(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
+    for name, module in model.named_modules():
+        if (method := getattr(module, "quant_method", None)) is not None:
+            yield name, module, method
+
+
+def _process(methods: Sequence[tuple[torch.nn.Module, Any]], device: torch.device) -> None:
+    for module, method in methods:
+        with device_loading_context(module, device):
+            method.process_weights_after_loading(module)

@@ -1,6 +1,6 @@
-"""The loader of a starting server's weights: from the daemon, unless `--load-format` names another source; read against 0.5.23.
+"""The loader of a starting server's weights: from the daemon, unless `--load-format` names another source.
 
-SGLang's model folder needs only config and tokenizer.
+Read against 0.5.17 and 0.5.23. SGLang's model folder needs only config and tokenizer.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 from resharder.client.errors import UsageError
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.sglang.host import SGLangHost
+from resharder.client.inference.sglang.host import SGLangHost, post_process
 from resharder.client.inference.sglang.refusals import refuse_settings
 from resharder.client.inference.worker import boot
 from resharder.client.inference.worker.agent import Agent
@@ -48,7 +48,7 @@ class ResharderLoader(own.BaseModelLoader):  # type: ignore[misc]
             with target:
                 model: torch.nn.Module = own._initialize_model(model_config, self.load_config, None)
             booting.load(model)
-            own.DefaultModelLoader.postprocess_weights(model, target)
+            post_process(model, target)
         inventory.after_loading(model)
         booting.verify(model)
         AGENTS[model] = agent
@@ -70,12 +70,31 @@ def watch_loading() -> None:
     get_model_loader.resharder = True  # type: ignore[attr-defined]
     load_model_utils.get_model_loader = get_model_loader
     default = own.DefaultModelLoader
-    default.load_weights_only = staticmethod(
-        _around(default.load_weights_only, inventory.before_loading, inventory.after_own_checkpoint)
-    )
+    if hasattr(default, "load_weights_only"):
+        default.load_weights_only = staticmethod(
+            _around(default.load_weights_only, inventory.before_loading, inventory.after_own_checkpoint)
+        )
+    else:  # 0.5.17 loads and post-processes in one function
+        default.load_weights_and_postprocess = staticmethod(
+            _around(default.load_weights_and_postprocess, _before_loading, lambda model: None)
+        )
     own.initialize_dummy_weights = _around(own.initialize_dummy_weights, inventory.before_loading, lambda model: None)
     for loader in (default, own.DummyModelLoader):
         loader.load_model = _then(loader.load_model, inventory.after_loading)
+
+
+def _before_loading(model: Any) -> None:
+    """Take the first inventory, and the next one when the model has loaded its weights."""
+    inventory.before_loading(model)
+    plain = model.load_weights
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        del model.load_weights  # the method again
+        result = plain(*args, **kwargs)
+        inventory.after_own_checkpoint(model)
+        return result
+
+    model.load_weights = load_weights
 
 
 def _around(function: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Any:

@@ -1,4 +1,4 @@
-"""The plugin's messages between SGLang's tokenizer manager and its schedulers; read against 0.5.23.
+"""The plugin's messages between SGLang's tokenizer manager and its schedulers; read against 0.5.17 and 0.5.23.
 
 SGLang decodes messages of types that it knows (`managers/io_struct.py`); `hook_custom_types` adds others.
 """

@@ -1,4 +1,4 @@
-"""Configurations of SGLang that Resharder does not support; read against 0.5.23."""
+"""Configurations of SGLang that Resharder does not support; read against 0.5.17 and 0.5.23."""
 
 from typing import Any
 

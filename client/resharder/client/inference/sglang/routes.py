@@ -1,4 +1,4 @@
-"""SGLang's routes: those that change the engine, and those that do not use the model; read against 0.5.23.
+"""SGLang's routes: those that change the engine, and those that do not use the model; read against 0.5.17 and 0.5.23.
 
 A test compares the table with the routes of the installed SGLang.
 """
@@ -65,6 +65,7 @@ _INFERENCE = (
 _REQUESTS_AND_CACHES = (
     "/abort_request",
     "/add_external_corpus",
+    "/clear_hicache_storage_backend",
     "/close_session",
     "/configure_logging",
     "/dump_expert_distribution_record",

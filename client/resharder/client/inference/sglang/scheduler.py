@@ -1,30 +1,30 @@
-"""The worker's side in SGLang's scheduler processes, one for each rank; read against 0.5.23.
+"""The worker's side in SGLang's scheduler processes, one for each rank; read against 0.5.17 and 0.5.23.
 
 A scheduler takes its messages one after the other, between two steps, and all ranks take the same ones in the same order. A call
 of the plugin is such a message: check of the token and execution are atomic, and on return no step is in progress. The first
 rank decides about the token for all, because the ranks' clocks run on between their checks.
 
 A paused engine has no request in progress: SGLang's pause in mode `retract` finishes the step and puts requests back into the
-queue, so that their KV cache can be dropped and is computed again. The installed version is the scheduler's `weight_version`,
-with which SGLang labels every token of an answer.
+queue, so that their KV cache can be dropped and is computed again.
 """
 
 import functools
+import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from resharder.client.inference.control.fence import Fence
-from resharder.client.inference.control.labels import Label
 from resharder.client.inference.engine import KV_CACHE, WEIGHTS, InstallError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.sglang.host import SGLangHost
 from resharder.client.inference.sglang.loader import AGENTS
 from resharder.client.inference.sglang.messages import ResharderReqInput, ResharderReqOutput
-from resharder.client.inference.version_page import page
+from resharder.client.inference.sglang.spans import follow_page, watch_sending
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.calls import CALLS, answered
 from resharder.client.inference.worker.model_part import MODEL, Models
@@ -35,13 +35,13 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from sglang.srt.managers.scheduler_components import output_streamer
 from sglang.srt.runtime_context import get_exec, get_parallel
-from sglang.srt.utils.weight_versions import compute_weight_version_spans
 from sglang.utils import TypeBasedDispatcher
 
 _PAUSED, _FENCE = "_resharder_paused", "_resharder_fence"  # attributes of a scheduler
 _GRAPHS = "cuda_graph"  # SGLang's tag of captured graphs' memory, which sleeps with the KV cache
+_KNOWS_PAUSED = "ignore_waiting" in inspect.signature(scheduler_module.Scheduler.is_fully_idle).parameters
+"""Whether SGLang lets waiting requests be when it drops the cache of a paused scheduler: not in 0.5.17."""
 logger = logging.getLogger("sglang.resharder.scheduler")
 
 
@@ -76,13 +76,23 @@ def _resume(scheduler: Any) -> dict[str, Any]:
 
 
 def _reset(scheduler: Any) -> dict[str, Any]:
-    """Drop the KV cache. Requests that wait for their grammar have none, and must not keep the cache from being dropped."""
-    grammars = scheduler.grammar_manager
-    waiting, grammars.grammar_queue = grammars.grammar_queue, []
-    try:
+    """Drop the KV cache."""
+    with _waiting_set_aside(scheduler):
         return {"reset": bool(scheduler.flush_cache(empty_cache=False))}
+
+
+@contextmanager
+def _waiting_set_aside(scheduler: Any) -> Iterator[None]:
+    """Set the waiting requests of a paused scheduler aside: they have no KV cache, and must not keep it from being dropped."""
+    grammars = scheduler.grammar_manager
+    queued, grammars.grammar_queue = grammars.grammar_queue, []
+    waiting = scheduler.waiting_queue
+    if not _KNOWS_PAUSED:
+        scheduler.waiting_queue = []
+    try:
+        yield
     finally:
-        grammars.grammar_queue = waiting
+        grammars.grammar_queue, scheduler.waiting_queue = queued, waiting
 
 
 def _sleep(scheduler: Any, level: int) -> dict[str, Any]:
@@ -95,7 +105,8 @@ def _sleep(scheduler: Any, level: int) -> dict[str, Any]:
         agent.fall_asleep(models, level)
         before = torch.cuda.mem_get_info(agent.host.device)[0] if on_gpu else 0
         tags = [KV_CACHE, WEIGHTS, *([_GRAPHS] if on_gpu else [])]
-        scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        with _waiting_set_aside(scheduler):
+            scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
         agent.sleep_state.begin(level)
         agent.reporter.slept(max(0, torch.cuda.mem_get_info(agent.host.device)[0] - before) if on_gpu else 0)
         logger.info("asleep at level %d after %.3f s", level, time.monotonic() - began)
@@ -164,11 +175,6 @@ def _gathered(scheduler: Any, answer: dict[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def follow_page(scheduler: Any) -> None:
-    """Make the installed version SGLang's weight version: later tokens are labelled with it."""
-    scheduler.record_weight_version_change(str(Label((page().version,))))
-
-
 def watch_scheduler() -> None:
     """Have schedulers take the plugin's calls, and label tokens with the installed version."""
     kind = scheduler_module.Scheduler
@@ -195,21 +201,13 @@ def watch_scheduler() -> None:
 
     init_request_dispatcher.resharder = True  # type: ignore[attr-defined]
     kind.init_request_dispatcher, kind.__init__, kind.continue_generation = init_request_dispatcher, init, continue_generation
-    _watch_outputs(kind)
+    _watch_steps(kind)
+    watch_sending()
 
 
-def _watch_outputs(kind: Any) -> None:
-    """Label unfinished answers too, and follow the page: verification may find that memory has no confirmed version any more."""
-    plain_accept, plain_process = output_streamer._GenerationStreamAccumulator.accept, kind.process_batch_result
-
-    @functools.wraps(plain_accept)
-    def accept(self: Any, *, req: Any) -> None:
-        before = len(self.weight_versions)
-        plain_accept(self, req=req)
-        if len(self.weight_versions) > before and self.weight_versions[-1] is None:
-            self.weight_versions[-1] = compute_weight_version_spans(
-                req.weight_version_events, current_version=self.current_weight_version, num_output_tokens=len(req.output_ids)
-            )
+def _watch_steps(kind: Any) -> None:
+    """Follow the page: verification may find that memory has no confirmed version any more."""
+    plain_process = kind.process_batch_result
 
     @functools.wraps(plain_process)
     def process_batch_result(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,5 +215,4 @@ def _watch_outputs(kind: Any) -> None:
             follow_page(self)
         return plain_process(self, *args, **kwargs)
 
-    output_streamer._GenerationStreamAccumulator.accept = accept
     kind.process_batch_result = process_batch_result

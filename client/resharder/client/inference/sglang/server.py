@@ -1,4 +1,4 @@
-"""The gate in front of SGLang's HTTP server, and the control side behind it; read against 0.5.23.
+"""The gate in front of SGLang's HTTP server, and the control side behind it; read against 0.5.17 and 0.5.23.
 
 SGLang has one API process with a tokenizer manager. The plugin adds two middlewares to its application and attaches the engine
 when the application starts. SGLang's warm-up is a request to the server itself, so it waits until the gate is open.
@@ -51,6 +51,7 @@ def watch_server() -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers import tokenizer_manager
     from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.server_args import ServerArgs
 
     plain_run, plain_warm_up = http_server._setup_and_run_http_server, http_server._wait_and_warmup
     handler = tokenizer_manager.SignalHandler
@@ -60,7 +61,8 @@ def watch_server() -> None:
 
     @functools.wraps(plain_launch)
     def launch(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        check(ModelConfig.from_server_args(get_server_args()), PluginSettings.from_environment())
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, ServerArgs)), None)  # 0.5.17
+        check(ModelConfig.from_server_args(given or get_server_args()), PluginSettings.from_environment(), given)
         return plain_launch(cls, *args, **kwargs)
 
     @functools.wraps(plain_run)
@@ -124,18 +126,19 @@ def gate(app: Any, manager: Any) -> None:
     app.router.lifespan_context = lifespan
 
 
-def check(model_config: Any, settings: PluginSettings) -> None:
-    """Raise `UsageError` if this process's server is not supported.
+def check(model_config: Any, settings: PluginSettings, server_args: Any = None) -> None:
+    """Raise `UsageError` if a server is not supported.
 
     Args:
         model_config: SGLang's `ModelConfig`.
         settings: The plugin's settings.
+        server_args: SGLang's `ServerArgs`, by default this process's.
     """
     from resharder.client.inference.sglang.host import server_config
     from resharder.client.inference.sglang.refusals import refuse_settings, refuse_unsupported
 
     refuse_settings(settings)
-    if problem := refuse_unsupported(server_config(), model_config):
+    if problem := refuse_unsupported(server_config(server_args), model_config):
         raise UsageError(f"{problem}: start SGLang without it, or leave resharder out of SGLANG_PLUGINS")
 
 

@@ -34,6 +34,7 @@ def register() -> None:
     watch_engine_args(register)
     if not settings.ENDPOINT.text():
         return
+    show_log()
     from resharder.client.errors import UsageError
 
     if settings.ON_CONFIG_CHANGE.text() == "exit" and not settings.SERVER_ID.text():
@@ -85,6 +86,11 @@ async def _attach(engine: Any) -> None:
     from resharder.client.inference.vllm.attach import attach_until_shutdown
 
     await attach_until_shutdown(engine)
+
+
+def show_log() -> None:
+    """Show the log of the code that engines share as vLLM shows its own: it shows only loggers below `vllm`."""
+    logging.getLogger("resharder.inference").parent = logging.getLogger("vllm")
 
 
 def endpoint_plugin() -> Any:

@@ -33,7 +33,7 @@ from resharder.converters.geometry.layout import full_box
 from resharder.v1 import resources_pb2
 from resharder.v1.resources_pb2 import Power
 
-logger = logging.getLogger("vllm.resharder.adapter")
+logger = logging.getLogger("resharder.inference.adapter")
 
 IDS = 1_000_000
 """Number of ids for the versions of one adapter."""

@@ -33,7 +33,7 @@ from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2
 
-logger = logging.getLogger("vllm.resharder.worker")
+logger = logging.getLogger("resharder.inference.worker")
 _MEET_SECONDS = 2.0  # between two questions for a link to ranks on other hosts
 _RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 

@@ -16,7 +16,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
-logger = logging.getLogger("vllm.resharder.profile")
+logger = logging.getLogger("resharder.inference.profile")
 MOST_BYTES = 60 << 20  # of a trace; the daemon accepts 64 MiB for trace and table
 _ROWS = 60
 

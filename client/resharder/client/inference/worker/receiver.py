@@ -37,7 +37,7 @@ from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.direct import layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
-logger = logging.getLogger("vllm.resharder.direct")
+logger = logging.getLogger("resharder.inference.direct")
 _UNKNOWN, _NOT_OFFERED = "MEMORY_UNKNOWN", "NOT_OFFERED"
 _TIMEOUT = 60.0  # seconds; the daemon has shorter bounds
 _FIRST_POLL, _LONGEST_POLL = 0.1, 1.0  # seconds between queries whether a version is READY, doubling

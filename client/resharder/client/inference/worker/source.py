@@ -51,7 +51,7 @@ _AT_ONCE = 64 << 20  # bytes mapped by a call, for which an install waits at mos
 
 Boxes = Sequence[tuple[str, Box]]
 Register = Callable[..., Registered | None]
-logger = logging.getLogger("vllm.resharder.worker")
+logger = logging.getLogger("resharder.inference.worker")
 
 
 class StagingFailed(ResharderError):

@@ -20,7 +20,7 @@ from resharder.client.versions.manifest import BoxDigests, VersionManifest, get_
 from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
-logger = logging.getLogger("vllm.resharder.worker")
+logger = logging.getLogger("resharder.inference.worker")
 
 
 @dataclass

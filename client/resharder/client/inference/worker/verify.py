@@ -34,7 +34,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_siz
 from resharder.converters.storage.digest import MASK
 from resharder.v1 import resources_pb2
 
-logger = logging.getLogger("vllm.resharder.verify")
+logger = logging.getLogger("resharder.inference.verify")
 
 _SLICE_BYTES = 4 << 20  # takes a few milliseconds of one core, and 64 MiB of a GPU's memory
 _MAX_NAMES = 8  # of different tensors in a report

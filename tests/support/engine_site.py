@@ -1,7 +1,7 @@
-"""A daemon, a publisher in the test's process and one SGLang server that follows it, for tests in `.venv-sglang`."""
+"""A daemon, a publisher in the test's process and one server of either engine that follows it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,10 @@ from resharder.client import Publisher, connect
 from resharder.client.operator import Operator
 
 from tests.support.daemon import Daemon
+from tests.support.engine_kinds import EngineKind, Environment
 from tests.support.observing import wait_serving
-from tests.support.sglang_server import SGLangServer
 from tests.support.tiny_hf import save_tokenizer
+from tests.support.vllm_server import Answer, VllmServer
 from tests.support.weights import Reference, random_weights
 
 PROMPT = [5, 17, 42, 7, 300, 11]
@@ -23,11 +24,12 @@ PROMPTS = (PROMPT, [800, 2, 9], [77] * 12)
 
 @dataclass
 class Site:
+    kind: EngineKind
     folder: Path
     config: Mapping[str, Any]
     daemon: Daemon
     publisher: Publisher
-    server: SGLangServer
+    server: VllmServer
     operator: Operator
     seeds: dict[int, int] = field(default_factory=dict)  # of each version's weights
 
@@ -45,6 +47,12 @@ class Site:
         wait_serving(self.daemon, version)
         return version
 
+    def made_by(self, version: int, answer: Answer) -> torch.Tensor:
+        """Which tokens of an answer to `PROMPT` this version's weights could have made."""
+        logprobs = self.reference(version).logprobs([*PROMPT, *answer.token_ids])[len(PROMPT) - 1 :]
+        chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        return (torch.tensor(answer.logprobs) - chosen).abs() < 1e-3
+
     def reference(self, version: int) -> Reference:
         return Reference(self.config, random_weights(self.config, self.seeds[version]))
 
@@ -56,8 +64,7 @@ class Site:
         assert list(answer.token_ids) == logprobs.argmax(-1).tolist()
         chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(answer.logprobs), chosen, atol=1e-4)
-        info = self.server.request("GET", "/model_info").json()
-        assert info["weight_version"] == str(version)
+        assert self.kind.weight_version(self.server) == str(version)
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -68,13 +75,18 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def running(
+    kind: EngineKind,
     folder: Path,
     config: Mapping[str, Any],
-    environment: Mapping[str, str] | None = None,
+    environment: Environment | None = None,
     arguments: Sequence[str] = (),
+    server: Callable[[VllmServer], object] = lambda made: None,
     **options: Any,
 ) -> Iterator[Site]:
-    """Start it; the server serves version 1. `environment`, `arguments`: of the server. `options`: the daemon's."""
+    """Start it; the server serves version 1.
+
+    `environment`, `arguments`: of the server, which `server` may change. `options`: the daemon's.
+    """
     write_config(folder, config)
     job: dict[str, Any] = {"job": "j", "rank": 0, "world_size": 1, "config": dict(config), "tokenizer": folder}
     with (
@@ -83,28 +95,17 @@ def running(
         Operator(daemon.endpoint) as operator,
     ):
         given = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_SERVER_ID": "one", **(environment or {})}
-        server = SGLangServer(folder, arguments, given)
-        site = Site(folder, config, daemon, publisher, server, operator)
+        made = kind.follower(folder, arguments, given)
+        server(made)
+        site = Site(kind, folder, config, daemon, publisher, made, operator)
         site.publish()
-        with server:
+        with made:
             wait_serving(daemon, 1)
             yield site
 
 
-def checksums(server: SGLangServer) -> list[dict[str, str]]:
-    """SGLang's own checksum of each tensor of its model, of each rank."""
-    response = server.request("POST", "/weights_checker", {"action": "checksum"})
-    assert response.status == 200, response.body
-    return [rank["checksums"] for rank in response.json()["ranks"]]
-
-
-def contents(server: SGLangServer) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def contents(kind: EngineKind, server: VllmServer) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Tokens and log-probabilities after each prompt, without a prefix in the cache: with one, other sums are computed."""
-    assert server.request("POST", "/flush_cache").status == 200
+    kind.forget(server)
     found = [server.generate(prompt, 12) for prompt in PROMPTS]
     return [(answer.token_ids, answer.logprobs) for answer in found]
-
-
-def alone(folder: Path, tp: int = 1) -> SGLangServer:
-    """A server that loads a folder itself and knows nothing of Resharder."""
-    return SGLangServer(folder, env={"RESHARDER_ENDPOINT": None, "SGLANG_PLUGINS": "none"}, tp=tp)
