@@ -1,4 +1,4 @@
-"""From `publish` to READY of one rank, without servers: `python -m benchmarks.ready [--gpus 0] [--model 1] [--versions 6] [--step 3]`.
+"""From `publish` to READY of one rank, without servers: `python -m benchmarks.ready [--gpus 0] [--model 1] [--versions 6]`.
 
 For each version: how long `publish` held the trainer, the parts of the rank's delivery, and when the rank had sealed it, the
 daemon had verified it, and it was READY.
