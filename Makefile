@@ -207,7 +207,7 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 	touch $@
 
 test-nixl: .venv-nixl/.ready
-	.venv-nixl/bin/python -m pytest tests/client/test_nixl.py tests/client/test_nixl_cut.py tests/client/test_direct_hosts.py tests/e2e/test_nixl.py tests/server/test_nixl_nodes.py $(PYTEST)
+	.venv-nixl/bin/python -m pytest tests/client/test_nixl.py tests/client/test_nixl_cut.py tests/client/test_direct_hosts.py tests/client/test_direct_elsewhere.py::test_over_nixl_a_link_is_proven_and_used_for_all_versions_and_a_rank_that_died_is_tried_anew tests/e2e/test_nixl.py tests/server/test_nixl_nodes.py $(PYTEST)
 
 # SGLang on a CPU, over the packages of make setup, of which it takes what fits: its own pins are CUDA builds. What it imports and
 # has no build for CPUs, tests/support/sglang stands in for.

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from resharder.client.direct import nixl_agent
 from resharder.client.trainer.delivery import DEFAULT_WAIT
 
 from tests.support.daemon import Daemon
 from tests.support.direct_hosts import HostJob, HostServer
 from tests.support.namespaces import Hosts, unavailable
-from tests.support.observing import wait_serving, wait_until
+from tests.support.node import Node, wait_live
+from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.remote import Remote
 from tests.support.secure import Authority, SecureDaemon
 
@@ -27,6 +29,11 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(REASON), reason=REASON)]
 SECONDS = 5.0  # the daemon's bound on a transfer
 TRAINER, SERVER = 0, 1  # hosts
 FAST, MIDDLING, SLOW = "1gbit", "80mbit", "20mbit"  # 4 MB take 34 ms, 0.4 s and 1.7 s
+OVER = {
+    "gloo": {"RESHARDER_NIXL": "off"},
+    "nixl": {"UCX_TLS": "tcp", "RESHARDER_NIXL": "on"},  # UCX would find out that the hosts are one
+}
+"""Environment of ranks and servers, by the links that they use."""
 ROLES = {"dns:trainer.test": ["publisher:policy"], "dns:server.test": ["server:policy"], "dns:probe.test": ["viewer"]}
 
 
@@ -37,6 +44,7 @@ class Site:
     folder: Path
     stack: ExitStack
     authority: Authority | None
+    way: str = "gloo"
     step: int = 0
     started: int = 0
     trainer: Remote = field(init=False)
@@ -44,7 +52,7 @@ class Site:
 
     def start_trainer(self, **options: Any) -> None:
         self.started += 1
-        environment = {"RESHARDER_NIXL": "off"} | self.tls("trainer.test")
+        environment = OVER[self.way] | self.tls("trainer.test")
         where = self.hosts.namespace(TRAINER)
         arguments = (self.daemon.endpoint, f"job-{self.started}")
         self.trainer = Remote(HostJob, *arguments, environment=environment, namespace=where, **options)
@@ -54,7 +62,7 @@ class Site:
         self.started += 1
         environment = {
             "RESHARDER_ENDPOINT": self.daemon.endpoint, "RESHARDER_SERVER_ID": f"server-{self.started}",
-            "RESHARDER_PAGE": str(self.folder / f"page-{self.started}"), "RESHARDER_NIXL": "off", **self.tls("server.test"),
+            "RESHARDER_PAGE": str(self.folder / f"page-{self.started}"), **OVER[self.way], **self.tls("server.test"),
         }  # fmt: skip
         served, where = str(self.folder / "served"), self.hosts.namespace(SERVER)
         self.server = Remote(HostServer, served, environment=environment, namespace=where)
@@ -93,8 +101,10 @@ class Site:
 
 
 @contextmanager
-def made(folder: Path, rate: str, authority: Authority | None = None, **options: object) -> Iterator[Site]:
-    """A site whose server has booted version 1."""
+def made(
+    folder: Path, rate: str, authority: Authority | None = None, way: str = "gloo", *, node: bool = False, **options: object
+) -> Iterator[Site]:
+    """A site whose server has booted version 1. With a `node` on its host, from which it maps versions instead."""
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2, rate=rate))
         options = {"direct_seconds": SECONDS, "log_format": "json", "lease_seconds": 10} | options
@@ -103,10 +113,16 @@ def made(folder: Path, rate: str, authority: Authority | None = None, **options:
         else:
             authority.issue("daemon", hosts.address)
             daemon = SecureDaemon(authority, ROLES, host=hosts.address, **options)
-        site = Site(hosts, stack.enter_context(daemon), folder, stack, authority)
+        if node:
+            daemon.options["shared_memory"] = False
+        site = Site(hosts, stack.enter_context(daemon), folder, stack, authority, way)
         site.start_trainer()
         site.step = 1
         assert site.trainer.call("timed", 1, timeout=120)[0] == 1
+        if node:
+            there = tuple(hosts.command(SERVER))
+            stack.enter_context(Node(daemon.endpoint, "there", command=there, listen="0.0.0.0:7679", insecure=True))
+            wait_live(daemon, "there")
         site.start_server()
         yield site
 
@@ -175,6 +191,33 @@ def test_a_worker_that_ranks_do_not_reach_takes_the_staged_path_and_nobody_waits
         for _ in range(2):
             path, held = site.publish()
             assert (path, held < DEFAULT_WAIT / 2) == ("", True)
+
+
+def test_over_nixl_a_link_is_proven_and_used_for_all_versions_and_a_rank_that_died_is_tried_anew(tmp_path: Path) -> None:
+    if why := nixl_agent.unavailable():
+        pytest.skip(why)
+    with made(tmp_path, FAST, way="nixl") as site:
+        for _ in range(2):
+            assert site.wait_tried()["seconds"] < 1
+            assert [site.publish()[0] for _ in range(3)] == ["nixl"] * 3
+            site.trainer.send_signal(signal.SIGKILL)
+            site.start_trainer()
+
+
+def test_a_server_that_maps_the_files_of_a_node_on_its_host_takes_versions_ahead_over_its_link(tmp_path: Path) -> None:
+    with made(tmp_path, FAST, node=True) as site:
+        assert site.wait_tried()["seconds"] < 1
+        assert [site.publish()[0] for _ in range(2)] == ["gloo"] * 2
+        (server,) = servers(site.daemon)
+        assert server.workers[0].transport == "node"
+
+
+def test_a_server_that_fetches_every_version_takes_the_staged_path_and_says_so(tmp_path: Path) -> None:
+    with made(tmp_path, FAST, shared_memory=False) as site:
+        for _ in range(3):
+            path, held = site.publish()
+            assert (path, held < DEFAULT_WAIT / 2) == ("", True)
+        assert not site.events("direct_group")
 
 
 def test_with_a_wait_of_0_no_link_is_tried(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_five_versions_that_workers_read_over_one_another_leave_what_an_engine_without_the_plugin_loads(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
