@@ -14,7 +14,7 @@ VERSION = "models/policy/versions/1"
 
 
 def need(holders: int, version: str = VERSION, **given: object) -> ReplicaNeed:
-    return ReplicaNeed(version, NUMBERING, np.full(PIECES, holders, np.int64), **{"held": {}} | given)  # type: ignore[arg-type]
+    return ReplicaNeed(version, NUMBERING, np.full(PIECES, holders, np.int64), **{"held": {}, "coming": Bitmap(PIECES)} | given)  # type: ignore[arg-type]
 
 
 def test_pieces_go_to_the_nodes_with_the_most_free_memory() -> None:
@@ -30,6 +30,13 @@ def test_nodes_that_hold_pieces_and_those_of_the_last_plan_come_first() -> None:
         "c": held, "a": Bitmap.full(PIECES) - held,
     }  # fmt: skip
     assert place([need(1, readers=["c"])], free)[VERSION].pieces == {"c": Bitmap.full(PIECES)}
+
+
+def test_what_the_daemon_fetches_is_short_and_needs_no_further_node() -> None:
+    coming = Bitmap.of(PIECES, [0, 1])
+    found = place([need(1, coming=coming)], {"a": SIZE})[VERSION]
+    assert found.pieces == {"a": Bitmap.full(PIECES) - coming}
+    assert (found.short, found.lacking, found.unplaced) == (PIECES, PIECES, 0)
 
 
 def test_held_pieces_suffice_and_nothing_moves() -> None:

@@ -13,7 +13,8 @@ from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
-from resharder.server.store.manifest import Manifest, VerifiedVersion
+from resharder.server.store.manifest import Manifest
+from resharder.server.store.partial import VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
 from resharder.v1 import node_pb2
 
@@ -47,6 +48,7 @@ class World:
 
     def replicate(self) -> "Future[None]":
         found = VerifiedVersion(Manifest(replace(self.record, state=READY), FILES, {}, ()), Path("/nowhere"))
+        self.nodes.replication.begin([found])
         running = self._pool.submit(self.nodes.replication.replicate, [found], lambda: self.stopped)
         wait_until(lambda: running.done() or self.nodes.replication.shortages())
         return running

@@ -99,7 +99,7 @@ class NodePieces:
                 partial.write(part, np.frombuffer(data, np.uint8))
             partial.add(piece)
             self.counts["pieces fetched"] += 1
-        settled = store.lifecycle.settle(partial, 1)
+        settled = store.lifecycle.settle(partial)
         assert not settled or partial.held().whole(), f"version {number} is settled without all pieces"
         self.counts["versions made whole"] += settled
 

@@ -83,14 +83,13 @@ class Config(BaseSettings):
         1,
         ge=1,
         le=16,
-        description="hosts that hold, at READY, each piece that ranks write on [nodes](nodes.md#replicas); 1 to 16. With 1, the "
-        "daemon copies it after READY",
+        description="hosts that hold each piece of a version at READY, the daemon's and [nodes](nodes.md#replicas); 1 to 16. "
+        "With 1, the daemon copies after READY what ranks write on nodes",
     )
     replica_seconds: float = Field(
         60.0,
         gt=0,
-        description="time without a further piece on nodes after which a version that waits for more than two replicas is "
-        "ABORTED",
+        description="time without a further piece after which a version that waits for its holders is ABORTED",
     )
     shared_memory: bool = Field(
         True, description="whether clients on this host may map the store. Otherwise all data goes over the network"

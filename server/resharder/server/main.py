@@ -117,7 +117,7 @@ class Daemon:
             forget_seconds=config.forget_seconds,
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
-            homes=HomeRegister(self.store.folder, tls, LostNodes(config.store / "lost_nodes.json")),
+            homes=HomeRegister(self.store.folder, LostNodes(config.store / "lost_nodes.json")),
             partial=self.store.reader.partial,
             lose=self.store.lifecycle.lose,
             replicas=config.replicas,
@@ -125,13 +125,13 @@ class Daemon:
             verified=self.store.reader.verified,
         )
         self.store.catalogue.version_changed.connect(self.nodes.version_changed)
+        self.fetcher = StoreFetcher(self.store.lifecycle, self.store.reader.verified, self.nodes, tls)
         self.intake = Intake(
             self.store,
             lease_seconds=config.lease_seconds,
             chunk_bytes=config.chunk_bytes,
             threads=config.digest_threads,
-            replicas=config.replicas,
-            replicate=self.nodes.replication.replicate,
+            replicate=self.fetcher.hold,
             nodes=self.nodes.homes,
             audience=self.fleets.serving,
         )
@@ -141,7 +141,6 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.version_ended.connect(traced.version_ended)
             self.fleets.server_stepped.connect(traced.server_stepped)
-        self.fetcher = StoreFetcher(self.store.lifecycle, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)

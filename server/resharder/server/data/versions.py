@@ -62,14 +62,16 @@ class StoredVersions:
         Raises as `VersionReader.manifest` does.
         """
         if replicates and (verified := self._reader.verified.get(model, number)) is not None:
-            record, files = verified.manifest.record, verified.manifest.files
-            yield ServedVersion(record.name, record.fingerprint, {file.path: file.size for file in files}, verified.folder)
+            yield _served(verified.manifest, verified.folder, verified.partial, boxes=False)
             return
         with self._reader.folder(model, number) as (manifest, folder):
-            sizes, record = {file.path: file.size for file in manifest.files}, manifest.record
-            partial = self._reader.partial(model, number)
-            lacks = partial.lacks if partial is not None else _lacks_nothing
-            yield ServedVersion(record.name, record.fingerprint, sizes, folder, lacks, manifest, partial)
+            yield _served(manifest, folder, self._reader.partial(model, number))
+
+
+def _served(manifest: Manifest, folder: Path, partial: PartialVersion | None, *, boxes: bool = True) -> ServedVersion:
+    sizes, record = {file.path: file.size for file in manifest.files}, manifest.record
+    lacks = partial.lacks if partial is not None else _lacks_nothing
+    return ServedVersion(record.name, record.fingerprint, sizes, folder, lacks, manifest if boxes else None, partial)
 
 
 class PinnedVersion:

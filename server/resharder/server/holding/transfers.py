@@ -157,9 +157,9 @@ class HttpTransfer:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
             expected = self._checksum(version, part)
-            request = PartRequest(
-                version.name, version.fingerprint, part.file, version.sizes[part.file], part.start, part.end, expected
-            )
+            # A node may have these bytes in files that ranks have written, before the version has a fingerprint.
+            tag = version.fingerprint if source.daemon else ""
+            request = PartRequest(version.name, tag, part.file, version.sizes[part.file], part.start, part.end, expected)
             buffer = self._buffer()
             try:
                 target = buffer[: part.end - part.start]

@@ -121,7 +121,8 @@ def chosen_of(
     Args:
         node: The node.
         numberings: Numbering of the pieces of each READY version.
-        is_source: Function that returns whether the node has pieces of a version that the daemon's store lacks.
+        is_source: Function that returns whether the node has pieces that the daemon's store lacks, or that ranks have written
+            there of a version that is soon READY.
         reserved: Bytes of the node's capacity that are reserved for versions that ranks write.
     """
     chosen = [version for version in node.wants if is_source(version) or version in node.replicas]

@@ -58,9 +58,9 @@ class NodeRegistry:
         homes: Register of the files on nodes into which ranks write.
         partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
         lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
-        replicas: Holders that each piece needs; `replication` has those above 2.
+        replicas: Holders that each piece needs, the daemon among them.
         replica_seconds: Time that a version waits for them before READY.
-        verified: Versions that nodes replicate before READY.
+        verified: Versions that holders fetch before READY.
     """
 
     def __init__(
@@ -243,6 +243,7 @@ class NodeRegistry:
                 if version in self._table:
                     held = partial.held() if partial is not None else Bitmap.full(self._table[version].count)
                     self._table.report(version, DAEMON, held)
+        self.replication.changed.emit()
 
     def missing(self) -> int:
         """Return the number of pieces of READY versions that the daemon's store lacks."""
@@ -268,7 +269,7 @@ class NodeRegistry:
         if record.state != UPLOADING:
             self.replication.version_changed(record.name)
         if record.state == READY:
-            if self.replication.replicas > 2 or self._partial(record.model, record.number) is not None:
+            if self.replication.replicas > 1 or self._partial(record.model, record.number) is not None:
                 self._known(record.name)
             return
         with self._lock:
@@ -287,7 +288,6 @@ class NodeRegistry:
             if node is None or node.lost or version not in self._numberings:
                 return
             node.want(version, (), pieces)
-            self._table.report(version, id, pieces)
         node.changed.emit()
 
     def _known(self, version: str) -> PieceNumbering | None:
@@ -309,6 +309,9 @@ class NodeRegistry:
             self._table.add_version(version, numbering.count, ready=partial is not None, awaited=awaited, now=self._clock())
             self._table.add_source(version, DAEMON)
             self._table.report(version, DAEMON, held)
+            for id, files in self.homes.written(version).items():
+                if id in self._nodes and not self._nodes[id].lost:
+                    self._table.report(version, id, pieces_of(numbering, files))
             changed = list(self._nodes.values()) if partial is not None else []
         notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
@@ -344,6 +347,7 @@ class NodeRegistry:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
         notify(changed)
+        self.replication.changed.emit()
         if joined:
             node.changed.emit()  # an earlier process of this id may wait
             self._note("node", report.node, "joined", "")
@@ -352,7 +356,6 @@ class NodeRegistry:
     def _record_pieces(self, node: KnownNode, report: node_pb2.SyncNodeRequest) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
         id, reported, written = id_of(report), {copy.version: copy for copy in report.versions}, self.homes.not_adopted(report)
-        written = {version: files for version, files in written.items() if not self.replication.waits(version)}  # other `ETag`
         for version, numbering in self._numberings.items():
             copy, known = reported.get(version), self._table[version]
             if copy is not None or version in written or id in known.index or id in known.awaited:
@@ -366,9 +369,8 @@ class NodeRegistry:
             node = self._nodes.get(id)
             if node is None:
                 return node_pb2.NodeOrders(lease_seconds=self.lease_seconds, report_seconds=self._longest)
-            reported = {copy.version: copy for copy in node.report.versions}
             wanted = self._chosen(node)
-            answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
+            answers = [self._copy_order(id, node, version) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
@@ -384,15 +386,15 @@ class NodeRegistry:
 
     def _chosen(self, node: KnownNode) -> list[str]:
         id = id_of(node.report)
-        return chosen_of(
-            node, self._numberings, lambda version: self._table.has_more(version, id, DAEMON), self.homes.reserved_bytes(id)
-        )
 
-    def _copy_order(
-        self, id: str, node: KnownNode, version: str, copy: node_pb2.NodeVersion | None
-    ) -> tuple[node_pb2.NodeOrder, float]:
-        held = bitmap_of(self._numberings[version].count, copy)
-        wanted = node.pieces[version]
+        def is_source(version: str) -> bool:
+            waits = self.replication.waits(version) and id in self.homes.written(version)
+            return waits or self._table.has_more(version, id, DAEMON)
+
+        return chosen_of(node, self._numberings, is_source, self.homes.reserved_bytes(id))
+
+    def _copy_order(self, id: str, node: KnownNode, version: str) -> tuple[node_pb2.NodeOrder, float]:
+        held, wanted = self._table.bitmap(version, id), node.pieces[version]
         answer = self._tracker.report(version, id, held, wanted, node.report.transfers, self._clock())
         order = node_pb2.NodeOrder(
             version=version,

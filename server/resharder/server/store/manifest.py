@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from blake3 import blake3
@@ -176,17 +176,6 @@ def _check_file(path: Path, entry: Mapping[str, Any]) -> bytes:
     if blake3(start).hexdigest() != entry["blake3"]:
         raise BadManifest(f"{path.name}: not the content that was written")
     return start
-
-
-class VerifiedVersion(NamedTuple):
-    """An UPLOADING version whose bytes are verified and whose manifest, as of the READY version, is written in `folder`."""
-
-    manifest: Manifest
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return self.manifest.record.name
 
 
 class ManifestCache:

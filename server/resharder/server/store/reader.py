@@ -19,17 +19,21 @@ from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.lifecycle import VersionLifecycle
-from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache, VerifiedVersion
-from resharder.server.store.partial import PartialVersion
+from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache
+from resharder.server.store.partial import PartialVersion, VerifiedVersion
 
 PATIENCE = 5.0
 
 
 class VerifiedVersions:
-    """Verified versions that are not READY yet: nodes replicate them now. No call names them to a worker. Thread-safe."""
+    """Verified versions that are not READY yet: holders fetch them now. No call names them to a worker. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._found = threading.Lock(), dict[str, VerifiedVersion]()
+
+    def all(self) -> list[VerifiedVersion]:
+        with self._lock:
+            return list(self._found.values())
 
     def get(self, model: str, number: int) -> VerifiedVersion | None:
         """Return a version; None for any other, also once it is READY."""
@@ -103,7 +107,9 @@ class VersionReader:
             partial.await_tensors(tensors, self._patience)
 
     def partial(self, name: str, number: int) -> PartialVersion | None:
-        """Return a READY version of which the store lacks pieces; None for any other."""
+        """Return a version of which the store lacks pieces, READY or verified; None for any other."""
+        if (verified := self.verified.get(name, number)) is not None:
+            return verified.partial
         model = self._catalogue.find(name)
         return model.partial.get(number) if model is not None else None
 

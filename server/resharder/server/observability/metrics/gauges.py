@@ -164,7 +164,7 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     )
     short = GaugeMetricFamily(
         "resharder_store_short_pieces",
-        "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 2",
+        "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 1",
         value=sum(each.short for each in now.shortages),
     )
     wanted = [copy for view in live for copy in view.copies if copy.wanted and not copy.uploading]
