@@ -11,7 +11,7 @@ from tests.chaos.violations import Violation, of, short_of_holders
 SHOWN = 1.0
 """Seconds between the daemon's answers about versions and those about nodes, two polls of an observer."""
 BARRED = 60.0
-"""Seconds for which the daemon places no replica of a version on a node that reported a problem with it."""
+"""Seconds for which the daemon places replicas of a version last on a node that reported a problem with it."""
 _LATE = 2 * LEASE + 5.0  # until a node whose fault has ended is live again, and was seen so
 
 

@@ -53,6 +53,11 @@ def test_a_barred_node_keeps_what_it_holds_and_gets_nothing() -> None:
     assert (found.short, found.unplaced) == (PIECES - 1, PIECES - 1)
 
 
+def test_a_node_that_failed_gets_pieces_if_no_other_has_room() -> None:
+    assert place([need(1, failing=["a"])], {"a": 9 * SIZE, "b": SIZE})[VERSION].pieces == {"b": Bitmap.full(PIECES)}
+    assert place([need(1, failing=["a"])], {"a": 9 * SIZE, "b": 0})[VERSION].pieces == {"a": Bitmap.full(PIECES)}
+
+
 def test_a_version_is_spread_over_nodes_that_are_too_small_for_it_and_newer_ones_come_first() -> None:
     newer, older = need(1, "models/policy/versions/2"), need(1)
     free = {"a": 3 * PIECE_BYTES, "b": 3 * PIECE_BYTES}

@@ -45,6 +45,7 @@ class ReplicaNeed:
         held: Pieces of the nodes that hold any.
         written: Pieces that ranks have written on nodes, which count in `holders`.
         former: Nodes on which the last plan has placed pieces.
+        failing: Nodes that could not hold the version shortly before, and get further pieces last.
         barred: Nodes on which no further piece may be placed.
         readers: Nodes that have read a version of the model, and so may.
     """
@@ -56,6 +57,7 @@ class ReplicaNeed:
     held: Mapping[str, Bitmap]
     written: Mapping[str, Bitmap] = field(default_factory=dict)
     former: Collection[str] = ()
+    failing: Collection[str] = ()
     barred: Collection[str] = ()
     readers: Collection[str] = ()
 
@@ -98,8 +100,8 @@ def _place(need: ReplicaNeed, left: dict[str, int]) -> ReplicaPlacement:
         lacking[fits] -= 1
         placed[id] |= fits
 
-    def rank(id: str) -> tuple[bool, int, bool, int, str]:
-        return id not in need.former, -len(need.held.get(id, ())), id not in need.readers, -left[id], id
+    def rank(id: str) -> tuple[bool, bool, int, bool, int, str]:
+        return id in need.failing, id not in need.former, -len(need.held.get(id, ())), id not in need.readers, -left[id], id
 
     order = sorted(left, key=rank)
     for id in order:
@@ -115,7 +117,7 @@ def _place(need: ReplicaNeed, left: dict[str, int]) -> ReplicaPlacement:
     return ReplicaPlacement(found, short, missing, int((lacking > 0).sum()))
 
 
-_BARRED_SECONDS = 60.0  # for a node that could not hold a version
+_FAILING_SECONDS = 60.0  # for a node that could not hold a version
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 0.25  # seconds between two looks at versions that wait
 
 
@@ -183,7 +185,7 @@ class Replication:
         """Emitted when a holder has reported, or may have more."""
         self._waiting: set[str] = set()
         self._placements: dict[str, ReplicaPlacement] = {}
-        self._barred: dict[tuple[str, str, str], tuple[float, str]] = {}  # by version, node and instance: until, and why
+        self._failing: dict[tuple[str, str, str], tuple[float, str]] = {}  # by version, node and instance: until, and why
 
     def start(self, versions: Iterable[str]) -> None:
         """Watch over versions that were READY before the daemon's start."""
@@ -289,7 +291,7 @@ class Replication:
             return text
         live = sorted(id for id, node in self._nodes.items() if not node.lost)
         why = {id: "drained" for id in live if self._nodes[id].drained}
-        why |= {id: reason for (name, id, _), (_, reason) in self._barred.items() if name == version and id in live}
+        why |= {id: reason for (name, id, _), (_, reason) in self._failing.items() if name == version and id in live}
         reasons = "".join(f"; nodes/{id}: {reason}" for id, reason in sorted(why.items())[:8])
         return f"{text}, and no node is left for {found.unplaced} of them among {len(live)} live ones{reasons}"
 
@@ -314,7 +316,7 @@ class Replication:
     def _update(self) -> Iterable[KnownNode]:
         now = self._clock()
         live = {id: node for id, node in self._nodes.items() if not node.lost and not node.drained and node.report.data_address}
-        self._bar(live, now)
+        self._note_problems(live, now)
         order = sorted(self._numberings, key=lambda name: (name not in self._waiting, -int(name.rpartition("/")[2]), name))
         needs = [self._need(name, live, now > self._settles) for name in order]
         free = {id: node.report.capacity_bytes - self._homes.reserved_bytes(id) for id, node in live.items()}
@@ -333,13 +335,13 @@ class Replication:
                 changed.append(node)
         return changed
 
-    def _bar(self, live: Mapping[str, KnownNode], now: float) -> None:
-        """Place no further pieces of a version on a node that reports a problem with it, for some time."""
+    def _note_problems(self, live: Mapping[str, KnownNode], now: float) -> None:
+        """Place further pieces of a version on a node that reports a problem with it last, for some time."""
         for id, node in live.items():
             for copy in node.report.versions:
                 if copy.problem and copy.version in node.replicas:
-                    self._barred[copy.version, id, node.report.instance] = now + _BARRED_SECONDS, copy.problem
-        self._barred = {key: found for key, found in self._barred.items() if found[0] > now and key[0] in self._numberings}
+                    self._failing[copy.version, id, node.report.instance] = now + _FAILING_SECONDS, copy.problem
+        self._failing = {key: found for key, found in self._failing.items() if found[0] > now and key[0] in self._numberings}
 
     def _need(self, version: str, live: Mapping[str, KnownNode], settled: bool) -> ReplicaNeed:
         numbering, waits = self._numberings[version], version in self._waiting
@@ -349,7 +351,7 @@ class Replication:
         for pieces in written.values():
             holders -= pieces.flags()
         rows = {id: self._table.bitmap(version, id) - written.get(id, Bitmap(numbering.count)) for id in live}
-        barred = {id for id, node in live.items() if (version, id, node.report.instance) in self._barred}
+        failing = {id for id, node in live.items() if (version, id, node.report.instance) in self._failing}
         names = self._readers.get(model_of(version), set())
         return ReplicaNeed(
             version,
@@ -359,6 +361,7 @@ class Replication:
             {id: held for id, held in rows.items() if len(held)},
             written,
             [id for id, node in live.items() if version in node.replicas],
-            live.keys() if not settled and not waits else barred,
+            failing,
+            live.keys() if not settled and not waits else (),
             [id for id, node in live.items() if node.caller.rpartition("@")[0] in names],
         )
