@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 from resharder.converters.wire import pieces
-from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.converters.wire.ranges import HELD_FILE, FilePart
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.publisher import check_files
 from resharder.server.state.errors import DaemonError, InvalidArgument, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
@@ -76,14 +76,13 @@ def test_a_version_that_lacks_pieces_is_ready_and_not_a_byte_of_a_missing_piece_
     partial = partial_of(store)
     for piece in range(count()):
         span = partial.numbering.span(piece)
-        part = FilePart("policy", 1, FILE, span.start, span.end)
         if piece in (1, count() - 1):
             with pytest.raises(Unavailable, match="holds"):
-                partial.lacks(part)
+                partial.await_bytes([span], 0.0)
             with pytest.raises(Unavailable):
-                partial.lacks(part._replace(start=part.end - 1))
+                partial.await_bytes([span._replace(start=span.end - 1)], 0.0)
         else:
-            assert partial.lacks(part) == ""
+            partial.await_bytes([span], 0.0)
 
 
 def test_once_its_pieces_have_arrived_it_is_an_ordinary_version(store: Store) -> None:
@@ -93,12 +92,11 @@ def test_once_its_pieces_have_arrived_it_is_an_ordinary_version(store: Store) ->
     assert not store.lifecycle.settle(partial)
     assert (folder / HELD_FILE).read_bytes() == partial.held().to_bytes()
     deliver_pieces(partial, content, [0])
-    assert refused(store, 1).startswith(f"PIECES_ELSEWHERE: models/policy/versions/1: the daemon holds {count()} of {count()}")
+    assert set(read(store, 1)) == {spec.name for spec in SPECS}
     assert store.lifecycle.settle(partial)
     assert store.lifecycle.partials() == []
     assert contents(folder, LAYOUTS) == content
     assert set(path.name for path in folder.iterdir()) == WHOLE
-    assert set(read(store, 1)) == {spec.name for spec in SPECS}
     assert verify(folder, "policy", 1, record.fingerprint).whole
 
 
@@ -106,7 +104,7 @@ def test_a_tensor_can_be_read_once_its_own_pieces_are_there(store: Store) -> Non
     _, content = publish_partial(store, claim(store), 0, range(count()))
     partial = partial_of(store)
     small = SPECS[1]
-    assert (small.name, list(partial._pieces[small.name])) == ("b", [0])
+    assert (small.name, list(partial.numbering.touched(*partial.spans_of(["b"])[0]))) == ("b", [0])
     assert refused(store, 1, {"b"}).startswith("PIECES_ELSEWHERE")
     deliver_pieces(partial, content, [0])
     assert not store.lifecycle.settle(partial)
@@ -178,9 +176,9 @@ def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root
     assert changed == [lost]
     assert (lost.state, lost.reason) == (RETIRED, "LOST: 1 of its pieces has no holder")
     with pytest.raises(ResourceNotFound, match="no longer READY"):
-        partial.await_tensors(["b"], 0.0)
+        partial.await_bytes(partial.spans_of(["b"]), 0.0)
     with pytest.raises(DaemonError):
-        partial.lacks(FilePart("policy", 1, FILE, 0, 1))
+        partial.await_bytes([PieceSpan(FILE, 0, 1)], 0.0)
     with pytest.raises(OSError, match="No such file"):
         partial.add(1)
     assert store.lifecycle.lose("policy", 1, "again") == lost

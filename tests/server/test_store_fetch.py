@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.held_files import pieces_of
-from resharder.server.holding.sources import LIMITS
+from resharder.server.holding.held_files import HeldFiles, pieces_of
+from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.filesystem import MediumRefused
 from resharder.server.nodes import store_fetch
 from resharder.server.nodes.replication import ReplicasShort
@@ -82,6 +82,7 @@ class Nodes:
     addresses: dict[str, str]
     replicas: int = 1
     gone: str = ""
+    verified: VerifiedVersions = field(default_factory=VerifiedVersions)
     suspended: list[str] = field(default_factory=list)
 
     @property
@@ -104,6 +105,9 @@ class Nodes:
     def count_own(self) -> None: ...
 
     def begin(self, versions: object) -> None: ...
+
+    def version_changed(self, version: str) -> None:
+        self.verified.remove(version)
 
     def problem(self, versions: object, stopped: Callable[[], bool]) -> str:
         return self.gone
@@ -134,15 +138,17 @@ def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiedVersion:
     return VerifiedVersion(found, folder, PartialVersion(folder, found, missing, durable=False))
 
 
-def fetch(version: VerifiedVersion, one: str, two: str, **options: Any) -> tuple[dict[str, bytes], Nodes]:
+def fetch(version: VerifiedVersion, one: str, two: str, stalled: float = 5.0, **options: Any) -> tuple[dict[str, bytes], Nodes]:
     """The files of a version once the fetcher has what is needed from the ports of both nodes."""
-    verified, nodes = VerifiedVersions(), Nodes({"one": one, "two": two}, **options)
-    verified.add(version)
-    fetcher = StoreFetcher(NoVersions(), verified, nodes, None)  # type: ignore[arg-type]
+    nodes = Nodes({"one": one, "two": two}, **options)
+    nodes.verified.add(version)
+    transfer = HttpTransfer(HeldFiles.checksum, None, stalled)
+    fetcher = StoreFetcher(NoVersions(), nodes.verified, nodes, transfer)  # type: ignore[arg-type]
     fetcher.start()
     try:
         fetcher.hold([version], lambda: False)
     except ReplicasShort as error:
+        assert not nodes.verified.all(), "nothing is fetched for it any longer"
         raise ReplicasShort(f"{error}; suspended: {nodes.suspended}") from error
     finally:
         fetcher.close()
@@ -175,12 +181,11 @@ def test_a_node_that_does_not_deliver_is_named_and_no_home_for_some_time(
     assert (version.folder / FILES[1].path).read_bytes()[:PIECE_BYTES] == bytes(PIECE_BYTES)
 
 
-def test_no_further_request_is_made_once_it_is_of_no_use(version: VerifiedVersion, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_fetch, "LIMITS", replace(LIMITS, stalled=0.1))
+def test_no_further_request_is_made_once_it_is_of_no_use(version: VerifiedVersion) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ReplicasShort, match=r"the version is aborted; suspended: \[\]"):
-            fetch(version, address, address, gone="the version is aborted")
+            fetch(version, address, address, stalled=0.1, gone="the version is aborted")
 
 
 def test_a_piece_that_cannot_be_written_is_no_fault_of_its_node(version: VerifiedVersion, ports: dict[str, str]) -> None:

@@ -68,6 +68,11 @@ class Config(BaseSettings):
     store_limit_bytes: int = Field(
         0, ge=0, description="bound on the bytes of all versions; 0: 80 % of the space that is free at the start"
     )
+    hold: Literal["all", "none"] = Field(
+        "all",
+        description="versions whose bytes the daemon's host holds: `all`, or `none`: [nodes](nodes.md#larger-than-a-host) alone "
+        "hold them, and the daemon fetches what is read from it",
+    )
     keep_count: int = Field(
         3,
         ge=1,

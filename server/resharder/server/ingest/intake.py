@@ -565,6 +565,13 @@ class Intake:
             base_version=base_version,
         )
         homes = self._take_homes(publisher, record)
+        if not store.hold and (lacking := self._without_home(record, homes)):
+            reason = (
+                f"no node takes {len(lacking)} of the version's files, {lacking[0]} for one, and this daemon's host holds none "
+                "(hold: none): give the nodes of the ranks' hosts room for it, and see `resharder nodes`"
+            )
+            store.lifecycle.abort(record.model, record.number, reason)
+            raise ResourceExhausted("NO_ROOM", f"{record.name}: {reason}")
         with self.lock:
             if publisher.state != ACTIVE:
                 store.lifecycle.abort(record.model, record.number, "a newer job has taken over the model")
@@ -586,6 +593,11 @@ class Intake:
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
         self._abort_overtaken(publisher)  # a rank may have started a later step while the store freed capacity
         return store.catalogue.get(record.model, record.number)
+
+    def _without_home(self, record: VersionRecord, homes: Iterable[NodeHome]) -> list[str]:
+        """Return the files of a version that ranks would write into the store."""
+        at_home = {path for home in homes for path in home.files}
+        return [file.path for file in self.store.lifecycle.layouts(record) if file.path not in at_home]
 
     def _take_homes(self, publisher: PublisherRecord, record: VersionRecord) -> tuple[NodeHome, ...]:
         """Take files for a version on the nodes of the ranks' hosts, where these ranks have read the nodes' present nonces."""

@@ -31,8 +31,8 @@ _FIRST_SUSPENSION, _LONGEST_SUSPENSION = (
     60.0,
     3600.0,
 )  # seconds for a node from which the daemon could not fetch
-LAYOUT_SECONDS = 5.0
-"""Seconds that a version waits for a node that is laying out its files."""
+LAYOUT_SECONDS, ROOM_SECONDS = 5.0, 15.0
+"""Seconds that a version waits for a node that is laying out its files, and for one that waits for memory, where it has to."""
 
 
 Readable = Mapping[str, bytes]
@@ -157,15 +157,17 @@ class HomeRegister:
     Args:
         store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
         lost: Nodes that are gone; by default kept in memory alone.
+        hold: Whether the store holds what nodes have no room for. Otherwise versions wait for room.
     """
 
     def __init__(
         self,
         store: StoreFolder | None = None,
         lost: LostNodes | None = None,
+        hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._clock, self._lost = store, clock, lost or LostNodes()
+        self._store, self._clock, self._lost, self._hold = store, clock, lost or LostNodes(), hold
         self._changed = threading.Condition()
         self._nodes: dict[str, HomeNode] = {}
         self._reservations: dict[str, ReservedHomes] = {}  # by publisher
@@ -360,7 +362,7 @@ class HomeRegister:
             version: Resource name of the UPLOADING version.
             ranks: For each node, what the ranks that would write there have read last.
         """
-        deadline = self._clock() + LAYOUT_SECONDS
+        deadline = self._clock() + (LAYOUT_SECONDS if self._hold else ROOM_SECONDS)
         with self._changed:
             while any(self._is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
                 if (left := deadline - self._clock()) <= 0:
@@ -495,7 +497,9 @@ class HomeRegister:
             return False
         reservation = self._reservations[publisher]
         known = [each.problem for each in report.reservations if each.id == reservation.id]
-        return not any(known) if known else now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
+        if known:
+            return not (self._hold and any(known))
+        return now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
 
     def _free(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> TakenSet | None:
         """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""

@@ -61,6 +61,7 @@ class NodeRegistry:
         replicas: Holders that each piece needs, the daemon among them.
         replica_seconds: Time that a version waits for them before READY.
         verified: Versions that holders fetch before READY.
+        hold: Whether the daemon's host holds versions.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class NodeRegistry:
         replicas: int = 1,
         replica_seconds: float = 60.0,
         verified: VerifiedVersions | None = None,
+        hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -94,7 +96,10 @@ class NodeRegistry:
         self._partial, self._lose = partial, lose
         self._table = self._tracker.table
         shared = self._nodes, self._numberings, self._readers, self._table, self.homes, self._lock
-        self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
+        self._hold_all = hold
+        self.replication = Replication(
+            *shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, hold, clock
+        )
 
     # Calls of nodes
 
@@ -246,7 +251,9 @@ class NodeRegistry:
         self.replication.changed.emit()
 
     def missing(self) -> int:
-        """Return the number of pieces of READY versions that the daemon's store lacks."""
+        """Return the number of pieces of READY versions that the daemon's store is to hold and lacks."""
+        if not self._hold_all:
+            return 0
         with self._lock:
             return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
 
@@ -269,7 +276,7 @@ class NodeRegistry:
         if record.state != UPLOADING:
             self.replication.version_changed(record.name)
         if record.state == READY:
-            if self.replication.replicas > 1 or self._partial(record.model, record.number) is not None:
+            if self.replication.plans or self._partial(record.model, record.number) is not None:
                 self._known(record.name)
             return
         with self._lock:
@@ -388,10 +395,13 @@ class NodeRegistry:
         id = id_of(node.report)
 
         def is_source(version: str) -> bool:
-            waits = self.replication.waits(version) and id in self.homes.written(version)
-            return waits or self._table.has_more(version, id, DAEMON)
+            return self._awaits(version, id) or self._table.has_more(version, id, DAEMON)
 
         return chosen_of(node, self._numberings, is_source, self.homes.reserved_bytes(id))
+
+    def _awaits(self, version: str, id: str) -> bool:
+        """Return whether a version cannot be READY without a node, into whose files ranks wrote."""
+        return self.replication.waits(version) and id in self.homes.written(version)
 
     def _copy_order(self, id: str, node: KnownNode, version: str) -> tuple[node_pb2.NodeOrder, float]:
         held, wanted = self._table.bitmap(version, id), node.pieces[version]
@@ -403,7 +413,7 @@ class NodeRegistry:
             scarce=answer.scarce.to_bytes(),
             granted=answer.granted,
             readers=sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())),
-            sole_holder=len(held & answer.scarce) > 0,
+            sole_holder=len(held & answer.scarce) > 0 or self._awaits(version, id),
         )
         return order, answer.interval
 

@@ -154,12 +154,13 @@ class Replication:
         table: The piece table.
         homes: The register of files into which ranks write.
         lock: The register's lock, which guards all of these.
-        replicas: Holders that each piece needs; with 1, nothing is planned here.
+        replicas: Holders that each piece needs; with 1, nothing is planned here if the daemon's host holds versions.
         lease_seconds: Time after the daemon's start at which nodes have reported what they hold: before, no replica of a READY
             version is made up.
         patience: Seconds without a further piece after which a version that waits for replicas fails.
         verified: Versions that nodes may read before READY.
         known: Function that adds a version to the register.
+        hold: Whether the daemon's host holds versions.
     """
 
     def __init__(
@@ -175,21 +176,21 @@ class Replication:
         patience: float,
         verified: VerifiedVersions,
         known: Callable[[str], object],
+        hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._nodes, self._numberings, self._readers, self._table, self._homes = nodes, numberings, readers, table, homes
         self._lock, self.replicas, self._patience, self._verified = lock, replicas, patience, verified
         self._known, self._clock, self._settles = known, clock, clock() + lease_seconds
-        self._closed = False
+        self._closed, self._hold, self.plans = False, hold, replicas > 1 or not hold
         self.changed = ChangeSignal()
         """Emitted when a holder has reported, or may have more."""
-        self._waiting: set[str] = set()
         self._placements: dict[str, ReplicaPlacement] = {}
         self._failing: dict[tuple[str, str, str], tuple[float, str]] = {}  # by version, node and instance: until, and why
 
     def start(self, versions: Iterable[str]) -> None:
         """Watch over versions that were READY before the daemon's start."""
-        for version in versions if self.replicas > 1 else ():
+        for version in versions if self.plans else ():
             self._known(version)
 
     def close(self) -> None:
@@ -198,16 +199,12 @@ class Replication:
 
     def waits(self, version: str) -> bool:
         """Return whether a version is withheld from READY."""
-        return version in self._waiting
+        return version in self._verified
 
     def begin(self, versions: Iterable[VerifiedVersion]) -> None:
         """Let holders fetch verified versions. No worker learns of them until they are READY."""
-        found = list(versions)
-        for each in found:
+        for each in versions:
             self._verified.add(each)
-        with self._lock:
-            self._waiting |= {each.name for each in found}
-        for each in found:
             self._known(each.name)
             with self._lock:
                 for id, pieces in self._written(each.name).items():
@@ -255,12 +252,10 @@ class Replication:
     def version_changed(self, version: str) -> None:
         """Withhold a version no longer: it is READY, or has ended."""
         self._verified.remove(version)
-        with self._lock:
-            self._waiting.discard(version)
 
     def renew(self) -> None:
         """Plan all replicas anew, and notify the nodes whose orders change. Takes the lock."""
-        if self.replicas == 1:
+        if not self.plans:
             return
         with self._lock:
             changed = self._update()
@@ -277,7 +272,7 @@ class Replication:
                     found.lacking,
                     self._numberings[name].count,
                     self.replicas,
-                    name in self._waiting,
+                    name in self._verified,
                     self._problem(name, found),
                 )
                 for name, found in sorted(self._placements.items())
@@ -315,9 +310,10 @@ class Replication:
 
     def _update(self) -> Iterable[KnownNode]:
         now = self._clock()
-        live = {id: node for id, node in self._nodes.items() if not node.lost and not node.drained and node.report.data_address}
+        staying = {id: node for id, node in self._nodes.items() if not (node.lost or node.drained or node.report.ending)}
+        live = {id: node for id, node in staying.items() if node.report.data_address}
         self._note_problems(live, now)
-        order = sorted(self._numberings, key=lambda name: (name not in self._waiting, -int(name.rpartition("/")[2]), name))
+        order = sorted(self._numberings, key=lambda name: (name not in self._verified, -int(name.rpartition("/")[2]), name))
         needs = [self._need(name, live, now > self._settles) for name in order]
         free = {id: node.report.capacity_bytes - self._homes.reserved_bytes(id) for id, node in live.items()}
         self._placements = place(needs, free)
@@ -326,7 +322,7 @@ class Replication:
             wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
             if wanted != node.replicas:
                 for name in node.replicas.keys() - wanted.keys():
-                    if name in self._waiting and not node.wants.get(name) and id not in self._homes.written(name):
+                    if name in self._verified and not node.wants.get(name) and id not in self._homes.written(name):
                         node.forget(name)
                 for name, pieces in wanted.items():
                     if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
@@ -344,7 +340,7 @@ class Replication:
         self._failing = {key: found for key, found in self._failing.items() if found[0] > now and key[0] in self._numberings}
 
     def _need(self, version: str, live: Mapping[str, KnownNode], settled: bool) -> ReplicaNeed:
-        numbering, waits = self._numberings[version], version in self._waiting
+        numbering, waits = self._numberings[version], version in self._verified
         own = self._table.bitmap(version, DAEMON)
         holders: Counts = self.replicas - own.flags().astype(np.int64)
         written = self._written(version) if waits else {}
@@ -357,7 +353,7 @@ class Replication:
             version,
             numbering,
             holders,
-            Bitmap.full(numbering.count) - own,
+            (Bitmap.full(numbering.count) if self._hold else own) - own,
             {id: held for id, held in rows.items() if len(held)},
             written,
             [id for id, node in live.items() if version in node.replicas],

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
-from resharder.converters.wire.pieces import Bitmap
-from resharder.server.holding.held_files import HeldFiles, pieces_of
+from resharder.converters.wire.pieces import Bitmap, PieceSpan
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.swarm import PieceOffers, Swarm
-from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.registry import NodeRegistry
@@ -22,7 +22,7 @@ from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.partial import PartialVersion, VerifiedVersion
-from resharder.server.store.reader import VerifiedVersions
+from resharder.server.store.reader import Borrow, VerifiedVersions
 
 _STEP_SECONDS = 0.25
 _PATIENCE = 10.0  # seconds without a piece, before a version is READY
@@ -38,7 +38,8 @@ class StoreFetcher:
         lifecycle: The store's versions, some of which lack pieces.
         verified: Versions that are soon READY.
         nodes: The register of nodes.
-        tls: Certificates with which the daemon calls nodes; None connects without TLS.
+        transfer: Fetcher of pieces.
+        borrow: Brings bytes that are read, if the store holds no versions; None if it holds them.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class StoreFetcher:
         lifecycle: VersionLifecycle,
         verified: VerifiedVersions,
         nodes: NodeRegistry,
-        tls: NodeTls | None,
+        transfer: HttpTransfer,
+        borrow: Borrow | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lifecycle, self._verified, self._nodes, self._clock = lifecycle, verified, nodes, clock
+        self._lifecycle, self._verified, self._nodes, self._borrow, self._clock = lifecycle, verified, nodes, borrow, clock
         self._changed = threading.Condition()
         self._ended = self._woken = False
         self._partials: dict[str, PartialVersion] = {}
         self._retries: dict[str, tuple[float, int]] = {}  # when the next attempt to make a version whole is due, and failures
-        transfer = HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled)
         self._swarm = Swarm(transfer, ReceivedBytes(), self._wake, replace(LIMITS, longest=_LONGEST_PAUSE))
         self._thread = threading.Thread(target=self._loop, name="store-pieces", daemon=True)
 
@@ -86,20 +87,30 @@ class StoreFetcher:
         replication = self._nodes.replication
         if replication.replicas == 1 and not any(each.partial for each in versions):
             return
-        replication.begin(versions)
-        for each in versions:
-            self._reach(each, lambda: replication.problem(versions, stopped))
-        for each in versions if replication.replicas > 1 else ():
-            if each.partial is not None:
-                each.partial.want(Bitmap.full(each.partial.numbering.count))
-        self._wake()
-        replication.replicate(versions, stopped)
+        try:
+            replication.begin(versions)
+            for each in versions:
+                self._reach(each, lambda: replication.problem(versions, stopped))
+            for each in versions if replication.replicas > 1 and self._borrow is None else ():
+                if each.partial is not None:
+                    each.partial.want(Bitmap.full(each.partial.numbering.count))
+            self._wake()
+            replication.replicate(versions, stopped)
+        except BaseException:
+            for each in versions:  # which may be aborted already
+                replication.version_changed(each.name)
+            raise
 
     def _reach(self, version: VerifiedVersion, problem: Callable[[], str]) -> None:
         """Fetch the shortest piece of each home. A node that does not deliver it is no home for some time."""
         partial = version.partial
         if partial is None:
             return
+        if self._borrow is not None:
+            homes = self._nodes.homes.written(version.name).values()
+            shortest = [min(files, key=lambda file: (file.size - 1) % PIECE_BYTES) for files in homes]
+            with self._borrow(partial, [PieceSpan(file.path, file.size - 1, file.size) for file in shortest]):
+                return
         for files in self._nodes.homes.written(version.name).values():
             pieces = pieces_of(partial.numbering, files)
             partial.want(min((Bitmap.of(pieces.count, [piece]) for piece in pieces), key=partial.numbering.size_of))
@@ -131,7 +142,7 @@ class StoreFetcher:
 
     def fetch(self) -> None:
         """Start requests for missing pieces, as many as the limits allow."""
-        ready = {partial.name: partial for partial in self._lifecycle.partials()}
+        ready = {partial.name: partial for partial in self._lifecycle.partials()} if self._borrow is None else {}
         for name, partial in ready.items():
             if self._partials.get(name) is not partial:
                 self._partials[name] = partial
@@ -149,7 +160,7 @@ class StoreFetcher:
 
     def settle(self) -> None:
         """Make versions whole whose pieces have all arrived."""
-        for partial in self._lifecycle.partials():
+        for partial in self._lifecycle.partials() if self._borrow is None else ():
             due, failures = self._retries.get(partial.name, (0.0, 0))
             if not partial.is_whole() or self._clock() < due:
                 continue

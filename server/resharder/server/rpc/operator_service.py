@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import xxhash
 from google.protobuf.message import Message
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.archive.archive import Archive, needed
 from resharder.server.archive.checkpoints import Archived
 from resharder.server.fleets.commands import Operations
@@ -196,17 +197,22 @@ def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
 
 def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
     """Yield files in the order of their names, the manifest last; an empty file is one empty part."""
-    store.reader.await_tensors(record.model, record.number)
+    store.reader.await_whole(record.model, record.number)
     manifest = store.reader.manifest(record.model, record.number)
     names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
-    for name in [*names, MANIFEST_FILE]:
+    for name in names:
         path = store.folder.path(record) / name
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             for offset in range(0, max(size, 1), _PART_BYTES):
-                data = file.read(_PART_BYTES)
+                span = PieceSpan(name, offset, min(offset + _PART_BYTES, size))
+                with store.reader.reading(record.model, record.number, [span] if name not in manifest.other_files else []):
+                    data = file.read(_PART_BYTES)
                 checksum = xxhash.xxh3_64_intdigest(data)
                 yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)
+    data = store.reader.manifest_content(record.model, record.number)
+    checksum = xxhash.xxh3_64_intdigest(data)
+    yield operator_pb2.FilePart(path=MANIFEST_FILE, size_bytes=len(data), data=data, checksum=checksum)
 
 
 def _shortage(found: ReplicaShortage) -> operator_pb2.ReplicaShortage:

@@ -11,6 +11,7 @@ from threading import Condition
 from resharder.converters.json_input import check_fields, is_count, is_text, parse_json
 from resharder.converters.signal import Signal
 from resharder.converters.storage.files import FileLayout
+from resharder.server.holding.part_files import PartFile
 from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.infra.filesystem import make_durable_folder, write_file
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound, Unavailable
@@ -39,7 +40,10 @@ class Claim:
 
 
 class Reservation(SetPool):
-    """Files and capacity reserved for the versions of `epoch`, which uses `sets` sets of files in turn."""
+    """Files and capacity reserved for the versions of `epoch`, which uses `sets` sets of files in turn.
+
+    Without `hold`, the files are holes behind their headers.
+    """
 
     def __init__(
         self,
@@ -51,10 +55,18 @@ class Reservation(SetPool):
         host: SetHost,
         layouts: tuple[FileLayout, ...],
         small: Path,
+        *,
+        hold: bool,
     ) -> None:
-        path = model.folder / "pool" / str(epoch)
-        super().__init__(changed, model.background, path, numbers, "pool.write", host, layouts, small=small)
-        self.epoch, self.sets = epoch, sets
+        path, holes = model.folder / "pool" / str(epoch), () if hold else tuple(PartFile(layout, ()) for layout in layouts)
+        given = changed, model.background, path, numbers
+        super().__init__(*given, "pool.write", host, layouts if hold else (), holes, small)
+        self.epoch, self.sets, self.layouts = epoch, sets, layouts
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of a version."""
+        return sum(layout.size for layout in self.layouts)
 
 
 @dataclass

@@ -163,9 +163,9 @@ class VersionLifecycle:
         model.number += 1
         model.write_claim()
         failpoint("begin.after-number")
-        tensors = sum(len(layout.tensors) for layout in reservation.files)
+        tensors, size = sum(len(layout.tensors) for layout in reservation.layouts), reservation.version_bytes
         now = round(self._clock(), 6)
-        record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
+        record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, size, tensors, now)
         record = replace(record, **said)
         record = replace(record, skipped=record.skipped and bool(model.of(READY)))
         make_folder(model.folder / "staging")
@@ -176,7 +176,7 @@ class VersionLifecycle:
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
         """Return the file layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
-        return self._catalogue.model(record.model).reserved(record.epoch).files
+        return self._catalogue.model(record.model).reserved(record.epoch).layouts
 
     def next_files(self, name: str, number: int) -> Path | None:
         """Return the files laid out for the version after a READY one; None without any, or if they have another layout.
@@ -342,6 +342,8 @@ class VersionLifecycle:
         of `write`; nothing is left behind then.
         """
         changed, retired = self._changed, list[VersionRecord]()
+        if not self._capacity.hold:
+            raise ResourceExhausted("NO_ROOM", f"this daemon's host holds none of {name}: restore it with a daemon of hold: all")
         try:
             with changed:
                 model = self._catalogue.add_model(name)

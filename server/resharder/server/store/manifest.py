@@ -53,6 +53,11 @@ class Manifest:
         """Spec of each tensor by its name."""
         return {placed.spec.name: placed.spec for file in self.files for placed in file.tensors}
 
+    @cached_property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """File and first byte of each tensor by its name."""
+        return {placed.spec.name: (file.path, placed.offset) for file in self.files for placed in file.tensors}
+
 
 class BadManifest(ValueError):
     """Folder that is not a complete version. The message names the folder or file and the difference."""

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 from resharder.converters.json_input import is_text, parse_json
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.converters.wire.ranges import HELD_FILE, FilePart
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DaemonError, ResourceNotFound, Unavailable
@@ -109,8 +109,8 @@ class PartialVersion(HeldFiles):
         given = found.record.name, found.record.fingerprint, folder, sizes, numbering
         super().__init__(*given, held=missing.held, checksums=checksums, synced=durable, point="gather.write")
         self.record, self.nodes, self.files = found.record, missing.nodes, found.files
-        self._pieces = {
-            placed.spec.name: self.numbering.touched(file.path, placed.offset, placed.offset + placed.spec.size)
+        self._spans = {
+            placed.spec.name: PieceSpan(file.path, placed.offset, placed.offset + placed.spec.size)
             for file in found.files
             for placed in file.tensors
         }
@@ -183,25 +183,18 @@ class PartialVersion(HeldFiles):
 
     # Reads
 
-    def lacks(self, part: FilePart) -> str:
-        """Return an empty text if all bytes of a part of a file are there. Raises Unavailable (PIECES_ELSEWHERE)."""
-        with self._changed:
-            if self._ended or not self._is_held(self.numbering.touched(part.file, part.start, part.end)):
-                raise self._elsewhere()
-        return ""
+    def spans_of(self, names: Collection[str]) -> list[PieceSpan]:
+        """Return the bytes of tensors."""
+        return [self._spans[name] for name in names]
 
-    def check_tensors(self, names: Collection[str]) -> None:
-        """Raise Unavailable (PIECES_ELSEWHERE) unless all bytes of these tensors are there."""
-        self.await_tensors(names, 0.0)
-
-    def await_tensors(self, names: Collection[str] | None, seconds: float) -> None:
-        """Wait until all bytes of tensors are there, or with None until the version is whole.
+    def await_bytes(self, spans: Collection[PieceSpan] | None, seconds: float) -> None:
+        """Wait until bytes of files are there, or with None until the version is whole.
 
         Raises Unavailable (PIECES_ELSEWHERE) once the seconds have passed, ResourceNotFound (VERSION_GONE).
         """
 
         def is_there() -> bool:
-            return self._whole if names is None else all(self._is_held(self._pieces[name]) for name in names)
+            return self._whole if spans is None else all(self._is_held(self.numbering.touched(*span)) for span in spans)
 
         with self._changed:
             self._changed.wait_for(lambda: self._ended or is_there(), seconds)
