@@ -17,9 +17,7 @@ from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import (
-    CopyView,
     KnownNode,
-    NodeView,
     bitmap_of,
     chosen_of,
     copies_of,
@@ -31,6 +29,7 @@ from resharder.server.nodes.known_node import (
     readers_of,
     reading,
     revision_of,
+    shown,
     wanted_of,
 )
 from resharder.server.nodes.pieces import PieceTable
@@ -188,12 +187,12 @@ class NodeRegistry:
 
     # Operators
 
-    def views(self) -> list[NodeView]:
+    def views(self) -> list[resources_pb2.Node]:
         """Return all nodes by id."""
         with self._lock:
             return [self._view(node) for _, node in sorted(self._nodes.items())]
 
-    def set_drained(self, id: str, drained: bool) -> NodeView:
+    def set_drained(self, id: str, drained: bool) -> resources_pb2.Node:
         """Drain a node, or resume it, durably.
 
         Raises:
@@ -424,12 +423,13 @@ class NodeRegistry:
         with self._lock:
             return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(id_of(node.report)) is node)
 
-    def _view(self, node: KnownNode) -> NodeView:
+    def _view(self, node: KnownNode) -> resources_pb2.Node:
         state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
         chosen = set(self._chosen(node)) if state != resources_pb2.Node.LOST else set()
         held = {name: len(self._table.bitmap(name, id_of(node.report))) for name in self._numberings}
-        copies = copies_of(node, chosen, self._numberings, held)
+        copies = [*copies_of(node, chosen, self._numberings, held)]
         for version, (own, files) in self.homes.uploading(id_of(node.report)).items():
-            pieces = number_pieces(own).count, number_pieces(files).count
-            copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
-        return NodeView(node.report, state, node.report_time, tuple(copies))
+            wanted, pieces = number_pieces(own).count, number_pieces(files).count
+            copy = resources_pb2.NodeCopy(version=version, wanted_pieces=wanted, pieces=pieces, wanted=True, uploading=True)
+            copies.append(copy)
+        return shown(node, state, copies)

@@ -18,7 +18,6 @@ from resharder.server.rpc.convert import (
     Views,
     fleet_to_proto,
     node_id,
-    node_to_proto,
     page_of,
     seconds,
     server_to_proto,
@@ -119,18 +118,16 @@ class OperatorService:
 
     def ListNodes(self, request: operator_pb2.ListNodesRequest, call: Call) -> Message:
         """List nodes by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
-        views = [(view.report.node, view) for view in self._nodes.views()]
-        page, token = page_of(views, request.page_size, request.page_token)
+        nodes = [(node.name, node) for node in self._nodes.views()]
+        page, token = page_of(nodes, request.page_size, request.page_token)
         shortages = () if request.page_token else self._nodes.replication.shortages()
-        return operator_pb2.ListNodesResponse(
-            nodes=map(node_to_proto, page), next_page_token=token, shortages=map(_shortage, shortages)
-        )
+        return operator_pb2.ListNodesResponse(nodes=page, next_page_token=token, shortages=map(_shortage, shortages))
 
     def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:
         """Drain a node, or resume it. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
-        view = self._nodes.set_drained(node_id(request.node), request.drained)
+        node = self._nodes.set_drained(node_id(request.node), request.drained)
         self._events.add("operator", request.node, "drain" if request.drained else "resume")
-        return node_to_proto(view)
+        return node
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
         """Stream the files of a READY version, which is pinned until the call ends."""
