@@ -25,6 +25,7 @@ from resharder.server.nodes.pieces import PieceTable
 from resharder.server.state.version import DAEMON
 from resharder.server.store.partial import VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
+from resharder.v1 import operator_pb2
 
 Counts = npt.NDArray[np.int64]
 
@@ -121,29 +122,6 @@ _FAILING_SECONDS = 60.0  # for a node that could not hold a version
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 0.25  # seconds between two looks at versions that wait
 
 
-@dataclass(frozen=True)
-class ReplicaShortage:
-    """A version, pieces of which have fewer than `replicas` holders.
-
-    Attributes:
-        version: Resource name.
-        short: Number of these pieces.
-        lacking: Holders that they lack, in all.
-        pieces: Pieces of the version.
-        replicas: Holders that each should have.
-        waits: Whether the version is withheld from READY until they have.
-        problem: Numbers in words, and why no node is left.
-    """
-
-    version: str
-    short: int
-    lacking: int
-    pieces: int
-    replicas: int
-    waits: bool
-    problem: str
-
-
 class Replication:
     """Plans of replicas. Thread-safe: public methods take the register's lock where they need it.
 
@@ -238,14 +216,14 @@ class Replication:
             if failed := next((each.partial.failure for each in versions if each.partial and each.partial.failure), None):
                 raise failed
             self.renew()
-            late, silent = [each for each in self.shortages() if each.version in names], self._silent(names)
-            if not late and not silent:
+            (holders, why), silent = self._late(names), self._silent(names)
+            if not holders and not silent:
                 return
-            if lacking != (lacking := sum(each.lacking for each in late) + len(silent)):
+            if lacking != (lacking := holders + len(silent)):
                 since = self._clock()
             elif self._clock() - since >= self._patience:
-                what = late[0].problem if late else f"nodes/{silent[0]} does not hold what ranks have written there"
-                raise ReplicasShort(f"{what}: nothing has changed for {self._patience:g} s")
+                why = why or f"nodes/{silent[0]} does not hold what ranks have written there"
+                raise ReplicasShort(f"{why}: nothing has changed for {self._patience:g} s")
             time.sleep(_SHORTEST_LOOK)
             self.changed.wait(seen, _LONGEST_LOOK)
 
@@ -262,22 +240,28 @@ class Replication:
         for node in changed:
             node.changed.emit()
 
-    def shortages(self) -> list[ReplicaShortage]:
+    def shortages(self) -> list[operator_pb2.ReplicaShortage]:
         """Return the versions with pieces of too few holders, by name. Takes the lock."""
         with self._lock:
             return [
-                ReplicaShortage(
-                    name,
-                    found.short,
-                    found.lacking,
-                    self._numberings[name].count,
-                    self.replicas,
-                    name in self._verified,
-                    self._problem(name, found),
+                operator_pb2.ReplicaShortage(
+                    version=name,
+                    short_pieces=found.short,
+                    pieces=self._numberings[name].count,
+                    replicas=self.replicas,
+                    waits=name in self._verified,
+                    problem=self._problem(name, found),
                 )
                 for name, found in sorted(self._placements.items())
                 if found.short and name in self._numberings
             ]
+
+    def _late(self, versions: Iterable[str]) -> tuple[int, str]:
+        """Return how many holders pieces of versions lack, and why; 0 and an empty text if they lack none. Takes the lock."""
+        with self._lock:
+            short = [(name, found) for name in versions if (found := self._placements.get(name)) is not None and found.short]
+            problem = self._problem(*short[0]) if short and short[0][0] in self._numberings else ""
+            return sum(found.lacking for _, found in short), problem
 
     def _problem(self, version: str, found: ReplicaPlacement) -> str:
         count = self._numberings[version].count

@@ -13,7 +13,6 @@ from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.replication import ReplicaShortage
 from resharder.server.rpc.convert import (
     Views,
     fleet_to_proto,
@@ -121,7 +120,7 @@ class OperatorService:
         nodes = [(node.name, node) for node in self._nodes.views()]
         page, token = page_of(nodes, request.page_size, request.page_token)
         shortages = () if request.page_token else self._nodes.replication.shortages()
-        return operator_pb2.ListNodesResponse(nodes=page, next_page_token=token, shortages=map(_shortage, shortages))
+        return operator_pb2.ListNodesResponse(nodes=page, next_page_token=token, shortages=shortages)
 
     def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:
         """Drain a node, or resume it. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
@@ -210,14 +209,3 @@ def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
     data = store.reader.manifest_content(record.model, record.number)
     checksum = xxhash.xxh3_64_intdigest(data)
     yield operator_pb2.FilePart(path=MANIFEST_FILE, size_bytes=len(data), data=data, checksum=checksum)
-
-
-def _shortage(found: ReplicaShortage) -> operator_pb2.ReplicaShortage:
-    return operator_pb2.ReplicaShortage(
-        version=found.version,
-        short_pieces=found.short,
-        pieces=found.pieces,
-        replicas=found.replicas,
-        waits=found.waits,
-        problem=found.problem,
-    )

@@ -164,7 +164,7 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     short = GaugeMetricFamily(
         "resharder_store_short_pieces",
         "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 1",
-        value=sum(each.short for each in now.shortages),
+        value=sum(each.short_pieces for each in now.shortages),
     )
     wanted = [copy for node in live for copy in node.copies if copy.wanted and not copy.uploading]
     missing = GaugeMetricFamily(
