@@ -32,15 +32,16 @@ class Spread(Site):
 
     holdings, hosts = [[(f"{name}.up", SHAPE, 0, SHAPE[0])] for name in "abc"], "abc"
 
-    def __init__(self, stack: ExitStack, archive: Path) -> None:
+    def __init__(self, stack: ExitStack, archive: Path, limit: int = LIMIT, replicas: int = 1) -> None:
         hosts = stack.enter_context(Hosts(4, rate="1gbit"))
         options = {"hold": "none", "shared_memory": False, "keep_count": 1, "lease_seconds": 10, "archive_url": archive}
+        options["replicas"] = replicas
         self.daemon = patient(Daemon(insecure=True, data_listen=f"{hosts.second_address}:{free_port()}", **options))
         self.daemon.endpoint = f"{hosts.address}:{self.daemon.port}"
         stack.enter_context(self.daemon)
         self.nodes, self.ranks = {}, {}
         for number, name in enumerate("abcd"):
-            given = {"listen": "0.0.0.0:7679", "insecure": True, "limit_bytes": LIMIT if name != "d" else 0}
+            given = {"listen": "0.0.0.0:7679", "insecure": True, "limit_bytes": limit if name != "d" else 0}
             node = Node(self.daemon.endpoint, name, command=tuple(hosts.command(number)), **given)
             self.nodes[name] = stack.enter_context(node)
         for number, name in enumerate("abcd"):
@@ -114,6 +115,23 @@ def test_a_version_whose_files_no_node_takes_is_aborted_and_says_so(site: Spread
     with Operator(site.daemon.endpoint) as operator:
         newest = site.version(f"models/policy/versions/{max(each.number for each in operator.versions('policy'))}")
     assert (newest.state, "hold: none" in newest.reason) == (ABORTED, True), newest.reason
+
+
+@pytest.mark.full
+def test_with_two_replicas_a_version_outlives_hosts_of_which_the_daemons_holds_none(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        site = Spread(stack, tmp_path / "archive", limit=4 * SIZE, replicas=2)
+        site.attach("first")
+        version, _ = site.publish(1)
+        assert version.state == READY, version.reason
+        with Operator(site.daemon.endpoint) as operator:
+            for gone in "cb":
+                site.nodes[gone].kill()
+                wait_until(lambda gone=gone: nodes(site.daemon)[f"nodes/{gone}"].state == resources_pb2.Node.LOST)
+                operator.export(version.number, tmp_path / gone)
+                assert site.is_published(tmp_path / gone, 1)
+                wait_until(lambda gone=gone: gone == "b" or not operator.replica_shortages())
+        assert site.version(version.name).state == READY
 
 
 @pytest.mark.full

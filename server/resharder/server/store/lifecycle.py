@@ -293,7 +293,6 @@ class VersionLifecycle:
         if not partial.is_whole():
             return partial
         partial.complete()
-        partial.finish()
         remove_leftovers(partial.folder, partial.whole)
         return None
 
@@ -322,7 +321,6 @@ class VersionLifecycle:
                 return True
             model.put_partial(record.number, None)
             self._changed.notify_all()
-        partial.finish()
         _log.info("version_whole", version=record.name)
         try:
             remove_leftovers(partial.folder, partial.whole)

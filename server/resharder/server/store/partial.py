@@ -109,12 +109,7 @@ class PartialVersion(HeldFiles):
         given = found.record.name, found.record.fingerprint, folder, sizes, numbering
         super().__init__(*given, held=missing.held, checksums=checksums, synced=durable, point="gather.write")
         self.record, self.nodes, self.files = found.record, missing.nodes, found.files
-        self._spans = {
-            placed.spec.name: PieceSpan(file.path, placed.offset, placed.offset + placed.spec.size)
-            for file in found.files
-            for placed in file.tensors
-        }
-        self._whole = self._ended = False
+        self._ended = False
 
     # Pieces that arrive
 
@@ -169,12 +164,6 @@ class PartialVersion(HeldFiles):
             self._changed.wait_for(lambda: self._held is not held or self._ended, seconds)
             return self._held
 
-    def finish(self) -> None:
-        """Let readers of the whole version continue, because it is whole."""
-        with self._changed:
-            self._whole = True
-            self._changed.notify_all()
-
     def end(self) -> None:
         """Refuse waiting readers and later ones, because the version is no longer READY."""
         with self._changed:
@@ -183,18 +172,16 @@ class PartialVersion(HeldFiles):
 
     # Reads
 
-    def spans_of(self, names: Collection[str]) -> list[PieceSpan]:
-        """Return the bytes of tensors."""
-        return [self._spans[name] for name in names]
-
     def await_bytes(self, spans: Collection[PieceSpan] | None, seconds: float) -> None:
-        """Wait until bytes of files are there, or with None until the version is whole.
+        """Wait until bytes of files are there, or with None all bytes.
 
         Raises Unavailable (PIECES_ELSEWHERE) once the seconds have passed, ResourceNotFound (VERSION_GONE).
         """
 
         def is_there() -> bool:
-            return self._whole if spans is None else all(self._is_held(self.numbering.touched(*span)) for span in spans)
+            if spans is None:
+                return self._held.whole()
+            return all(piece in self._held for span in spans for piece in self.numbering.touched(*span))
 
         with self._changed:
             self._changed.wait_for(lambda: self._ended or is_there(), seconds)
@@ -211,10 +198,6 @@ class PartialVersion(HeldFiles):
             f"{self.name}: the daemon holds {held} of {count} pieces and fetches the others; nodes that held them: {nodes}; "
             "try again",
         )
-
-    def _is_held(self, pieces: range) -> bool:
-        """Return whether pieces are held. Callers hold the lock."""
-        return all(piece in self._held for piece in pieces)
 
 
 class VerifiedVersion(NamedTuple):

@@ -105,14 +105,9 @@ class VersionReader:
         with self._pinned(name, number, "reader") as record:
             found = self.manifest(name, number)
             names = found.specs if tensors is None else tensors
-            with self._reading_tensors(name, number, names), MappedFiles(self._folder.path(record), found.files) as files:
+            spans = found.spans_of(names) if self.partial(name, number) is not None else ()
+            with self.reading(name, number, spans), MappedFiles(self._folder.path(record), found.files) as files:
                 yield files
-
-    @contextmanager
-    def _reading_tensors(self, name: str, number: int, tensors: Collection[str]) -> Iterator[None]:
-        partial = self.partial(name, number)
-        with self.reading(name, number, partial.spans_of(tensors) if partial is not None else ()):
-            yield
 
     @contextmanager
     def reading(self, name: str, number: int, spans: Collection[PieceSpan], patience: float | None = None) -> Iterator[None]:
