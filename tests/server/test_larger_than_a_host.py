@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.home_rank import Ranks, weights
@@ -80,6 +80,8 @@ def test_a_version_that_no_host_may_hold_is_published_served_exported_archived_a
         assert (version.state, [transport for _, transport, _ in found]) == (READY, ["node"] * 3), version.reason
         versions.append(version.name)
     assert site.held_bytes() < SIZE // 3, "one part of each home, which shows that the daemon reaches it"
+    daemon = operator_pb2_grpc.OperatorServiceStub(site.daemon.channel).GetDaemon(operator_pb2.GetDaemonRequest())
+    assert daemon.store_used_bytes < SIZE // 100, "holes and headers"
     for node in nodes(site.daemon).values():
         assert node.used_bytes <= node.capacity_bytes < SIZE
     assert nodes(site.daemon)["nodes/d"].capacity_bytes == 0

@@ -78,6 +78,7 @@ class StoredModel:
 
     name: str
     folder: Path
+    hold: bool = True  # whether the store has the bytes of its versions
     claim: Claim | None = None
     jobs: dict[str, int] = field(default_factory=dict)  # epoch of each job
     coming: dict[int, Claim] = field(default_factory=dict)  # claims that have not taken effect, by epoch
@@ -131,7 +132,7 @@ class StoredModel:
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
-        ready = sum(record.size_bytes for record in self.of(READY))
+        ready = sum(record.size_bytes for record in self.of(READY) if self.hold or record.number not in self.partial)
         return ready + self.unpublished() + self.held() + self.leaving + sum(self.stuck.values()) + self.arriving
 
     def held(self) -> int:
@@ -150,7 +151,7 @@ class StoredModel:
         """Return the bytes of UPLOADING versions and of the files laid out for later ones."""
         reserved = self.reservation
         ahead = reserved.size * (len(reserved.free) + reserved.pending) if reserved else 0
-        return sum(record.size_bytes for record in self.of(UPLOADING)) + ahead
+        return (sum(record.size_bytes for record in self.of(UPLOADING)) if self.hold else 0) + ahead
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the model may occupy under its reservation."""
@@ -213,9 +214,9 @@ class Catalogue:
     thread may wait. Queries take no lock: mappings and records are replaced, never modified.
     """
 
-    def __init__(self, root: Path, models: dict[str, StoredModel]) -> None:
+    def __init__(self, root: Path, models: dict[str, StoredModel], *, hold: bool = True) -> None:
         self.changed = Condition()
-        self._folder, self._models = root / "models", models
+        self._folder, self._models, self._hold = root / "models", models, hold
         self.version_changed: Signal[VersionRecord] = Signal()
         """Emitted after every READY, RETIRED and ABORTED, without the lock."""
         self.closed = False
@@ -281,7 +282,7 @@ class Catalogue:
     def add_model(self, name: str) -> StoredModel:
         """Return the model, with a new folder if it is unknown. Callers must hold the lock. Raises OSError."""
         if name not in self._models:
-            added = StoredModel(check_model_name(name), make_durable_folder(self._folder / name))
+            added = StoredModel(check_model_name(name), make_durable_folder(self._folder / name), self._hold)
             self._models = self._models | {name: added}
         return self._models[name]
 

@@ -102,7 +102,7 @@ class Capacity:
 
     def within_limit(self, model: StoredModel, size: int) -> bool:
         """Return whether the bound allows `size` more bytes for the model."""
-        return not self.hold or model.used() + size <= self._left_for(model)
+        return model.used() + size <= self._left_for(model)
 
     def fits(self, model: StoredModel, size: int) -> bool:
         """Return whether the bound and the medium allow `size` more bytes for the model."""

@@ -60,7 +60,7 @@ class Store:
         with medium_errors():
             self.folder = StoreFolder(root, shared=shared)
             try:
-                self.catalogue = Catalogue(root, restore_models(root))
+                self.catalogue = Catalogue(root, restore_models(root, hold=hold), hold=hold)
                 self.capacity = Capacity(root, self.catalogue, retention, limit_bytes, hold=hold)
                 self._history = History(root)
             except BaseException:
