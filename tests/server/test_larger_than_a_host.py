@@ -5,65 +5,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from resharder.client.operator import Operator
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
-from tests.support.daemon import Daemon
-from tests.support.home_rank import Ranks, weights
-from tests.support.home_site import Site
-from tests.support.namespaces import Hosts, unavailable
-from tests.support.node import Node, nodes, patient, wait_live
+from tests.support.namespaces import unavailable
+from tests.support.node import nodes, wait_live
 from tests.support.observing import wait_until
-from tests.support.ports import free_port
-from tests.support.publishing import read_folder
-from tests.support.remote import Remote
+from tests.support.spread_site import SIZE, Spread
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 READY, RETIRED, ABORTED = resources_pb2.Version.READY, resources_pb2.Version.RETIRED, resources_pb2.Version.ABORTED
-SHAPE = [12_000, 1024]
-SIZE = 3 * SHAPE[0] * SHAPE[1] * 2
-LIMIT = SIZE * 8 // 10
-
-
-class Spread(Site):
-    """The daemon, which holds no version; hosts a, b and c with a rank and a node each; host d, whose node holds nothing."""
-
-    holdings, hosts = [[(f"{name}.up", SHAPE, 0, SHAPE[0])] for name in "abc"], "abc"
-
-    def __init__(self, stack: ExitStack, archive: Path, limit: int = LIMIT, replicas: int = 1) -> None:
-        hosts = stack.enter_context(Hosts(4, rate="1gbit"))
-        options = {"hold": "none", "shared_memory": False, "keep_count": 1, "lease_seconds": 10, "archive_url": archive}
-        options["replicas"] = replicas
-        self.daemon = patient(Daemon(insecure=True, data_listen=f"{hosts.second_address}:{free_port()}", **options))
-        self.daemon.endpoint = f"{hosts.address}:{self.daemon.port}"
-        stack.enter_context(self.daemon)
-        self.nodes, self.ranks = {}, {}
-        for number, name in enumerate("abcd"):
-            given = {"listen": "0.0.0.0:7679", "insecure": True, "limit_bytes": limit if name != "d" else 0}
-            node = Node(self.daemon.endpoint, name, command=tuple(hosts.command(number)), **given)
-            self.nodes[name] = stack.enter_context(node)
-        for number, name in enumerate("abcd"):
-            hidden = [node.root for other, node in self.nodes.items() if other != name]
-            process = stack.enter_context(Remote(Ranks, hidden=hidden, namespace=hosts.namespace(number)))
-            if name == "d":
-                self.worker = process
-            else:
-                self.ranks[name] = process
-        wait_live(self.daemon, *self.nodes)
-
-    def held_bytes(self) -> int:
-        """Memory of the files of versions on the daemon's host."""
-        return sum(file.stat().st_blocks * 512 for file in self.daemon.store.glob("models/*/*/*/*.safetensors"))
-
-    def is_published(self, folder: Path, step: int) -> bool:
-        """Whether a checkpoint folder has exactly what the ranks have published."""
-        return {name: found.tobytes() for name, found in read_folder(str(folder)).items()} == {
-            name: weights(name, shape, step).view(torch.uint8).numpy().tobytes()
-            for rows in self.holdings
-            for name, shape, *_ in rows
-        }
 
 
 @pytest.fixture(scope="module")
@@ -117,23 +69,6 @@ def test_a_version_whose_files_no_node_takes_is_aborted_and_says_so(site: Spread
     with Operator(site.daemon.endpoint) as operator:
         newest = site.version(f"models/policy/versions/{max(each.number for each in operator.versions('policy'))}")
     assert (newest.state, "hold: none" in newest.reason) == (ABORTED, True), newest.reason
-
-
-@pytest.mark.full
-def test_with_two_replicas_a_version_outlives_hosts_of_which_the_daemons_holds_none(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        site = Spread(stack, tmp_path / "archive", limit=4 * SIZE, replicas=2)
-        site.attach("first")
-        version, _ = site.publish(1)
-        assert version.state == READY, version.reason
-        with Operator(site.daemon.endpoint) as operator:
-            for gone in "cb":
-                site.nodes[gone].kill()
-                wait_until(lambda gone=gone: nodes(site.daemon)[f"nodes/{gone}"].state == resources_pb2.Node.LOST)
-                operator.export(version.number, tmp_path / gone)
-                assert site.is_published(tmp_path / gone, 1)
-                wait_until(lambda gone=gone: gone == "b" or not operator.replica_shortages())
-        assert site.version(version.name).state == READY
 
 
 @pytest.mark.full
