@@ -75,6 +75,7 @@ def rig(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Schedu
     monkeypatch.setenv(VARIABLE, str(tmp_path / "page"))
     page.cache_clear()
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_rank=0, tp_size=1))
+    monkeypatch.setattr(module, "rank", lambda: 0)
     monkeypatch.setattr(module, "agent_of", lambda scheduler: (agent, {}))
     yield Scheduler(), agent
     page.cache_clear()

@@ -30,14 +30,13 @@ def test_a_release_is_refused_if_it_is_too_old_and_warned_of_if_nobody_has_teste
 
 
 def test_a_plain_server_is_supported() -> None:
-    assert refuse_unsupported(SimpleNamespace(**PLAIN), TEXT) == ""
+    assert refuse_unsupported(SimpleNamespace(**PLAIN), TEXT, replicas=True) == ""
 
 
 @pytest.mark.parametrize(
     ("option", "named"),
     [
         ({"pp_size": 2}, "--pp-size"),
-        ({"dp_size": 2}, "--dp-size"),
         ({"ep_size": 2}, "--ep-size"),
         ({"tokenizer_worker_num": 4}, "--tokenizer-worker-num"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
@@ -48,16 +47,23 @@ def test_a_plain_server_is_supported() -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_the_name_of_its_option(option: dict[str, Any], named: str) -> None:
-    assert named in refuse_unsupported(SimpleNamespace(**PLAIN | option), TEXT)
+    assert named in refuse_unsupported(SimpleNamespace(**PLAIN | option), TEXT, replicas=True)
+
+
+def test_replicas_are_supported_by_some_releases() -> None:
+    two = SimpleNamespace(**PLAIN | {"dp_size": 2})
+    assert refuse_unsupported(two, TEXT, replicas=True) == ""
+    assert "--dp-size" in refuse_unsupported(two, TEXT, replicas=False)
 
 
 def test_models_that_are_not_supported_are_refused() -> None:
-    assert "quantised weights (fp8)" in refuse_unsupported(SimpleNamespace(**PLAIN), SimpleNamespace(quantization="fp8"))
-    assert "images" in refuse_unsupported(SimpleNamespace(**PLAIN), SimpleNamespace(quantization=None, is_multimodal=True))
+    plain, seeing = SimpleNamespace(**PLAIN), SimpleNamespace(quantization=None, is_multimodal=True)
+    assert "quantised weights (fp8)" in refuse_unsupported(plain, SimpleNamespace(quantization="fp8"), replicas=True)
+    assert "images" in refuse_unsupported(plain, seeing, replicas=True)
 
 
 def test_several_reasons_are_given_at_once() -> None:
-    found = refuse_unsupported(SimpleNamespace(**PLAIN | {"pp_size": 2, "enable_eplb": True}), TEXT)
+    found = refuse_unsupported(SimpleNamespace(**PLAIN | {"pp_size": 2, "enable_eplb": True}), TEXT, replicas=True)
     assert "--pp-size" in found
     assert "--enable-eplb" in found
 

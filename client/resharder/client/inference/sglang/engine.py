@@ -29,14 +29,15 @@ class SGLangEngine:
 
     Args:
         manager: SGLang's `TokenizerManager`.
+        replicas: Number of data parallel replicas.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, replicas: int) -> None:
         manager.auto_create_handle_loop()
         if manager.event_loop is not asyncio.get_running_loop():
             raise UsageError("attach the engine on the event loop on which it answers requests")
         self._manager = manager
-        self._calls = FanOutCommunicator(manager._dispatch_to_scheduler, 1)
+        self._calls = FanOutCommunicator(manager._dispatch_to_scheduler, replicas)
         manager._result_dispatcher += TypeBasedDispatcher([(ResharderReqOutput, self._calls.handle_recv)])
 
     async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None:
@@ -100,10 +101,10 @@ class SGLangEngine:
     async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
         claim = claim_in_effect()
         token = json.dumps(claim.token()) if claim is not None else ""
-        (output,) = await self._calls(ResharderReqInput(method=method, args=json.dumps(args), token=token))
+        outputs = await self._calls(ResharderReqInput(method=method, args=json.dumps(args), token=token))
         self._follow_page()
-        answers: list[dict[str, Any]] = accepted(json.loads(output.answers))
-        return answers
+        answers = [each for output in outputs for each in accepted(json.loads(output.answers))]
+        return sorted(answers, key=lambda answer: answer["rank"])
 
     def _follow_page(self) -> None:
         """Make the installed version the weight version of `/model_info` and of answers without tokens."""

@@ -10,6 +10,7 @@ from resharder.client.inference.engine import Loader, ModelConfig
 from resharder.client.inference.sglang.hf_config import EngineConfig
 from resharder.client.inference.sglang.refusals import refuse_unsupported
 from resharder.converters.hf_config import Difference
+from sglang.srt import runtime_context
 from sglang.srt.model_loader.loader import device_loading_context
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -22,6 +23,16 @@ def server_config(server_args: Any = None) -> Any:
 
     view = getattr(overrides, "resolving_view", None) or overrides.resolved_view  # 0.5.17
     return view(server_args or get_server_args())
+
+
+REPLICAS = hasattr(runtime_context, "SpawnRanks")
+"""Whether a scheduler process knows of which data parallel replica it is: not in 0.5.17."""
+
+
+def rank() -> int:
+    """Return this scheduler process's rank over all data parallel replicas of the server."""
+    parallel = get_parallel()
+    return int(parallel.tp_rank) + int(parallel.tp_size) * ((parallel.dp_rank or 0) if REPLICAS else 0)
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,11 @@ class SGLangHost:
         if found.type == "cuda" and found.index is None:
             found = torch.device("cuda", torch.cuda.current_device())
         known = EngineConfig(model_config.model_path, server.json_model_override_args, server.context_length)
-        return cls(model_config, found, int(parallel.tp_rank), int(parallel.tp_size), known)
+        return cls(model_config, found, rank(), int(parallel.tp_size) * int(server.dp_size), known)
 
     def refusal(self) -> str:
         """Return why SGLang's configuration is not supported; empty if it is."""
-        return refuse_unsupported(server_config(), self.config)
+        return refuse_unsupported(server_config(), self.config, replicas=REPLICAS)
 
     def config_differences(self, version: bytes) -> list[Difference]:
         """Return how the engine's config.json differs from a version's, with the engine's values first."""

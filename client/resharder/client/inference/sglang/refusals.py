@@ -8,7 +8,6 @@ from resharder.client.settings import ADAPTERS, ON_CONFIG_CHANGE, SGLANG_RUST_SE
 
 _SIZES = {
     "pp_size": "pipeline parallelism (--pp-size)",
-    "dp_size": "data parallelism (--dp-size)",
     "nnodes": "several hosts (--nnodes)",
     "ep_size": "expert parallelism (--ep-size)",
     "tokenizer_worker_num": "several tokenizer workers (--tokenizer-worker-num)",
@@ -45,14 +44,16 @@ _CHOICES = {
 """Options that may have one value."""
 
 
-def refuse_unsupported(config: Any, model_config: Any) -> str:
+def refuse_unsupported(config: Any, model_config: Any, *, replicas: bool) -> str:
     """Return why a configuration is not supported; empty if it is.
 
     Args:
         config: SGLang's `ServerArgs`, resolved.
         model_config: SGLang's `ModelConfig`.
+        replicas: Whether data parallelism is supported with this release of SGLang.
     """
-    wrong = [what for name, what in _SIZES.items() if (getattr(config, name, 1) or 1) > 1]
+    sizes = _SIZES if replicas else {"dp_size": "data parallelism before 0.5.23 (--dp-size)", **_SIZES}
+    wrong = [what for name, what in sizes.items() if (getattr(config, name, 1) or 1) > 1]
     wrong += [what for name, what in _SWITCHES.items() if getattr(config, name, None)]
     wrong += [what for name, (only, what) in _CHOICES.items() if getattr(config, name, only) not in (only, None)]
     if SGLANG_RUST_SERVER.text().lower() in ("1", "true", "yes"):

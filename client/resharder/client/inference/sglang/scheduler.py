@@ -21,7 +21,7 @@ import torch
 from resharder.client.inference.control.fence import Fence
 from resharder.client.inference.engine import KV_CACHE, WEIGHTS, InstallError
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.sglang.host import SGLangHost
+from resharder.client.inference.sglang.host import SGLangHost, rank
 from resharder.client.inference.sglang.loader import AGENTS
 from resharder.client.inference.sglang.messages import ResharderReqInput, ResharderReqOutput
 from resharder.client.inference.sglang.spans import follow_page, watch_sending
@@ -146,9 +146,8 @@ def handle(scheduler: Any, request: ResharderReqInput) -> ResharderReqOutput:
             return call(scheduler, *args)
         return CALLS[request.method](agent, models, *args)
 
-    rank = int(get_parallel().tp_rank)
     with torch.inference_mode(False), torch.no_grad():
-        answer = answered(rank, lambda: agent_of(scheduler), act)
+        answer = answered(rank(), lambda: agent_of(scheduler), act)
     answers = _gathered(scheduler, answer)
     follow_page(scheduler)
     return ResharderReqOutput(answers=json.dumps(answers))

@@ -134,11 +134,11 @@ def check(model_config: Any, settings: PluginSettings, server_args: Any = None) 
         settings: The plugin's settings.
         server_args: SGLang's `ServerArgs`, by default this process's.
     """
-    from resharder.client.inference.sglang.host import server_config
+    from resharder.client.inference.sglang.host import REPLICAS, server_config
     from resharder.client.inference.sglang.refusals import refuse_settings, refuse_unsupported
 
     refuse_settings(settings)
-    if problem := refuse_unsupported(server_config(server_args), model_config):
+    if problem := refuse_unsupported(server_config(server_args), model_config, replicas=REPLICAS):
         raise UsageError(f"{problem}: start SGLang without it, or leave resharder out of SGLANG_PLUGINS")
 
 
@@ -171,9 +171,9 @@ async def attach_sglang(
     check(manager.model_config, settings)
     config, attached = server_config(), Attached()
     side = ControlSide(
-        SGLangEngine(manager),
+        SGLangEngine(manager, int(config.dp_size)),
         settings,
-        EngineTraits("sglang", "SGLang", int(config.tp_size), cannot_sleep(config)),
+        EngineTraits("sglang", "SGLang", int(config.tp_size) * int(config.dp_size), cannot_sleep(config)),
         gate=gate,
         address=address,
         failure=lambda: attached.failure,
