@@ -12,6 +12,7 @@ import grpc
 import grpc.experimental
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
 from resharder.client.rpc.secure_channel import SecureChannel
+from resharder.client.rpc.term_channel import TermChannel
 from resharder.client.rpc.tls import Tls
 from resharder.client.settings import ENDPOINT
 from resharder.converters.wire.backoff import Backoff
@@ -94,7 +95,7 @@ class Channel:
         self.tls = tls or Tls.from_environment()
         agent = ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder")))
         options = (*_OPTIONS, *route, *(_INTERRUPTIBLE if interruptible else ()), agent)
-        self.grpc: grpc.Channel = (
+        self.grpc: grpc.Channel = TermChannel(
             SecureChannel(endpoint, self.tls, options) if self.tls else grpc.insecure_channel(endpoint, options=options)
         )
 

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.converters.wire.endpoint import route_options
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.converters.wire.term import NewestTerms, replaced_message, term_of
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.part_files import FileProof, FilesOnNode, files_from_proto
@@ -62,6 +63,7 @@ class DaemonClient:
         self._stamp: tuple[object, ...] = ()
         self._current: _OpenChannel | None = None
         self._closed = False
+        self._terms, self._registry = NewestTerms(), ""
 
     def sync(self, request: node_pb2.SyncNodeRequest) -> node_pb2.NodeOrders:
         """Report the node's state, and return its orders."""
@@ -118,14 +120,27 @@ class DaemonClient:
         except ValueError as error:
             raise OSError(str(error)) from error
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
-        metadata = tuple(self._tls.headers().items()) if self._tls is not None else ()
+    def _call(self, method: grpc.UnaryUnaryMultiCallable, request: Any, timeout: float) -> Any:
+        newest = self._terms.newest(self._registry)
+        headers = tuple(self._tls.headers().items()) if self._tls is not None else ()
         try:
-            return method(request, timeout=timeout, metadata=metadata)
+            answer, call = method.with_call(request, timeout, (*headers, *(newest.metadata() if newest else ())))
+        except grpc.RpcError as error:
+            self._see(error)
+            raise
         except ValueError as error:  # raised by grpcio for a closed channel
             if not self._closed:
                 raise
             raise self._refusal() from error
+        self._see(call)
+        return answer
+
+    def _see(self, call: Any) -> None:
+        """Raise OSError for an answer of a daemon from which another one has taken over."""
+        if (term := term_of(call.initial_metadata())) is not None:
+            self._registry, newest = term.registry, self._terms.see(term)
+            if newest.replaces(term):
+                raise OSError(replaced_message(term, newest))
 
     def _opened(self) -> _OpenChannel:
         """Return the channel, opened anew if the certificates have changed. Calls on the former one go on."""
