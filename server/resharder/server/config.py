@@ -75,6 +75,11 @@ class Config(BaseSettings):
         description="file on storage that several daemons share: the one that holds [the lease](standby.md) in it is the daemon, "
         "the others wait. Files beside it begin with its name",
     )
+    kubernetes_lease: str = Field(
+        "",
+        pattern=r"^$|^[a-z0-9.-]+/[a-z0-9.-]+$",
+        description="`NAMESPACE/NAME` of a Lease object of Kubernetes, in place of `lease_file`. Needs the extra `kubernetes`",
+    )
     daemon_lease_seconds: float = Field(
         5.0,
         ge=0.5,

@@ -62,7 +62,7 @@ from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.limits import Limits
 from resharder.server.security.settings import node_tls
-from resharder.server.standby.lease import Lease
+from resharder.server.standby.lease import Lease, LeaseStore
 from resharder.server.standby.lease_file import LeaseFile
 from resharder.server.standby.tenure import Tenure, begin_term, end_process, raise_term, read_term
 from resharder.server.state.errors import DaemonError
@@ -397,10 +397,10 @@ def held_lease(config: Config, ended: threading.Event) -> Lease | None:
 
     Raises ConfigError, SecurityFilesError.
     """
-    if config.lease_file is None:
+    if (store := _lease_store(config)) is None:
         return None
     holder = f"{socket.gethostname()}/{os.getpid()}-{secrets.token_hex(4)}"
-    lease = Lease(LeaseFile(config.lease_file), holder, config.daemon_lease_seconds, end_process)
+    lease = Lease(store, holder, config.daemon_lease_seconds, end_process)
     tls = web.tls_context(config.security) if config.security is not None else None
     try:
         page = StandbyPage(config.web_listen, tls)
@@ -414,6 +414,24 @@ def held_lease(config: Config, ended: threading.Event) -> Lease | None:
         return lease
     finally:
         page.close()
+
+
+def _lease_store(config: Config) -> LeaseStore | None:
+    if config.lease_file is not None and config.kubernetes_lease:
+        raise ConfigError("--kubernetes-lease: there is one lease, and lease_file is set too: set one of them")
+    if config.lease_file is not None:
+        return LeaseFile(config.lease_file)
+    if not config.kubernetes_lease:
+        return None
+    try:
+        from resharder.server.standby.kubernetes_lease import KubernetesLease
+    except ImportError as error:
+        raise ConfigError(f"--kubernetes-lease: {error.name} is missing: pip install 'resharder[kubernetes]'") from error
+    try:
+        namespace, _, name = config.kubernetes_lease.partition("/")
+        return KubernetesLease(namespace, name, config.daemon_lease_seconds)
+    except OSError as error:
+        raise ConfigError(f"--kubernetes-lease: {error}") from error
 
 
 def _folder_term(root: Path) -> int:
