@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import grpc
 import pytest
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator.operator import Operator
 from resharder.client.rpc.channel import Channel
-from resharder.client.rpc.term_channel import TermChannel
+from resharder.client.rpc.term_channel import DaemonReplaced, TermChannel
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.term import NewestTerms, Term, parse_term, term_of
 from resharder.server.standby.tenure import REPLACED_STATUS, Tenure, begin_term, raise_term, read_term
@@ -144,8 +145,15 @@ def test_a_client_tells_the_older_daemon_that_it_was_replaced(older: Daemon, tmp
     with closing(standby(copied(older, tmp_path / "store"), take_over=True)) as newer:
         newer.start()
         assert Operator(newer.endpoint).daemon().store_folder == str(newer.store)
-        with pytest.raises(DaemonUnreachable, match=r"connection refused|has taken over"):
-            Operator(older.endpoint, connect_timeout=10).daemon()
+        with pytest.raises(DaemonUnreachable, match="a daemon of term 2 has taken over from the one that answered, of term 1"):
+            Operator(older.endpoint, connect_timeout=1).daemon()
+        assert older.process is not None
+        assert older.process.poll() is None  # who only looks ends no daemon
+        with Channel(older.endpoint) as channel:
+            with pytest.raises(DaemonReplaced):
+                Job(channel.grpc, SPECS, [whole(SPECS)]).connect()
+            with pytest.raises(grpc.RpcError):
+                Job(channel.grpc, SPECS, [whole(SPECS)]).connect()
         assert older.wait(60) == REPLACED_STATUS
 
 

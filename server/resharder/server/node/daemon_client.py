@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
-from resharder.converters.wire.endpoint import route_options
+from resharder.converters.wire.endpoint import answering_address, route_options, target_of
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.converters.wire.term import NewestTerms, replaced_message, term_of
@@ -29,6 +29,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -77,7 +78,7 @@ class DaemonClient:
         files = tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
         address: str = found.data_address
         if address.startswith(":"):
-            address = f"{self.endpoint.rpartition(':')[0]}{address}"
+            address = f"{answering_address(self.endpoint).rpartition(':')[0]}{address}"
         return RemoteVersion(found.version.name, found.version.fingerprint, files, address)
 
     def checksums(self, version: str, file: str, start: int, end: int) -> list[int]:
@@ -159,16 +160,21 @@ class DaemonClient:
 
     def _open(self) -> grpc.Channel:
         options: list[tuple[str, Any]] = [
-            *_OPTIONS,
-            *route_options(),
+            *dict((*_OPTIONS, *route_options(endpoint=self.endpoint))).items(),
             ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))),
         ]
         if self._tls is None:
-            return grpc.insecure_channel(self.endpoint, options=options)
+            return grpc.insecure_channel(self._target(), options=options)
         pems = (path.read_bytes() for path in (self._tls.ca, self._tls.key, self._tls.certificate))
         if self._tls.daemon_name:
             options.append(("grpc.ssl_target_name_override", self._tls.daemon_name))
-        return grpc.secure_channel(self.endpoint, grpc.ssl_channel_credentials(*pems), options=options)
+        return grpc.secure_channel(self._target(), grpc.ssl_channel_credentials(*pems), options=options)
+
+    def _target(self) -> str:
+        try:
+            return target_of(self.endpoint)
+        except ValueError as error:
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         """Close the channel. Later calls raise OSError."""

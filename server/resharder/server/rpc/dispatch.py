@@ -32,7 +32,7 @@ from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Pause
 from resharder.server.infra.medium import is_refusal, medium_error
 from resharder.server.rpc.admission import FairPool, Places, model_of_chunk, model_of_request
-from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method
+from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method, Role
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument
 from resharder.v1.revision import OLDEST, REVISION, named
 
@@ -346,7 +346,7 @@ class _Entry:
                 if self._method.service.startswith(OURS):
                     check_revision(context.invocation_metadata() or ())
                 caller = self._d.guard.admit(self._method, context)
-                if terms is not None:
+                if terms is not None and Role.VIEWER not in self._method.who:  # who only looks ends no daemon
                     terms.check(context.invocation_metadata() or ())
                 CALLER.set(caller.name if caller.secured else "")
                 if self._method.cost.long:
