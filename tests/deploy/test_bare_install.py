@@ -151,5 +151,5 @@ def test_a_wheel_has_the_packages_their_types_and_both_programs_but_no_tests(tmp
     assert metadata.keywords
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(metadata.classifiers or ())
     assert str(metadata.requires_python) == ">=3.11"
-    assert metadata.provides_extra == ["archive", "client", "megatron", "nixl", "otel", "server", "sglang", "vllm"]
+    assert metadata.provides_extra == ["archive", "client", "kubernetes", "megatron", "nixl", "otel", "server", "sglang", "vllm"]
     assert {line.split(" = ")[0] for line in programs.splitlines()} >= {"resharder", "resharderd", "resharder-node"}

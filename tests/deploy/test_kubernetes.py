@@ -335,3 +335,25 @@ def test_an_overlay_of_ones_own_may_have_a_node_on_every_host_of_the_fleet(tmp_p
     (policy,) = of(made, "NetworkPolicy", "resharderd")
     roles = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchExpressions"][0]["values"]
     assert pod["metadata"]["labels"]["resharder-role"] in roles
+
+
+def test_a_standby_shares_the_store_and_may_change_its_lease_alone(tmp_path: Path) -> None:
+    resources = extended(tmp_path, "standby")
+    for each in resources:
+        if each["apiVersion"] not in NOT_KUBERNETES:
+            kubernetes_validate.validate(each, VERSIONS[-1], strict=True)
+    (daemon,) = of(resources, "StatefulSet", "resharderd")
+    pod = daemon["spec"]["template"]["spec"]
+    assert (daemon["spec"]["replicas"], daemon["spec"]["updateStrategy"]) == (2, {"type": "OnDelete"})
+    assert "volumeClaimTemplates" not in daemon["spec"]
+    (claim,) = of(resources, "PersistentVolumeClaim", "resharderd-store")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert {"name": "store", "persistentVolumeClaim": {"claimName": "resharderd-store"}} in pod["volumes"]
+    lease = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}["RESHARDERD_KUBERNETES_LEASE"]
+    (role,) = of(resources, "Role", "resharderd")
+    namespace, _, name = lease.partition("/")
+    assert {each["metadata"]["namespace"] for each in (daemon, claim, role)} == {namespace}
+    named = [rule for rule in role["rules"] if "resourceNames" in rule]
+    assert [(rule["resourceNames"], rule["verbs"]) for rule in named] == [([name], ["get", "update"])]
+    assert pod["serviceAccountName"] == of(resources, "RoleBinding", "resharderd")[0]["subjects"][0]["name"]
+    assert pod["automountServiceAccountToken"]

@@ -75,7 +75,8 @@ def _choice(name: str, choices: tuple[str, ...], meaning: str, default: str = ""
 
 ENDPOINT = text(
     "RESHARDER_ENDPOINT",
-    "the daemon's `host:port`, without `http://`, an IPv6 address in brackets; by default `127.0.0.1:7677`. In a vLLM "
+    "the daemon's `host:port`, without `http://`, an IPv6 address in brackets; by default `127.0.0.1:7677`. With "
+    "[standbys](standby.md), a name that resolves to all of them, or all addresses with commas between them. In a vLLM "
     "server without it and without `--load-format resharder`, the plugin does nothing",
     "`127.0.0.1:7677`",
 )

@@ -65,6 +65,26 @@ class Config(BaseSettings):
         json_schema_extra={"default": "`/dev/shm/resharder-UID`"},
         examples=["/dev/shm/resharder"],
     )
+    take_over: bool = Field(
+        False,
+        description="[take over](standby.md) from the daemon that uses `store`, or that did before its host died: this one "
+        "begins a higher term, and nobody believes the other one any more. It does not wait for a lease. For one start, by hand",
+    )
+    lease_file: Path | None = Field(
+        None,
+        description="file on storage that several daemons share: the one that holds [the lease](standby.md) in it is the daemon, "
+        "the others wait. Files beside it begin with its name",
+    )
+    kubernetes_lease: str = Field(
+        "",
+        pattern=r"^$|^[a-z0-9.-]+/[a-z0-9.-]+$",
+        description="`NAMESPACE/NAME` of a Lease object of Kubernetes, in place of `lease_file`. Needs the extra `kubernetes`",
+    )
+    daemon_lease_seconds: float = Field(
+        5.0,
+        ge=0.5,
+        description="duration of that lease, the same for all of them. A standby takes over once it was not renewed for as long",
+    )
     store_limit_bytes: int = Field(
         0, ge=0, description="bound on the bytes of all versions; 0: 80 % of the space that is free at the start"
     )

@@ -1,7 +1,9 @@
 """`resharderd`, the daemon's command. By default it listens on the loopback interface and stores versions in shared memory."""
 
 import os
+import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -64,11 +66,15 @@ from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.limits import Limits
 from resharder.server.security.settings import node_tls
+from resharder.server.standby.lease import Lease, LeaseStore
+from resharder.server.standby.lease_file import LeaseFile
+from resharder.server.standby.tenure import Tenure, begin_term, end_process, raise_term, read_term
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.server import Settings
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
+from resharder.server.web.standby import StandbyPage
 from resharder.v1 import (
     direct_pb2_grpc,
     node_pb2_grpc,
@@ -87,10 +93,17 @@ class Daemon:
 
     The constructor locks and restores the store and binds the ports. It raises DaemonError, SecurityFilesError or OSError, and
     SystemExit if an address cannot be bound.
+
+    `lease` is held, and is released at the end.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, lease: Lease | None = None) -> None:
+        self.config, self._lease = config, lease
+        # Before anything else: the daemon that this one takes over from ends once it sees the higher term.
+        if lease is not None:
+            begin_term(config.store, lease.term)
+        elif config.take_over:
+            raise_term(config.store)
         self.store = Store(
             config.store,
             limit_bytes=config.store_limit_bytes,
@@ -98,7 +111,9 @@ class Daemon:
             keep_count=config.keep_count,
             keep_bytes=config.keep_bytes,
             shared=config.shared_memory,
+            take_over=config.take_over or lease is not None,
         )
+        self.tenure = Tenure(config.store, begin_term(config.store))
         self.events = Events(config.store)
         self.events.added.connect(log_event)
         self.store.catalogue.version_changed.connect(self._note_version)
@@ -188,7 +203,9 @@ class Daemon:
     def _server(self) -> RpcServer:
         config = self.config
         observed, model_of = self.shown.observed, self.fleets.model_of
-        dispatcher = Dispatcher(self.access, model_of, observed.refused, waits=config.threads, transfers=config.transfers)
+        dispatcher = Dispatcher(
+            self.access, model_of, observed.refused, terms=self.tenure, waits=config.threads, transfers=config.transfers
+        )
         options = [
             ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port
             ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -275,6 +292,7 @@ class Daemon:
         if self.archive is not None:
             self.archive.start(self.config.archive_restore)
         self.events.add("daemon", "daemon", "started", release=RELEASE)
+        self.tenure.start()
         failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
@@ -288,7 +306,8 @@ class Daemon:
         self.fetcher.start()
         self.shown.set_ready()
         listens = {"listen": self.config.listen, "web": self.shown.listen, "data": self._data_address()}
-        _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
+        limit, term = self.store.capacity.limit_bytes, self.tenure.term.number
+        _log.info("listening", **listens, store=str(self.config.store), limit=limit, term=term)
 
     def _tick(self) -> None:
         descriptors, lost = Descriptors(), ""
@@ -328,6 +347,9 @@ class Daemon:
         self.tracing.close()
         self.shown.close()
         self.store.close()
+        self.tenure.close()
+        if self._lease is not None:
+            self._lease.release()
         _log.info("daemon_stopped")
 
 
@@ -364,7 +386,10 @@ def serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        daemon = Daemon(config)
+        lease = held_lease(config, ended)
+        if ended.is_set():
+            return
+        daemon = Daemon(config, lease)
     except DaemonError as error:
         sys.exit(f"resharderd: --store: {error}")
     except SecurityFilesError as error:
@@ -376,6 +401,52 @@ def serve(config: Config) -> None:
     while not ended.wait(1.0):  # with a timeout, so that a signal delivered to another thread is noticed
         pass
     daemon.stop()
+
+
+def held_lease(config: Config, ended: threading.Event) -> Lease | None:
+    """Wait as a standby until this process holds the lease, and return it; None without one, and once `ended` is set.
+
+    Raises ConfigError, SecurityFilesError.
+    """
+    if (store := _lease_store(config)) is None:
+        return None
+    holder = f"{socket.gethostname()}/{os.getpid()}-{secrets.token_hex(4)}"
+    lease = Lease(store, holder, config.daemon_lease_seconds, end_process)
+    tls = web.tls_context(config.security) if config.security is not None else None
+    try:
+        page = StandbyPage(config.web_listen, tls)
+    except (OSError, ValueError) as error:
+        why = why_not_bound(config.web_listen) or error
+        raise ConfigError(f"--web-listen: cannot listen on {config.web_listen}: {why}") from error
+    try:
+        if not lease.acquire(lambda: _folder_term(config.store), ended, page.report, at_once=config.take_over):
+            return None
+        lease.start()
+        return lease
+    finally:
+        page.close()
+
+
+def _lease_store(config: Config) -> LeaseStore | None:
+    if config.lease_file is not None and config.kubernetes_lease:
+        raise ConfigError("--kubernetes-lease: there is one lease, and lease_file is set too: set one of them")
+    if config.lease_file is not None:
+        return LeaseFile(config.lease_file)
+    if not config.kubernetes_lease:
+        return None
+    try:
+        from resharder.server.standby.kubernetes_lease import KubernetesLease
+    except ImportError as error:
+        raise ConfigError(f"--kubernetes-lease: {error.name} is missing: pip install 'resharder[kubernetes]'") from error
+    try:
+        namespace, _, name = config.kubernetes_lease.partition("/")
+        return KubernetesLease(namespace, name, config.daemon_lease_seconds)
+    except OSError as error:
+        raise ConfigError(f"--kubernetes-lease: {error}") from error
+
+
+def _folder_term(root: Path) -> int:
+    return found.number if (found := read_term(root)) is not None else 0
 
 
 def main() -> None:

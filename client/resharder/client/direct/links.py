@@ -26,6 +26,7 @@ from resharder.client.gpu.table import Tensors
 from resharder.client.rpc.channel import Channel
 from resharder.converters.errors import ConversionError
 from resharder.converters.wire.direct import copies_from_proto
+from resharder.converters.wire.endpoint import addresses_of
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 _ASK = 10.0  # seconds allowed for a call beyond its wait
@@ -80,7 +81,7 @@ class TransferLink:
                 groups[NixlGroup(store, message.group, message.rank, over_nixl, device, message.seconds, agent)] = over_nixl
             if others := (sends | receives) - over_nixl:
                 who = (message.rank, message.size, device, message.seconds)
-                address, most = address_towards(channel.endpoint), message.most_peers
+                address, most = address_towards(addresses_of(channel.endpoint)[0]), message.most_peers
                 group = make_group(store, message.group, *who, peers=others, most_peers=most, address=address)
                 groups[group] = others
                 connect(group, device, sorted(sends & others), sorted(receives & others), message.seconds)

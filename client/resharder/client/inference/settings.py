@@ -10,7 +10,7 @@ from resharder.client import settings
 from resharder.client.errors import UsageError
 from resharder.client.rpc.tls import Tls
 from resharder.converters.allowances import unknown_names
-from resharder.converters.wire.endpoint import check_endpoint, route_options
+from resharder.converters.wire.endpoint import addresses_of, check_endpoint, route_options
 
 _ELSEWHERE = "192.0.2.1", "2001:db8::1"  # addresses of documentation: only the route to them is looked up
 
@@ -86,16 +86,17 @@ class PluginSettings:
 
 
 def _endpoint(environment: Mapping[str, str] | None) -> str:
-    try:
-        route_options(environment)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if not (endpoint := settings.ENDPOINT.read(environment)):
         raise UsageError("RESHARDER_ENDPOINT is not set: set it to the daemon's host:port")
     try:
-        return check_endpoint(endpoint)
+        check_endpoint(endpoint)
     except ValueError as error:
         raise UsageError(f"RESHARDER_ENDPOINT: {error}") from error
+    try:
+        route_options(environment, endpoint)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return endpoint
 
 
 def _server(environment: Mapping[str, str] | None) -> str:
@@ -135,7 +136,7 @@ def _is_unspecified(host: str | None) -> bool:
 
 
 def _routable(endpoint: str) -> str:
-    daemon, _, port = endpoint.rpartition(":")
+    daemon, _, port = addresses_of(endpoint)[0].rpartition(":")
     found = [_source(host.strip("[]"), int(port)) for host in (daemon, *_ELSEWHERE)]
     usable = [address for address in found if address and not ipaddress.ip_address(address).is_loopback]
     return usable[0] if usable else "127.0.0.1"

@@ -12,10 +12,11 @@ import grpc
 import grpc.experimental
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
 from resharder.client.rpc.secure_channel import SecureChannel
+from resharder.client.rpc.term_channel import TermChannel
 from resharder.client.rpc.tls import Tls
 from resharder.client.settings import ENDPOINT
 from resharder.converters.wire.backoff import Backoff
-from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, check_endpoint, route_options
+from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, addresses_of, check_endpoint, route_options, target_of
 from resharder.v1.revision import user_agent
 
 Answer = TypeVar("Answer")
@@ -28,6 +29,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # bound on one attempt to connect, handshake included; not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),  # for a name that becomes that of another host
 )
 _INTERRUPTIBLE = (
     # Else a second thread polls for streams of answers, and ends the process by SIGSEGV if Ctrl-C arrives within `next` and the
@@ -72,7 +74,7 @@ class Channel:
     Every call of this API may be repeated. `call` retries while the daemon cannot be reached.
 
     Args:
-        endpoint: Address as `host:port`.
+        endpoint: Address as `host:port`; or those of a daemon and its standbys, with commas between them.
         patience: Seconds of retries; None is no bound.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables, if any.
         interruptible: Whether Ctrl-C may interrupt threads that read its streams. Large streams are slower then.
@@ -87,15 +89,21 @@ class Channel:
         self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None, *, interruptible: bool = False
     ) -> None:
         try:
-            self.endpoint, route = check_endpoint(endpoint), route_options()
+            self.endpoint, route = check_endpoint(endpoint), route_options(endpoint=endpoint)
+            target = target_of(endpoint)
         except ValueError as error:
             raise UsageError(f"the daemon's endpoint: {error}") from error
         self.patience = bound(patience)
         self.tls = tls or Tls.from_environment()
+        if self.tls and not self.tls.name and len(addresses_of(endpoint)) > 1:
+            raise UsageError(
+                f"the daemon's endpoint: {endpoint} has several addresses, and which name is in their certificates? Set "
+                "RESHARDER_TLS_NAME to a name that all of them have"
+            )
         agent = ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder")))
-        options = (*_OPTIONS, *route, *(_INTERRUPTIBLE if interruptible else ()), agent)
-        self.grpc: grpc.Channel = (
-            SecureChannel(endpoint, self.tls, options) if self.tls else grpc.insecure_channel(endpoint, options=options)
+        options = (*dict((*_OPTIONS, *route)).items(), *(_INTERRUPTIBLE if interruptible else ()), agent)
+        self.grpc: grpc.Channel = TermChannel(
+            SecureChannel(target, self.tls, options) if self.tls else grpc.insecure_channel(target, options=options)
         )
 
     def call(

@@ -2,16 +2,17 @@
 
 import importlib.metadata
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
-from resharder.converters.wire.endpoint import route_options
+from resharder.converters.wire.endpoint import answering_address, route_options, target_of
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.converters.wire.term import NewestTerms, replaced_message, term_of
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.part_files import FileProof, FilesOnNode, files_from_proto
@@ -28,6 +29,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -62,6 +64,7 @@ class DaemonClient:
         self._stamp: tuple[object, ...] = ()
         self._current: _OpenChannel | None = None
         self._closed = False
+        self._terms, self._registry = NewestTerms(), ""
 
     def sync(self, request: node_pb2.SyncNodeRequest) -> node_pb2.NodeOrders:
         """Report the node's state, and return its orders."""
@@ -75,7 +78,7 @@ class DaemonClient:
         files = tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
         address: str = found.data_address
         if address.startswith(":"):
-            address = f"{self.endpoint.rpartition(':')[0]}{address}"
+            address = f"{answering_address(self.endpoint).rpartition(':')[0]}{address}"
         return RemoteVersion(found.version.name, found.version.fingerprint, files, address)
 
     def checksums(self, version: str, file: str, start: int, end: int) -> list[int]:
@@ -118,14 +121,27 @@ class DaemonClient:
         except ValueError as error:
             raise OSError(str(error)) from error
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
-        metadata = tuple(self._tls.headers().items()) if self._tls is not None else ()
+    def _call(self, method: grpc.UnaryUnaryMultiCallable, request: Any, timeout: float) -> Any:
+        newest = self._terms.newest(self._registry)
+        headers = tuple(self._tls.headers().items()) if self._tls is not None else ()
         try:
-            return method(request, timeout=timeout, metadata=metadata)
+            answer, call = method.with_call(request, timeout, (*headers, *(newest.metadata() if newest else ())))
+        except grpc.RpcError as error:
+            self._see(error)
+            raise
         except ValueError as error:  # raised by grpcio for a closed channel
             if not self._closed:
                 raise
             raise self._refusal() from error
+        self._see(call)
+        return answer
+
+    def _see(self, call: Any) -> None:
+        """Raise OSError for an answer of a daemon from which another one has taken over."""
+        if (term := term_of(call.initial_metadata())) is not None:
+            self._registry, newest = term.registry, self._terms.see(term)
+            if newest.replaces(term):
+                raise OSError(replaced_message(term, newest))
 
     def _opened(self) -> _OpenChannel:
         """Return the channel, opened anew if the certificates have changed. Calls on the former one go on."""
@@ -144,16 +160,21 @@ class DaemonClient:
 
     def _open(self) -> grpc.Channel:
         options: list[tuple[str, Any]] = [
-            *_OPTIONS,
-            *route_options(),
+            *dict((*_OPTIONS, *route_options(endpoint=self.endpoint))).items(),
             ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))),
         ]
         if self._tls is None:
-            return grpc.insecure_channel(self.endpoint, options=options)
+            return grpc.insecure_channel(self._target(), options=options)
         pems = (path.read_bytes() for path in (self._tls.ca, self._tls.key, self._tls.certificate))
         if self._tls.daemon_name:
             options.append(("grpc.ssl_target_name_override", self._tls.daemon_name))
-        return grpc.secure_channel(self.endpoint, grpc.ssl_channel_credentials(*pems), options=options)
+        return grpc.secure_channel(self._target(), grpc.ssl_channel_credentials(*pems), options=options)
+
+    def _target(self) -> str:
+        try:
+            return target_of(self.endpoint)
+        except ValueError as error:
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         """Close the channel. Later calls raise OSError."""

@@ -26,7 +26,7 @@ import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from resharder.converters.printable import printable_output
-from resharder.converters.wire.endpoint import check_endpoint, route_options
+from resharder.converters.wire.endpoint import addresses_of, check_endpoint, route_options
 from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import open_port
@@ -66,7 +66,10 @@ class NodeConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="RESHARDER_NODE_", extra="forbid")
 
-    endpoint: str = Field("127.0.0.1:7677", description="host:port of the daemon")
+    endpoint: str = Field(
+        "127.0.0.1:7677",
+        description="host:port of the daemon, or those of a daemon and its [standbys](../standby.md), with commas",
+    )
     name: str = Field(
         default_factory=socket.gethostname,
         pattern=_NAME,
@@ -125,8 +128,13 @@ class NodeConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        route_options()
+        route_options(endpoint=self.endpoint)
         given = [self.tls_ca, self.tls_cert, self.tls_key]
+        if any(given) and not self.tls_name and len(addresses_of(self.endpoint)) > 1:
+            raise ValueError(
+                f"{self.endpoint} has several addresses, and which name is in their certificates? Set tls_name to a name that "
+                "all of them have"
+            )
         if any(given) and not all(given):
             raise ValueError("tls_ca, tls_cert and tls_key are needed together: set all three")
         if self.token_file is not None and not any(given):
@@ -306,7 +314,9 @@ def _address(config: NodeConfig, port: int) -> str:
 def _route(endpoint: str) -> str:
     """Return this host's address on the route to an endpoint. Raises ConfigError if there is none."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(*parse_listen(endpoint), type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(*parse_listen(addresses_of(endpoint)[0]), type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as trial:  # sends nothing
             trial.connect(target)
             return str(trial.getsockname()[0])

@@ -32,7 +32,7 @@ from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Pause
 from resharder.server.infra.medium import is_refusal, medium_error
 from resharder.server.rpc.admission import FairPool, Places, model_of_chunk, model_of_request
-from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method
+from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method, Role
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument
 from resharder.v1.revision import OLDEST, REVISION, named
 
@@ -68,6 +68,17 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the session's resources. Called once, however the call ends."""
+
+
+class Terms(Protocol):
+    """The daemon's term, in `standby/tenure.py`."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Initial metadata of every answer."""
+
+    def check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Check that a call names no higher term. Raises a DaemonError."""
 
 
 class CallerIdentity(Protocol):
@@ -122,6 +133,7 @@ class Dispatcher:
         guard: Checks of callers.
         model_of: Function that returns the model of a server, or an empty name.
         refused: Called with the reason of every refusal.
+        terms: The daemon's term; None for none.
         waits: Places of each waiting method.
         transfers: Places of each heavy method.
     """
@@ -132,6 +144,7 @@ class Dispatcher:
         model_of: Callable[[str], str],
         refused: Callable[[str], None],
         *,
+        terms: Terms | None = None,
         waits: int,
         transfers: int,
         threads: int = THREADS,
@@ -139,6 +152,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._guard, self._model_of, self.refused, self.clock = guard, model_of, refused, clock
+        self.terms = terms
         count = {Cost.WAIT: waits, Cost.TRANSFER: transfers}
         self._places = {method.path: Places(method.name, count[method.cost]) for method in METHODS if method.cost.long}
         self._pool, self._renewals = FairPool(threads, "rpc"), FairPool(renewal_threads, "renewals")
@@ -326,9 +340,14 @@ class _Entry:
         """Admit a caller and hold its place while the context lasts. Ends the call with the status of any exception inside."""
         with ExitStack() as held:
             try:
+                terms = self._d.terms if self._method.service.startswith(OURS) else None
+                if terms is not None:
+                    await context.send_initial_metadata(terms.metadata)
                 if self._method.service.startswith(OURS):
                     check_revision(context.invocation_metadata() or ())
                 caller = self._d.guard.admit(self._method, context)
+                if terms is not None and Role.VIEWER not in self._method.who:  # who only looks ends no daemon
+                    terms.check(context.invocation_metadata() or ())
                 CALLER.set(caller.name if caller.secured else "")
                 if self._method.cost.long:
                     held.enter_context(self._d.guard.open(caller))

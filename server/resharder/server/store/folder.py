@@ -6,6 +6,7 @@ The folder itself is locked, which no removal of a file ends, and a file in it, 
 import fcntl
 import os
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,19 +19,22 @@ from resharder.server.state.version import READY, UPLOADING, VersionRecord
 ATTEMPTS = 10
 """Attempts at a file operation whose failure would leave a version in two states."""
 _LOCK = "lock"
+_LOCK_ATTEMPTS, _LOCK_PAUSE = 40, 0.05  # 2 s, in which a process that runs has noticed that another one takes over
 _log = structlog.get_logger("resharder.store")
 
 
 class StoreFolder:
     """The locked folder of one daemon or node. `shared`: whether clients on this host may map the files.
 
+    `take_over`: a process that does not give up its lock within some seconds (it is stopped, or its host is gone) loses it.
+
     Raises FailedPrecondition (STORE_OWNER, STORE_LOCKED, STORE_FILESYSTEM) or OSError.
     """
 
-    def __init__(self, root: Path, *, shared: bool) -> None:
+    def __init__(self, root: Path, *, shared: bool, take_over: bool = False) -> None:
         self.root, self.shared = make_folder(root), shared
         self.nonce_file, self.nonce = root / "nonce", secrets.token_bytes(32)
-        self._guards = _lock(root)
+        self._guards = _lock_from_another(root) if take_over else _lock(root)
         try:
             write_file(self.nonce_file, self.nonce)
             self._own = {path: _identity(path) for path in (root, self.nonce_file)}
@@ -117,6 +121,29 @@ def _lock(root: Path) -> list[int]:
             os.close(guard)
         raise
     return guards
+
+
+def _lock_from_another(root: Path) -> list[int]:
+    """Lock the folder, and take the lock of a process that does not end. That one finds its lock file replaced (`problem`)."""
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            return _lock(root)
+        except FailedPrecondition as error:
+            if error.reason != "STORE_LOCKED":
+                raise
+        time.sleep(_LOCK_PAUSE)
+    mine = root / f"{_LOCK}.new"
+    with touching(mine, "opening"):
+        guard = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        move(mine, root / _LOCK)
+        sync(root)
+    except BaseException:
+        os.close(guard)
+        raise
+    _log.warning("lock_taken", folder=str(root))
+    return [guard]
 
 
 def sync_or_undo(source: Path, target: Path) -> None:

@@ -46,6 +46,7 @@ class Store:
         keep_count: int = 3,
         keep_bytes: int = 0,
         shared: bool = True,
+        take_over: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Lock the folder and restore its versions.
@@ -53,12 +54,14 @@ class Store:
         `limit_bytes`: bound on all versions; 0: 80 % of the medium. `hold`: whether the folder has the bytes of versions, and not
         their manifests and small files alone.
 
+        `take_over`: of `StoreFolder`.
+
         Raises FailedPrecondition (STORE_OWNER, STORE_LOCKED, STORE_FILESYSTEM), Unavailable (STORE_FAILED), ResourceExhausted
         (STORE_FULL, NO_DESCRIPTORS).
         """
         retention, manifests, self.hold = Retention(keep_count, keep_bytes), ManifestCache(), hold
         with medium_errors():
-            self.folder = StoreFolder(root, shared=shared)
+            self.folder = StoreFolder(root, shared=shared, take_over=take_over)
             try:
                 self.catalogue = Catalogue(root, restore_models(root, hold=hold), hold=hold)
                 self.capacity = Capacity(root, self.catalogue, retention, limit_bytes, hold=hold)

@@ -48,6 +48,18 @@ AccessCheck = Callable[[Request], Response | None]
 """Function of a request that returns None to admit it, or the response that refuses it."""
 
 
+def probes_app(unready: Callable[[], str]) -> ASGIApp:
+    """Return an application that has the probes alone, for a process that is no daemon yet. `unready` returns why."""
+
+    def page(request: Request) -> Response:
+        return PlainTextResponse(f"{unready()}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def healthz(request: Request) -> Response:
+        return PlainTextResponse("alive\n")
+
+    return Starlette(routes=[Route("/healthz", healthz), Route("/{path:path}", page)])
+
+
 def web_app(
     *,
     status: Callable[[], dict[str, Any]],

@@ -1,0 +1,1 @@
+"""Which of several daemons is the one of a registry: terms, leases, and what nodes keep of a registry."""
