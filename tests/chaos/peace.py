@@ -199,11 +199,19 @@ class Peace:
         return problems
 
     def _ended(self) -> list[str]:
-        """The daemon's journal has the end of every version that killed nodes alone held."""
-        alone = sorted({number for event in self._history.events if event["kind"] == "alone" for number in event["versions"]})
-        subjects = {number: f"models/{FLEET}/versions/{number}" for number in alone}
-        whats = {number: {event.what for event in self._system.operator.events(subject=subjects[number])} for number in alone}
-        return [f"no event of the end of {subjects[number]}: {found}" for number, found in whats.items() if not found & _ENDS]
+        """The daemon's journal has the end of every version that killed nodes alone held.
+
+        A daemon that is killed meanwhile forgets the versions that ranks upload: these have no event at all.
+        """
+        events, problems = self._history.events, []
+        restarted = max((event["t"] for event in events if event["kind"] == "start" and event["process"] == "daemon"), default=0)
+        alone = {number: event["t"] for event in events if event["kind"] == "alone" for number in event["versions"]}
+        for number, at in sorted(alone.items()):
+            subject = f"models/{FLEET}/versions/{number}"
+            found = {event.what for event in self._system.operator.events(subject=subject)}
+            if not found & _ENDS and (found or restarted < at):
+                problems.append(f"no event of the end of {subject}: {found}")
+        return problems
 
     def _resumes(self, node: str) -> bool:
         return wait_for(lambda: self._operations.run("resume_node", {"node": node}) == "ok", ARRIVE, 1.0)
