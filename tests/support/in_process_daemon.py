@@ -64,6 +64,8 @@ class _Context:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
+    async def send_initial_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None: ...
+
     async def write(self, message: bytes) -> None:
         self._write(message)
 
