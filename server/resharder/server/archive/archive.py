@@ -1,4 +1,4 @@
-"""Archive of versions in a folder or fsspec URL: every n-th one, or on command; and restoration.
+"""Archive of versions in a folder or bucket: every n-th one, or on command; and restoration.
 
 One thread writes in the background. Of each model, only the newest version waits, and it gives way if the store needs its
 capacity, so a slow archive never delays a publish.
@@ -6,9 +6,8 @@ capacity, so a slow archive never delays a publish.
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import structlog
 from resharder.server.archive.checkpoints import Archived, Checkpoints
@@ -33,9 +32,8 @@ class Archive:
 
     Args:
         store: Store of the versions.
-        url: Folder or fsspec URL.
+        url: Folder, or URL of a bucket (`s3://bucket/prefix`).
         every: Archive every n-th READY version of a model; 0: on command only.
-        options: Options for fsspec.
         pause: Seconds before a failed operation is retried, doubling.
         report: Called with a resource's name, `archived`, `restored` or `failed`, and the reason, after each.
 
@@ -48,7 +46,6 @@ class Archive:
         store: Store,
         url: str,
         every: int = 0,
-        options: Mapping[str, Any] | None = None,
         *,
         pause: float = 1.0,
         report: Callable[[str, str, str], object] = lambda name, what, reason: None,
@@ -56,7 +53,7 @@ class Archive:
         self.store, self.every, self._report = store, every, report
         self._pause = pause
         self._closed, self._looked = threading.Event(), threading.Event()
-        self._checkpoints = Checkpoints(Remote(url, options or {}), self._closed)
+        self._checkpoints = Checkpoints(Remote(url), self._closed)
         self._changed = threading.Condition()
         self._waiting: dict[str, VersionRecord] = {}
         self._writing: VersionRecord | None = None
@@ -66,7 +63,7 @@ class Archive:
 
     @property
     def url(self) -> str:
-        """URL of the archive, with the protocol of its filesystem."""
+        """URL of the archive, with its scheme."""
         return self._checkpoints.url
 
     def start(self, restore: bool = True) -> None:

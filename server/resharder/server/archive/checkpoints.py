@@ -87,7 +87,7 @@ class Checkpoints:
         if content is None:
             return None
         try:
-            archived = _decode(content, f"{self.url}/{place}")
+            archived = _decode(content.bytes, f"{self.url}/{place}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _log.error("archived_json_damaged", url=f"{self.url}/{place}", reason=repr(error))
             return None
@@ -100,8 +100,7 @@ class Checkpoints:
         """
         place = _place(record.model, record.number)
         url, marker = f"{self.url}/{place}", f"{place}/{MARKER}"
-        if self._remote.content(marker) is not None:
-            self._remote.remove(marker)
+        self._remote.remove(marker)
         sent = self._each(lambda name: self._send(folder / name, f"{place}/{name}"), names)
         files = dict(zip(names, sent, strict=True))
         now = round(self._wall(), 3)
@@ -110,8 +109,9 @@ class Checkpoints:
             raise DataLoss("CHECKSUM", f"{url}: read back differently than written: {', '.join(damaged[:8])}")
         failpoint("archive.before-marker")
         content = _encode(archived)
-        self._remote.write(marker, [content])
-        if self._remote.content(marker) != content:
+        self._remote.write(marker, [content], len(content))
+        there = self._remote.content(marker)
+        if there is None or there.bytes != content:
             raise DataLoss("CHECKSUM", f"{url}/{MARKER}: read back differently than written")
         return archived
 
@@ -128,7 +128,7 @@ class Checkpoints:
 
     def _send(self, source: Path, path: str) -> File:
         counted = _Counted(self._read(source))
-        self._remote.write(path, counted)
+        self._remote.write(path, counted, _size(source))
         return counted.file()
 
     def _read(self, source: Path) -> Iterator[bytes]:
@@ -195,6 +195,14 @@ class _Counted:
 
     def file(self) -> File:
         return File(self._size, self._hash.hexdigest())
+
+
+def _size(source: Path) -> int:
+    """Return the size of a version's file; 0 if it is gone."""
+    try:
+        return source.stat().st_size
+    except OSError:
+        return 0
 
 
 def _read(source: Path, file: RawIOBase) -> bytes:
