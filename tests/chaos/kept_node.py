@@ -22,7 +22,7 @@ CAPACITY = {"node": 10 << 20, "far": 17 << 20}
 On `far`, two more, for the files that ranks write next.
 """
 REPLICATED = {"node": 10 << 20, "far": 32 << 20, "third": 25 << 20}
-"""The same with more than two replicas: all but `node` have memory for every version that the daemon retains, and two further
+"""The same with several replicas: all but `node` have memory for every version that the daemon retains, and two further
 ones, so that older replicas move to `third`, and none is missing in peace.
 """
 SETS = 2
@@ -146,7 +146,7 @@ def node_problems(
 
 def memory_of(name: str, replicas: int) -> int:
     """Return the bytes of versions that a node may hold."""
-    return (CAPACITY if replicas <= 2 else REPLICATED)[name]
+    return (CAPACITY if replicas == 1 else REPLICATED)[name]
 
 
 def port() -> str:

@@ -11,12 +11,12 @@ from tests.chaos.violations import Violation, of, short_of_holders
 SHOWN = 1.0
 """Seconds between the daemon's answers about versions and those about nodes, two polls of an observer."""
 BARRED = 60.0
-"""Seconds for which the daemon places no replica of a version on a node that reported a problem with it."""
+"""Seconds for which the daemon places replicas of a version last on a node that reported a problem with it."""
 _LATE = 2 * LEASE + 5.0  # until a node whose fault has ended is live again, and was seen so
 
 
 def holders(events: Sequence[Event]) -> Iterator[Violation]:
-    """A version becomes READY once the daemon has all of it, with two replicas, and as many live nodes besides as it takes.
+    """A version becomes READY once the daemon has all of it, with several replicas, and as many live nodes besides as it takes.
 
     Nodes are those that the daemon shows, unless a node, its process or the daemon's has changed since the version began: until
     the new process of a node has reported, the daemon counts what the last one held.
@@ -28,7 +28,7 @@ def holders(events: Sequence[Event]) -> Iterator[Violation]:
             seen.setdefault(event["number"], event)
             if replicas > 1 and not event.get("whole", True):
                 yield Violation(event["t"], "holders", f"version {event['number']} is READY, and the daemon lacks pieces of it")
-    for number, event in seen.items() if replicas > 2 else ():
+    for number, event in seen.items() if replicas > 1 else ():
         found = holders_of(events, number, event)
         if len(found) < replicas - 1 and not changes(events, begun_of(events, number), event["t"]):
             text = f"version {number} is READY with {replicas} replicas, and beside the daemon {sorted(found)} hold it"
@@ -56,11 +56,11 @@ def changes(events: Sequence[Event], begin: float, end: float) -> bool:
 
 
 def needless(events: Sequence[Event]) -> Iterator[Violation]:
-    """A version is ABORTED for lack of holders only with more than two replicas, and after a fault or a drain of nodes."""
+    """A version is ABORTED for lack of holders only with several replicas, and after a fault or a drain of nodes."""
     replicas = next((event["replicas"] for event in of(events, "run")), 1)
     for event in (event for event in of(events, "version") if short_of_holders(event)):
         begin = event["before"] - REPLICA_SECONDS - BARRED - _LATE
-        if replicas <= 2 or not _disturbed(events, begin, event["t"]):
+        if replicas == 1 or not _disturbed(events, begin, event["t"]):
             text = f"version {event['number']} is ABORTED without a fault of a node: {event['why']}"
             yield Violation(event["t"], "needless abort", text)
 

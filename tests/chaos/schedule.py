@@ -17,7 +17,7 @@ STOP = 1.6 * LEASE
 SERVERS = ("left", "right")
 NODES = ("node", "far")
 THIRD = "third"
-"""Node of a host without ranks and servers, for runs with more than two replicas."""
+"""Node of a host without ranks and servers, for runs with several replicas."""
 REPLICA_SECONDS = 10.0
 """The daemon's `replica_seconds`."""
 GONE = 2 * LEASE + REPLICA_SECONDS + 6.0
@@ -76,7 +76,7 @@ def setting_of(
     """
     security = seed % 3 == 0 if security is None else security
     replicas = replicas or (2 - seed % 2 if seed % 5 else 3)
-    nodes = (*NODES, THIRD) if replicas > 2 else NODES
+    nodes = (*NODES, THIRD) if replicas > 1 else NODES
     adapters = not sglang and (seed % 4 != 0 if adapters is None else adapters)
     return Setting(nodes, replicas, security, adapters, sglang)
 
@@ -249,7 +249,7 @@ def _node_kill(chance: Chance) -> tuple[str, Given]:
 
 
 def _node_gone(chance: Chance) -> tuple[str, Given]:
-    """Draw the end of the node that ranks write on, or, with more than two replicas, of so many nodes that holders lack."""
+    """Draw the end of the node that ranks write on, or, with several replicas, of so many nodes that holders may lack."""
     if THIRD in chance.setting.nodes and chance.random() < 0.5:
         return "node.gone", {"nodes": ["node", THIRD], "down": GONE}
     return "node.gone", {"nodes": ["far"], "down": GONE}

@@ -29,7 +29,7 @@ def test_a_seed_has_one_schedule() -> None:
     ],
 )
 def test_a_seed_has_one_setting(seed: int, replicas: int, security: bool, adapters: bool) -> None:
-    nodes = (*NODES, THIRD) if replicas == 3 else NODES
+    nodes = (*NODES, THIRD) if replicas > 1 else NODES
     assert setting_of(seed) == Setting(nodes, replicas, security, adapters)
 
 

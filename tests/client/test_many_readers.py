@@ -1,8 +1,9 @@
 """More readers than the data port has connections: each of them gets its bytes, and none of them fails."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,6 @@ from resharder.client.versions.port_reader import PortConnection
 from resharder.client.versions.read_plan import FileRange
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.range_client import DataAddress
-from resharder.converters.wire.ranges import FilePart
 from resharder.server.data.connection import DataConnection, DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
@@ -45,13 +45,14 @@ def test_more_readers_than_connections_all_read_their_bytes(
     )
     refused = threading.Event()
 
-    def lacks(part: FilePart) -> str:
+    @contextmanager
+    def reading(spans: object) -> Iterator[None]:
         refused.wait(5)  # all places are taken until a reader was refused
-        return ""
+        yield
 
     refuse = DataConnection._refuse
     monkeypatch.setattr(DataConnection, "_refuse", lambda *answer: (refused.set(), refuse(*answer)))
-    version = ServedVersion("models/m/versions/1", "f", {"file": SIZE}, tmp_path, lacks)
+    version = ServedVersion("models/m/versions/1", "f", {"file": SIZE}, tmp_path, reading)
     versions = SimpleNamespace(pinned=lambda *_, **__: nullcontext(version))
     reads = DataReads(versions, lambda *caller: nullcontext(), local_only=True)  # type: ignore[arg-type]
     port = DataPort("127.0.0.1", 0, reads, context if secure else None, most=PLACES)

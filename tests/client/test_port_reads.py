@@ -6,9 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +30,11 @@ from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.chunk_body import BOXES
 from resharder.converters.wire.range_client import DataAddress, PartRequest, PortBusy, RangeConnection
-from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES, FilePart
+from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
 from resharder.converters.wire.windows import BoxPart, boxes_request, cut_windows
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
-from resharder.server.data.versions import ServedVersion
+from resharder.server.data.versions import Reading, ServedVersion
 from resharder.server.state.errors import ResourceExhausted, ResourceNotFound, Unavailable
 from resharder.v1 import resources_pb2, server_pb2
 
@@ -365,12 +365,13 @@ def test_a_reader_waits_for_pieces_as_long_as_the_port_says_that_they_come(tmp_p
     (tmp_path / "file").write_bytes(b"weights")
     answers = [Unavailable("PIECES_ELSEWHERE", "the daemon fetches the others"), ResourceExhausted("TOO_FAST", "slower")]
 
-    def lacks(part: FilePart) -> str:
+    @contextmanager
+    def reading(spans: object) -> Iterator[None]:
         if answers:
             raise answers.pop()
-        return ""
+        yield
 
-    with served(tmp_path, lacks) as (address, manifest):
+    with served(tmp_path, reading) as (address, manifest):
         patience = 0.1  # less than the port asks for
         connection = PortConnection(SimpleNamespace(address=address, manifest=manifest), patience)  # type: ignore[arg-type]
         target = np.zeros(7, np.uint8)
@@ -382,10 +383,10 @@ def test_a_reader_waits_for_pieces_as_long_as_the_port_says_that_they_come(tmp_p
 def test_a_reader_of_pieces_that_will_not_come_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"weights")
 
-    def lacks(part: FilePart) -> str:
+    def reading(spans: object) -> AbstractContextManager[None]:
         raise ResourceNotFound("VERSION_GONE", "it is no longer READY")
 
-    with served(tmp_path, lacks) as (address, manifest):
+    with served(tmp_path, reading) as (address, manifest):
         connection = PortConnection(SimpleNamespace(address=address, manifest=manifest), 0.1)  # type: ignore[arg-type]
         with pytest.raises(NotFound, match="404: VERSION_GONE: it is no longer READY"):
             connection.read_range(FileRange(0, 0, 7), np.zeros(7, np.uint8))
@@ -393,9 +394,9 @@ def test_a_reader_of_pieces_that_will_not_come_ends_at_once(tmp_path: Path) -> N
 
 
 @contextmanager
-def served(folder: Path, lacks: Callable[[FilePart], str]) -> Iterator[tuple[DataAddress, VersionManifest]]:
+def served(folder: Path, reading: Reading) -> Iterator[tuple[DataAddress, VersionManifest]]:
     """A data port with a version of one file of seven bytes, and its manifest."""
-    version = ServedVersion("models/m/versions/1", "f", {"file": 7}, folder, lacks)
+    version = ServedVersion("models/m/versions/1", "f", {"file": 7}, folder, reading)
     versions = SimpleNamespace(pinned=lambda *_, **__: nullcontext(version))
     port = DataPort("127.0.0.1", 0, DataReads(versions, lambda *caller: nullcontext(), local_only=True))  # type: ignore[arg-type]
     try:

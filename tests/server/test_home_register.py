@@ -5,7 +5,6 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import FileLayout, lay_out
 from resharder.server.holding.part_files import FileProof
 from resharder.server.nodes import homes
-from resharder.server.nodes.home_fetch import HomeSource
 from resharder.server.nodes.homes import HomeLost, HomeRegister
 from resharder.server.nodes.records import nonce_id
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -105,13 +104,13 @@ def test_a_node_from_which_the_daemon_could_not_fetch_is_no_home_for_a_time_that
     world.report("one", "s", "t", "u", "v")
     assert world.take() == {"one": "/one/s"}
     for seconds in (60, 120):
-        world.homes._suspend("one", world.now)
+        world.homes.suspend("one")
         assert world.take(NAMES[1]) == {}
         world.now += seconds - 12
         assert world.take(NAMES[1]) == {}
         world.now += 12
         assert world.take(NAMES[1]).keys() == {"one"}
-    world.homes._suspend("one", world.now)
+    world.homes.suspend("one")
     world.report("one", "w", instance="j")
     assert world.take(NAMES[2]) == {"one": "/one/w"}, "another process may be reached"
 
@@ -135,8 +134,7 @@ def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World
     assert world.states() == [order_of(NAMES[0], State.VERIFYING)]
     world.homes.put_proof(NAMES[0], "one", "i", "s", "", "", PROOF)
     assert world.homes.proofs(NAMES[0], 1.0) == PROOF
-    assert world.homes._sources(NAMES[0]) == (world.reservation(), {"one": HomeSource("one:7679", world.files())})
-    assert world.homes.written(NAMES[0]).keys() == {"one"}
+    assert world.homes.written(NAMES[0]) == {"one": world.files()}
     world.settle(NAMES[0], READY)
     assert world.states(wanted=(NAMES[0],)) == [order_of(NAMES[0], State.READY)]
     assert world.states() == [order_of(NAMES[0], State.ENDED)]
@@ -190,9 +188,8 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
         case "refused":
             world.homes.put_proof(NAMES[0], "one", "i", "s", "", "a process still has x open for writing", {})
     assert reason in world.homes.problem(NAMES[0])
-    for ask in (lambda: world.homes.proofs(NAMES[0], 1.0), lambda: world.homes._sources(NAMES[0])):
-        with pytest.raises(HomeLost, match=reason):
-            ask()
+    with pytest.raises(HomeLost, match=reason):
+        world.homes.proofs(NAMES[0], 1.0)
 
 
 def test_a_new_epoch_ends_the_reservation_of_the_former_one_and_its_sets(world: World) -> None:

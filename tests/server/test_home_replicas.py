@@ -125,13 +125,13 @@ def test_a_version_whose_only_holder_dies_is_lost_and_the_one_before_is_the_newe
     site.attach("sixth")
     before, _ = site.publish(1)
     wait_until(lambda: is_whole(site, before.name))
-    node = site.nodes["b"]
-    node.stop()
-    node.start(failpoint="node.adopt=kill")
-    wait_live(site.daemon, "b")
+    site.daemon.stop()
+    site.daemon.start(failpoint="node.piece@3=delay:600")  # the first two are requests before READY
+    wait_live(site.daemon, *site.nodes)
     site.attach("seventh")
     version, _ = site.publish(1)
-    node.wait()
+    assert version.state == READY
+    site.nodes["b"].kill()
     wait_until(lambda: site.version(version.name).state == RETIRED)
     assert "LOST: neither the daemon nor a node holds" in site.version(version.name).reason
     with Operator(site.daemon.endpoint) as operator:

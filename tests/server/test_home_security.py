@@ -38,7 +38,7 @@ def published(daemon: SecureDaemon, transport: str) -> tuple[str, dict[str, byte
     return version, content
 
 
-HELD = [("policy", "node", 2), ("policy", "node", 1), ("other", "http", 2)]
+HELD = [("policy", "node", 2), ("policy", "node", 1), ("other", "http", 1)]
 
 
 @pytest.mark.parametrize(("fleet", "transport", "replicas"), sampled(HELD, HELD[1:]))
@@ -56,7 +56,6 @@ def test_ranks_write_into_files_of_a_node_that_may_hold_the_model_alone(
         with Node(daemon.endpoint, "one", **files) as node, Operator(daemon.endpoint) as operator:
             wait_until(lambda: [found.state.value for found in operator.nodes()] == ["LIVE"])
             version, content = published(daemon, transport)
-            assert ("version_lacks_pieces" in daemon.log.read_text()) == (replicas == 1), "it was READY before"
             if transport == "node":
                 wait_until(lambda: list(node.folder.glob("versions/policy/*/held")))
                 assert node.files(version) == content

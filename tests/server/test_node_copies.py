@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
-from resharder.converters.wire.pieces import Bitmap
-from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES, FilePart
+from resharder.converters.wire.pieces import Bitmap, PieceSpan
+from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
 from resharder.server.node.copies import HeldVersion, NodeCopies
-from resharder.server.state.errors import ResourceExhausted
+from resharder.server.state.errors import ResourceExhausted, ResourceNotFound
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (10 << 10, 1024))]))  # two pieces
 NAME, FILE = "models/policy/versions/7", FILES[0].path
@@ -31,9 +31,14 @@ def fill(version: HeldVersion, *pieces: int) -> None:
 def test_a_part_can_be_read_once_its_pieces_are_held_and_workers_see_which_are(copies: NodeCopies) -> None:
     version = copies.add(NAME, "fingerprint", FILES)
     fill(version, 1)
-    inside = FilePart("policy", 7, FILE, PIECE_BYTES, PIECE_BYTES + 5)
-    assert version.lacks(inside) == ""
-    assert version.lacks(inside._replace(start=PIECE_BYTES - 5)) == f"this node does not hold piece 0 of {NAME} yet"
+    inside = PieceSpan(FILE, PIECE_BYTES, PIECE_BYTES + 5)
+    with version.reading([inside]):
+        pass
+    with (
+        pytest.raises(ResourceNotFound, match=f"this node does not hold piece 0 of {NAME} yet"),
+        version.reading([inside, inside._replace(start=PIECE_BYTES - 5)]),
+    ):
+        pass
     assert (version.folder / HELD_FILE).read_bytes() == bytes([0b10])
     fill(version, 0)
     assert (version.folder / HELD_FILE).read_bytes() == bytes([0b11])

@@ -150,7 +150,7 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
     world.now += FORGET
     world.sync(report("two"))
     world.nodes.expire()
-    assert [view.report.node for view in world.nodes.views()] == ["nodes/two"]
+    assert [node.name for node in world.nodes.views()] == ["nodes/two"]
 
 
 def test_other_nodes_learn_where_a_transfer_engine_has_a_version(world: World) -> None:
@@ -215,7 +215,7 @@ def test_the_newest_process_of_a_name_is_the_node_and_with_an_identity_its_owner
     with pytest.raises(FailedPrecondition, match="another process"):
         next(waiting)
     world.nodes.leave("one", "former")
-    assert [view.report.instance for view in world.nodes.views()] == ["newest"]
+    assert [node.name for node in world.nodes.views()] == ["nodes/one"], "of the newest process"
     world.nodes.leave("one", "newest")
     assert world.nodes.views() == []
 

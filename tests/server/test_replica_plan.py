@@ -14,7 +14,7 @@ VERSION = "models/policy/versions/1"
 
 
 def need(holders: int, version: str = VERSION, **given: object) -> ReplicaNeed:
-    return ReplicaNeed(version, NUMBERING, np.full(PIECES, holders, np.int64), **{"held": {}} | given)  # type: ignore[arg-type]
+    return ReplicaNeed(version, NUMBERING, np.full(PIECES, holders, np.int64), **{"held": {}, "coming": Bitmap(PIECES)} | given)  # type: ignore[arg-type]
 
 
 def test_pieces_go_to_the_nodes_with_the_most_free_memory() -> None:
@@ -32,6 +32,13 @@ def test_nodes_that_hold_pieces_and_those_of_the_last_plan_come_first() -> None:
     assert place([need(1, readers=["c"])], free)[VERSION].pieces == {"c": Bitmap.full(PIECES)}
 
 
+def test_what_the_daemon_fetches_is_short_and_needs_no_further_node() -> None:
+    coming = Bitmap.of(PIECES, [0, 1])
+    found = place([need(1, coming=coming)], {"a": SIZE})[VERSION]
+    assert found.pieces == {"a": Bitmap.full(PIECES) - coming}
+    assert (found.short, found.lacking, found.unplaced) == (PIECES, PIECES, 0)
+
+
 def test_held_pieces_suffice_and_nothing_moves() -> None:
     halves = {"a": Bitmap.of(PIECES, [0, 1]), "b": Bitmap.of(PIECES, [2, 3, 4]), "c": Bitmap.full(PIECES)}
     found = place([need(2, held=halves)], dict.fromkeys("abcd", SIZE))[VERSION]
@@ -44,6 +51,11 @@ def test_a_barred_node_keeps_what_it_holds_and_gets_nothing() -> None:
     found = place([need(1, held={"a": held}, barred=["a"])], {"a": SIZE})[VERSION]
     assert found.pieces == {"a": held}
     assert (found.short, found.unplaced) == (PIECES - 1, PIECES - 1)
+
+
+def test_a_node_that_failed_gets_pieces_if_no_other_has_room() -> None:
+    assert place([need(1, failing=["a"])], {"a": 9 * SIZE, "b": SIZE})[VERSION].pieces == {"b": Bitmap.full(PIECES)}
+    assert place([need(1, failing=["a"])], {"a": 9 * SIZE, "b": 0})[VERSION].pieces == {"a": Bitmap.full(PIECES)}
 
 
 def test_a_version_is_spread_over_nodes_that_are_too_small_for_it_and_newer_ones_come_first() -> None:

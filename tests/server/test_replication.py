@@ -13,7 +13,8 @@ from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
-from resharder.server.store.manifest import Manifest, VerifiedVersion
+from resharder.server.store.manifest import Manifest
+from resharder.server.store.partial import VerifiedVersion
 from resharder.server.store.reader import VerifiedVersions
 from resharder.v1 import node_pb2
 
@@ -47,6 +48,7 @@ class World:
 
     def replicate(self) -> "Future[None]":
         found = VerifiedVersion(Manifest(replace(self.record, state=READY), FILES, {}, ()), Path("/nowhere"))
+        self.nodes.replication.begin([found])
         running = self._pool.submit(self.nodes.replication.replicate, [found], lambda: self.stopped)
         wait_until(lambda: running.done() or self.nodes.replication.shortages())
         return running
@@ -89,7 +91,7 @@ def test_two_nodes_hold_a_version_before_it_is_ready_and_no_worker_learns_of_it(
     world.report(chosen[0], Bitmap.full(PIECES))
     world.report(chosen[1], Bitmap.of(PIECES, range(1, PIECES)))
     (short,) = world.nodes.replication.shortages()
-    wait_until(lambda: world.nodes.replication.shortages()[0].short == 1)
+    wait_until(lambda: world.nodes.replication.shortages()[0].short_pieces == 1)
     assert short.waits
     world.report(chosen[1], Bitmap.full(PIECES))
     running.result(timeout=30)
@@ -118,7 +120,7 @@ def test_a_version_fails_once_nothing_has_changed_for_some_seconds(world: World)
     wait_until(lambda: world.has_orders("a"))
     world.now += 4.0
     world.report("a", Bitmap.of(PIECES, [0]))
-    wait_until(lambda: world.nodes.replication.shortages()[0].lacking == 2 * PIECES - 1)
+    wait_until(lambda: world.nodes.replication._placements[NAME].lacking == 2 * PIECES - 1)
     for _ in range(2):
         assert not running.done(), "a piece has arrived"
         world.now += 2.5

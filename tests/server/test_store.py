@@ -33,6 +33,7 @@ from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.retention import Retention, peak
 from resharder.server.store.store import Store
 
+from tests.support.observing import wait_until
 from tests.support.store_versions import FILES, LAYOUTS, SIZE, SPECS, claim, numbers, publish, settle
 
 
@@ -398,7 +399,7 @@ def test_files_of_a_job_that_registers_twice_at_once_are_those_of_its_last_regis
     settle(store)
     assert model.reservation is not None
     assert (len(model.reservation.free), model.reservation.failure) == (1, None)
-    assert disk_bytes(store) == store.catalogue.used_bytes() == SIZE
+    wait_until(lambda: disk_bytes(store) == store.catalogue.used_bytes() == SIZE, "the files of the first registration are gone")
 
 
 def test_a_file_that_somebody_maps_is_never_recycled(store: Store) -> None:

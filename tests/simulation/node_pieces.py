@@ -17,7 +17,7 @@ from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.lifecycle import ProvenVersion
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.partial import MissingPieces, PartialVersion
+from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion
 from resharder.server.store.store import Store
 
 from tests.simulation.medium import Medium
@@ -47,10 +47,19 @@ class NodePieces:
 
         def without_some(record: VersionRecord, digests: Any, slots: Any, *others: ProvenVersion, **options: Any) -> Any:
             if self._random.random() < 0.7:
-                options["missing"] = self._take(store, record)
+                options |= {"missing": self._take(store, record), "before_ready": self._fetch_early}
             return commit(record, digests, slots, *others, **options)
 
         store.lifecycle.commit = without_some  # type: ignore[method-assign]
+
+    def _fetch_early(self, versions: Sequence[VerifiedVersion]) -> None:
+        """Fetch some missing pieces, or all, before the version is READY."""
+        for partial in (version.partial for version in versions):
+            missing = list(partial.held().missing()) if partial is not None else []
+            for piece in self._random.sample(missing, self._random.randint(0, len(missing))):
+                assert partial is not None
+                self._bring(partial, piece)
+                self.counts["pieces fetched before READY"] += 1
 
     def _take(self, store: Store, record: VersionRecord) -> MissingPieces:
         """Move pieces of a verified version to the node, and leave other bytes in their places, as recycled files have."""
@@ -94,14 +103,17 @@ class NodePieces:
             return
         self._random.shuffle(missing)
         for piece in missing[: self._random.randint(1, 3)]:
-            for part in partial.numbering.parts(piece):
-                data = self.held[number][part.file][part.start : part.end]
-                partial.write(part, np.frombuffer(data, np.uint8))
-            partial.add(piece)
+            self._bring(partial, piece)
             self.counts["pieces fetched"] += 1
-        settled = store.lifecycle.settle(partial, 1)
+        settled = store.lifecycle.settle(partial)
         assert not settled or partial.held().whole(), f"version {number} is settled without all pieces"
         self.counts["versions made whole"] += settled
+
+    def _bring(self, partial: PartialVersion, piece: int) -> None:
+        for part in partial.numbering.parts(piece):
+            data = self.held[partial.record.number][part.file][part.start : part.end]
+            partial.write(part, np.frombuffer(data, np.uint8))
+        partial.add(piece)
 
     def tensors(self, number: int, layouts: Sequence[FileLayout]) -> dict[str, bytes]:
         """Return the content of a version that lacked pieces; of any other nothing."""

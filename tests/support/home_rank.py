@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from resharder.client import Publisher, connect
 from resharder.client.trainer import registration
+from resharder.converters.geometry.layout import full_box
 
 from tests.support.staging import stage
 
@@ -84,9 +85,9 @@ class Ranks:
         for publisher in self._publishers.values():
             publisher.close()
 
-    def stage(self, endpoint: str, version: str) -> dict[str, object]:
-        """Stage a version as a worker on this host."""
-        return stage(endpoint, version)
+    def stage(self, endpoint: str, version: str, needs: dict[str, Sequence[int]] | None = None) -> dict[str, object]:
+        """Stage a version as a worker on this host: whole tensors, or of some the first rows and columns."""
+        return stage(endpoint, version, needs and {name: (full_box(shape),) for name, shape in needs.items()})
 
 
 def change_byte(path: str, offset: int) -> None:

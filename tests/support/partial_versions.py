@@ -1,6 +1,6 @@
 """READY versions of which a store lacks pieces, and what the nodes that hold them deliver."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.state.version import VersionRecord
-from resharder.server.store.partial import MissingPieces, PartialVersion
+from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion
 from resharder.server.store.store import Store
 
 from tests.support.store_versions import LAYOUTS, SPECS
@@ -49,9 +49,18 @@ def overwrite_pieces(
 
 
 def publish_partial(
-    store: Store, epoch: int, step: int, lacks: Iterable[int], nodes: Iterable[str] = ("one",), model: str = "policy"
+    store: Store,
+    epoch: int,
+    step: int,
+    lacks: Iterable[int],
+    nodes: Iterable[str] = ("one",),
+    model: str = "policy",
+    before_ready: Callable[[Sequence[VerifiedVersion], dict[str, bytes]], object] = lambda versions, content: None,
 ) -> tuple[VersionRecord, dict[str, bytes]]:
-    """Commit a version whose bytes are of value `step + 1`, of which the store lacks pieces; return it with its content."""
+    """Commit a version whose bytes are of value `step + 1`, of which the store lacks pieces; return it with its content.
+
+    `before_ready` is called with the version and its content.
+    """
     record, lacks = store.lifecycle.begin(model, epoch, step, "job"), list(lacks)
     folder = store.folder.path(record)
     with MappedFiles(folder, LAYOUTS, writable=True) as files:
@@ -62,7 +71,11 @@ def publish_partial(
     content = contents(folder, LAYOUTS)
     missing = missing_of(content, LAYOUTS, lacks, nodes)
     overwrite_pieces(folder, number_pieces(LAYOUTS), lacks, LAYOUTS)
-    return store.lifecycle.commit(record, digests, ((0, "00"),), missing=missing), content
+
+    def fetch(versions: Sequence[VerifiedVersion]) -> None:
+        before_ready(versions, content)
+
+    return store.lifecycle.commit(record, digests, ((0, "00"),), missing=missing, before_ready=fetch), content
 
 
 def deliver_pieces(partial: PartialVersion, content: dict[str, bytes], pieces: Iterable[int]) -> None:

@@ -68,6 +68,11 @@ class Config(BaseSettings):
     store_limit_bytes: int = Field(
         0, ge=0, description="bound on the bytes of all versions; 0: 80 % of the space that is free at the start"
     )
+    hold: Literal["all", "none"] = Field(
+        "all",
+        description="versions whose bytes the daemon's host holds: `all`, or `none`: [nodes](nodes.md#larger-than-a-host) alone "
+        "hold them, and the daemon fetches what is read from it",
+    )
     keep_count: int = Field(
         3,
         ge=1,
@@ -83,14 +88,13 @@ class Config(BaseSettings):
         1,
         ge=1,
         le=16,
-        description="hosts that hold, at READY, each piece that ranks write on [nodes](nodes.md#replicas); 1 to 16. With 1, the "
-        "daemon copies it after READY",
+        description="hosts that hold each piece of a version at READY, the daemon's and [nodes](nodes.md#replicas); 1 to 16. "
+        "With 1, the daemon copies after READY what ranks write on nodes",
     )
     replica_seconds: float = Field(
         60.0,
         gt=0,
-        description="time without a further piece on nodes after which a version that waits for more than two replicas is "
-        "ABORTED",
+        description="time without a further piece after which a version that waits for its holders is ABORTED",
     )
     shared_memory: bool = Field(
         True, description="whether clients on this host may map the store. Otherwise all data goes over the network"

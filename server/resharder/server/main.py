@@ -32,7 +32,10 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.worker_requests import Profiles, Verifications
+from resharder.server.holding.held_files import HeldFiles
+from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.tls import certificate_of
+from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.addresses import is_loopback, reachable_at
 from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
 from resharder.server.infra.event_log import Events
@@ -40,6 +43,7 @@ from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
 from resharder.server.ingest.intake import Intake
 from resharder.server.logs import configure_logs, log_event
+from resharder.server.nodes.borrowing import Borrowing
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.records import DrainedNodes, LostNodes
 from resharder.server.nodes.registry import NodeRegistry
@@ -90,6 +94,7 @@ class Daemon:
         self.store = Store(
             config.store,
             limit_bytes=config.store_limit_bytes,
+            hold=config.hold == "all",
             keep_count=config.keep_count,
             keep_bytes=config.keep_bytes,
             shared=config.shared_memory,
@@ -117,21 +122,27 @@ class Daemon:
             forget_seconds=config.forget_seconds,
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
-            homes=HomeRegister(self.store.folder, tls, LostNodes(config.store / "lost_nodes.json")),
+            homes=HomeRegister(self.store.folder, LostNodes(config.store / "lost_nodes.json"), self.store.hold),
             partial=self.store.reader.partial,
             lose=self.store.lifecycle.lose,
             replicas=config.replicas,
             replica_seconds=config.replica_seconds,
             verified=self.store.reader.verified,
+            hold=self.store.hold,
         )
         self.store.catalogue.version_changed.connect(self.nodes.version_changed)
+        transfer = HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled)
+        self.borrowing = Borrowing(self.nodes, transfer)
+        self.store.reader.borrow = None if self.store.hold else self.borrowing.reading
+        self.fetcher = StoreFetcher(
+            self.store.lifecycle, self.store.reader.verified, self.nodes, transfer, self.store.reader.borrow
+        )
         self.intake = Intake(
             self.store,
             lease_seconds=config.lease_seconds,
             chunk_bytes=config.chunk_bytes,
             threads=config.digest_threads,
-            replicas=config.replicas,
-            replicate=self.nodes.replication.replicate,
+            replicate=self.fetcher.hold,
             nodes=self.nodes.homes,
             audience=self.fleets.serving,
         )
@@ -141,7 +152,6 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.version_ended.connect(traced.version_ended)
             self.fleets.server_stepped.connect(traced.server_stepped)
-        self.fetcher = StoreFetcher(self.store.lifecycle, self.nodes, tls, config.digest_threads)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
@@ -312,6 +322,7 @@ class Daemon:
         if self.data is not None:
             self.data.close()
         self.fetcher.close()
+        self.borrowing.close()
         if self.archive is not None:
             self.archive.close()
         self.tracing.close()

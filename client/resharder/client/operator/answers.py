@@ -639,7 +639,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ReplicaShortage:
-    """Version of which too few hosts hold pieces. Only with `replicas` above 2."""
+    """Version of which too few hosts hold pieces. Only with `replicas` above 1."""
 
     version: str = ""
     """`models/{model}/versions/{number}`."""

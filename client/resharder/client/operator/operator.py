@@ -703,7 +703,7 @@ class Operator:
         return list(self._pages(self._stub.ListNodes, operator_pb2.ListNodesRequest(), "nodes", Node))
 
     def replica_shortages(self) -> list[ReplicaShortage]:
-        """Return the versions with fewer replicas than the daemon's `replicas`, if that is above 2."""
+        """Return the versions with fewer replicas than the daemon's `replicas`, if that is above 1."""
         found = self._call(self._stub.ListNodes, operator_pb2.ListNodesRequest(page_size=1))
         return [answer(ReplicaShortage, each) for each in found.shortages]
 

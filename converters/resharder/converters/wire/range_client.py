@@ -75,7 +75,7 @@ BROKEN = (OSError, http.client.HTTPException, Cut)
 
 @dataclass(frozen=True)
 class PartRequest:
-    """Bytes `start` to `end`, exclusive, of a file of `size` bytes of the version with this fingerprint.
+    """Bytes `start` to `end`, exclusive, of a file of `size` bytes of the version with this fingerprint; any one, if empty.
 
     `checksum` is that of a whole piece, if the reader has it from elsewhere; None: that of the response is used.
     """
@@ -242,7 +242,10 @@ class RangeConnection:
 
     def _request(self, part: PartRequest) -> http.client.HTTPResponse:
         """Request a part and return the checked head of its response."""
-        headers = {"Range": f"bytes={part.start}-{part.end - 1}", "If-Match": f'"{part.fingerprint}"'}
+        headers = {
+            "Range": f"bytes={part.start}-{part.end - 1}",
+            "If-Match": f'"{part.fingerprint}"' if part.fingerprint else "*",
+        }
         response = self._get(path_of(part.version, part.file), headers, HTTPStatus.PARTIAL_CONTENT)
         expected = f"bytes {part.start}-{part.end - 1}/{part.size}"
         if response.getheader("Content-Range") != expected or response.length != part.end - part.start:

@@ -7,9 +7,11 @@ capacity, so a slow archive never delays a publish.
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import structlog
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.archive.checkpoints import Archived, Checkpoints
 from resharder.server.archive.remote import Remote
 from resharder.server.infra.backoff import backoff
@@ -257,10 +259,18 @@ class Archive:
         return kept
 
     def _write(self, record: VersionRecord) -> Archived:
-        self.store.reader.await_tensors(record.model, record.number)
-        manifest = self.store.reader.manifest(record.model, record.number)
+        reader, version = self.store.reader, (record.model, record.number)
+        reader.await_whole(*version)
+        manifest = reader.manifest(*version)
+        sizes = {file.path: file.size for file in manifest.files}
+
+        def reading(name: str, start: int, end: int) -> AbstractContextManager[None]:
+            spans = [PieceSpan(name, start, min(end, sizes[name]))] if start < sizes.get(name, 0) else []
+            return reader.reading(*version, spans)
+
         names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
-        archived = self._checkpoints.write(record, self.store.folder.path(record), names)
+        contents = {MANIFEST_FILE: reader.manifest_content(*version)}
+        archived = self._checkpoints.write(record, self.store.folder.path(record), names, reading, contents)
         self._report(record.name, "archived", f"to {archived.url}")
         return archived
 

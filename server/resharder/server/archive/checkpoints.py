@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from io import RawIOBase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import structlog
@@ -33,6 +35,7 @@ _FORMAT = 1
 _AT_ONCE = 2  # concurrent files; each takes a few chunks of memory
 _log = structlog.get_logger("resharder.archive")
 Found = TypeVar("Found")
+ReadFile = Callable[[str, int, int], AbstractContextManager[None]]
 
 
 class File(NamedTuple):
@@ -93,15 +96,36 @@ class Checkpoints:
             return None
         return archived if (archived.model, archived.number) == (model, number) else None
 
-    def write(self, record: VersionRecord, folder: Path, names: Sequence[str]) -> Archived:
+    def write(
+        self,
+        record: VersionRecord,
+        folder: Path,
+        names: Sequence[str],
+        reading: ReadFile = lambda name, start, end: nullcontext(),
+        contents: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Archived:
         """Write all files, read them back, then write archived.json.
+
+        Args:
+            record: The version.
+            folder: Its folder.
+            names: Its files.
+            reading: Function of a file, first byte and end that has these bytes in the folder meanwhile. May raise a DaemonError.
+            contents: Contents of files that are not to be read from the folder.
 
         Raises ResourceNotFound (VERSION_GONE) if the version retires meanwhile, DataLoss (CHECKSUM).
         """
         place = _place(record.model, record.number)
         url, marker = f"{self.url}/{place}", f"{place}/{MARKER}"
         self._remote.remove(marker)
-        sent = self._each(lambda name: self._send(folder / name, f"{place}/{name}"), names)
+
+        def chunks(name: str) -> Iterator[bytes]:
+            return iter([contents[name]]) if name in contents else self._read(folder / name, reading)
+
+        def send(name: str) -> File:
+            return self._send(chunks(name), f"{place}/{name}", _size(folder / name))
+
+        sent = self._each(send, names)
         files = dict(zip(names, sent, strict=True))
         now = round(self._wall(), 3)
         archived = Archived(record.model, record.number, url, record.size_bytes, record.fingerprint, now, record.epoch, files)
@@ -126,12 +150,12 @@ class Checkpoints:
         place = _place(archived.model, archived.number)
         self._each(lambda name: self._fetch(f"{place}/{name}", archived.files[name], folder / name), list(archived.files))
 
-    def _send(self, source: Path, path: str) -> File:
-        counted = _Counted(self._read(source))
-        self._remote.write(path, counted, _size(source))
+    def _send(self, chunks: Iterator[bytes], path: str, size: int) -> File:
+        counted = _Counted(chunks)
+        self._remote.write(path, counted, size)
         return counted.file()
 
-    def _read(self, source: Path) -> Iterator[bytes]:
+    def _read(self, source: Path, reading: ReadFile) -> Iterator[bytes]:
         """Yield the chunks of a version's file. Its bytes remain while it is open, even if the version retires."""
         try:
             file = source.open("rb", buffering=0)
@@ -142,7 +166,11 @@ class Checkpoints:
         except OSError as error:
             raise medium_error(error) from error
         with file:
-            while chunk := _read(source, file):
+            while True:
+                with reading(source.name, file.tell(), file.tell() + CHUNK):
+                    chunk = _read(source, file)
+                if not chunk:
+                    return
                 self._check_open()
                 yield chunk
 

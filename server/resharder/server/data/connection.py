@@ -10,7 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -19,7 +19,8 @@ import h11
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_body import BOXES, LENGTH, BoxesPart, body_size, parse_boxes, parse_chunks_path
 from resharder.converters.wire.chunk_frame import frame_head
-from resharder.converters.wire.ranges import CHECKSUM, ENGINE_PATH, FilePart, is_piece, parse_part
+from resharder.converters.wire.pieces import PieceSpan
+from resharder.converters.wire.ranges import CHECKSUM, ENGINE_PATH, PIECE_BYTES, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
 from resharder.server.data.versions import PinnedVersion, ServedVersions
@@ -247,18 +248,37 @@ class DataConnection:
         if part.end > size:
             text = f"expected a range within {size} bytes, got {part.start}-{part.end - 1}"
             raise _Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, text, ("Content-Range", f"bytes */{size}"))
-        if refusal := version.served.lacks(part):
-            raise _Refused(HTTPStatus.NOT_FOUND, refusal)
         answer = [("Content-Range", f"bytes {part.start}-{part.end - 1}/{size}"), ("ETag", tag)]
-        if is_piece(part.start, part.end, size):
-            key = (version.served.fingerprint, part.file, part.start)
-            checksum = self._reads.checksums.get(key, lambda: checksum_of(descriptor, part.start, part.end))
-            answer.append((CHECKSUM, f"{checksum:016x}"))
-        with self._response(HTTPStatus.PARTIAL_CONTENT, part.end - part.start, answer) as deadline:
-            if isinstance(self._socket, ssl.SSLSocket):
-                self._encrypt(descriptor, part.start, part.end, deadline)
-            else:
-                self._sendfile(descriptor, part.start, part.end, deadline)
+        spans = [PieceSpan(part.file, at, min(at + PIECE_BYTES, part.end)) for at in range(part.start, part.end, PIECE_BYTES)]
+        with ExitStack() as stack:
+            stack.enter_context(version.served.reading(spans[:1]))  # refused, if the bytes are not there, before the response
+            if is_piece(part.start, part.end, size):
+                key = (version.served.fingerprint, part.file, part.start)
+                known = version.served.checksum_of
+                checksum = self._reads.checksums.get(
+                    key, lambda: known(spans[0]) if known is not None else checksum_of(descriptor, part.start, part.end)
+                )
+                answer.append((CHECKSUM, f"{checksum:016x}"))
+            with self._response(HTTPStatus.PARTIAL_CONTENT, part.end - part.start, answer) as deadline:
+                self._send_span(descriptor, spans[0], deadline)
+                stack.close()
+                for span in spans[1:]:
+                    self._send_later(version, descriptor, span, deadline)
+
+    def _send_later(self, version: PinnedVersion, descriptor: int, span: PieceSpan, deadline: float) -> None:
+        """Send a further span of a response that has begun. Raises OSError, also for bytes that are not there."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(version.served.reading([span]))
+            except DaemonError as error:
+                raise OSError(str(error)) from error
+            self._send_span(descriptor, span, deadline)
+
+    def _send_span(self, descriptor: int, span: PieceSpan, deadline: float) -> None:
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._encrypt(descriptor, span.start, span.end, deadline)
+        else:
+            self._sendfile(descriptor, span.start, span.end, deadline)
 
     def _send_boxes(self, part: BoxesPart, version: PinnedVersion, tag: str) -> None:
         """Send boxes of a version as chunks. Raises OSError as `_send` does."""

@@ -1,26 +1,25 @@
 """Versions that a data port serves, READY ones of the store or the held pieces of a node, and one that a connection reads."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from resharder.converters.storage.files import Array, MappedFiles
 from resharder.converters.wire.chunk_body import MOST_BODY_BYTES, Chunk
-from resharder.converters.wire.ranges import FilePart
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound, Unavailable
-from resharder.server.store.box_reads import CheckedBoxes, check_boxes, packed_chunks
+from resharder.server.store.box_reads import CheckedBoxes, Reading, check_boxes, packed_chunks, spans_of
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.partial import PartialVersion
 from resharder.server.store.reader import VersionReader
 from resharder.v1 import server_pb2
 
 
-def _lacks_nothing(part: FilePart) -> str:
-    return ""
+def _all_there(spans: Collection[PieceSpan]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,11 @@ class ServedVersion:
     fingerprint: str
     sizes: Mapping[str, int]
     folder: Path
-    lacks: Callable[[FilePart], str] = _lacks_nothing
-    """Returns why a part cannot be read yet; empty if it can. May raise a DaemonError instead."""
+    reading: Reading = _all_there
     manifest: Manifest | None = None
     """Its manifest, for reads of boxes; None for a node, which sends pieces only."""
-    partial: PartialVersion | None = None
-    """Pieces that the store lacks; None for a whole version, and for a node."""
+    checksum_of: Callable[[PieceSpan], int] | None = None
+    """Returns the known checksum of a part of a piece; None where it is computed from the file."""
 
 
 class ServedVersions(Protocol):
@@ -62,14 +60,21 @@ class StoredVersions:
         Raises as `VersionReader.manifest` does.
         """
         if replicates and (verified := self._reader.verified.get(model, number)) is not None:
-            record, files = verified.manifest.record, verified.manifest.files
-            yield ServedVersion(record.name, record.fingerprint, {file.path: file.size for file in files}, verified.folder)
+            yield self._served(verified.manifest, verified.folder, boxes=False)
             return
         with self._reader.folder(model, number) as (manifest, folder):
-            sizes, record = {file.path: file.size for file in manifest.files}, manifest.record
-            partial = self._reader.partial(model, number)
-            lacks = partial.lacks if partial is not None else _lacks_nothing
-            yield ServedVersion(record.name, record.fingerprint, sizes, folder, lacks, manifest, partial)
+            yield self._served(manifest, folder)
+
+    def _served(self, manifest: Manifest, folder: Path, *, boxes: bool = True) -> ServedVersion:
+        sizes, record = {file.path: file.size for file in manifest.files}, manifest.record
+        served = ServedVersion(record.name, record.fingerprint, sizes, folder, manifest=manifest if boxes else None)
+        if (partial := self._reader.partial(record.model, record.number)) is None:
+            return served
+
+        def reading(spans: Collection[PieceSpan]) -> AbstractContextManager[None]:
+            return self._reader.reading(record.model, record.number, spans, patience=0.0)
+
+        return replace(served, reading=reading, checksum_of=partial.checksum)
 
 
 class PinnedVersion:
@@ -95,21 +100,24 @@ class PinnedVersion:
     def boxes(self, request: server_pb2.BoxesRequest, manifest: Manifest) -> CheckedBoxes:
         """Check a request for boxes, which may have `MOST_BODY_BYTES`.
 
-        Raises InvalidArgument as `check_boxes` does, Unavailable (PIECES_ELSEWHERE) for tensors of which the store lacks bytes.
+        Raises InvalidArgument as `check_boxes` does.
         """
         if request.version not in ("", self.served.name):
             raise InvalidArgument("BOX", f"expected boxes of {self.served.name}, got some of {request.version[:200]!r}")
         boxes = check_boxes(request, manifest)
         if not 0 < boxes.size <= MOST_BODY_BYTES:  # before they are cut: the chunks of a large version fill memory
             raise InvalidArgument("TOO_MANY_BOXES", f"expected boxes of 1 to {MOST_BODY_BYTES} bytes, got {boxes.size}")
-        if self.served.partial is not None:
-            self.served.partial.check_tensors({each.spec.name for each in boxes.boxes})
         return boxes
 
     @contextmanager
     def packed(self, boxes: CheckedBoxes) -> Iterator[Iterator[Chunk]]:
-        """Yield the chunks of boxes, whose data must not outlive the context. Raises Unavailable (STORE_FAILED)."""
-        with closing(packed_chunks(self._arrays(boxes.manifest), boxes)) as chunks:
+        """Yield the chunks of boxes, whose data must not outlive the context.
+
+        Raises Unavailable: STORE_FAILED, PIECES_ELSEWHERE for bytes that the store lacks.
+        """
+        lacks = self.served.checksum_of is not None
+        spans = spans_of(boxes.manifest, boxes.boxes) if lacks else ()  # once, before the response begins
+        with self.served.reading(spans), closing(packed_chunks(self._arrays(boxes.manifest), boxes)) as chunks:
             yield chunks
 
     @medium_errors()

@@ -21,7 +21,7 @@ class HeldFiles:
 
     Attributes:
         name: Resource name of the version.
-        fingerprint: Its fingerprint, or another tag by which peers name its bytes.
+        fingerprint: Its fingerprint.
         folder: Folder of the files.
         sizes: Bytes of each file, in the order of the manifest.
         numbering: Numbers of its pieces.
@@ -93,7 +93,7 @@ class HeldFiles:
             with touching(path, "writing", len(content)):
                 if self._point is not None:
                     failpoint(self._point)
-                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                descriptor = self.open_file(part.file)
                 try:
                     write_at(descriptor, content.data, part.start)
                     if self._synced:
@@ -103,6 +103,10 @@ class HeldFiles:
         except OSError as error:
             self.failure = error
             raise
+
+    def open_file(self, name: str) -> int:
+        """Open a file for writing. Raises OSError."""
+        return os.open(self.folder / name, os.O_WRONLY | os.O_CLOEXEC)
 
     def add(self, piece: int) -> None:
         """Count a piece as held once all its parts are written. Raises OSError; the piece is missing then."""

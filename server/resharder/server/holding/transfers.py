@@ -156,21 +156,24 @@ class HttpTransfer:
     def _fetch(self, version: HeldFiles, piece: int, source: PieceSource) -> int:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
-            expected = self._checksum(version, part)
-            request = PartRequest(
-                version.name, version.fingerprint, part.file, version.sizes[part.file], part.start, part.end, expected
-            )
-            buffer = self._buffer()
-            try:
-                target = buffer[: part.end - part.start]
-                busy_until = began + self._silent if size else 0.0
-                self._read_patiently(request, source.address, target, source.daemon, busy_until=busy_until)
-                version.write(part, target)
-            finally:
-                with self._lock:
-                    self._buffers.append(buffer)
+            self.fetch_part(version, part, source, busy_until=began + self._silent if size else 0.0)
             size += part.end - part.start
         return size
+
+    def fetch_part(self, version: HeldFiles, part: PieceSpan, source: PieceSource, busy_until: float = 0.0) -> None:
+        """Fetch a part of a piece. Until a time, a busy port is asked again. Raises as `PieceTransfer.fetch` does."""
+        expected = self._checksum(version, part)
+        # A node may have these bytes in files that ranks have written, before the version has a fingerprint.
+        tag = version.fingerprint if source.daemon else ""
+        request = PartRequest(version.name, tag, part.file, version.sizes[part.file], part.start, part.end, expected)
+        buffer = self._buffer()
+        try:
+            target = buffer[: part.end - part.start]
+            self._read_patiently(request, source.address, target, source.daemon, busy_until=busy_until)
+            version.write(part, target)
+        finally:
+            with self._lock:
+                self._buffers.append(buffer)
 
     def _read_patiently(self, request: PartRequest, address: str, target: Array, daemon: bool, busy_until: float) -> None:
         """Read a part; until a time, a busy port is asked again, so that the parts before it were not read in vain."""

@@ -82,7 +82,7 @@ from resharder.server.state.version import (
 from resharder.server.store.catalogue import taken_over
 from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.lifecycle import ProvenVersion
-from resharder.server.store.manifest import VerifiedVersion
+from resharder.server.store.partial import VerifiedVersion
 from resharder.server.store.store import Store
 
 Phase = Literal["registration", "upload", "verify", "commit"]
@@ -117,10 +117,8 @@ class Intake:
         chunk_bytes: Size of the chunks that ranks send.
         writer_patience: Seconds to wait for the last writer to close a version's files.
         threads: Threads that digest a version.
-        replicas: Holders that every piece of a version must have before it is READY: 1, or more to have the daemon copy before
-            what ranks have written on nodes.
-        replicate: Function that has nodes hold verified versions, and returns once they do. Raises ReplicasShort, also once its
-            second argument returns True: a version is aborted.
+        replicate: Function that returns once verified versions have their holders. Raises ReplicasShort, also once its second
+            argument returns True: a version is aborted.
         clock: Monotonic clock in seconds.
         nodes: Nodes into whose files ranks may write; None for none.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
@@ -135,7 +133,6 @@ class Intake:
         chunk_bytes: int = 1 << 20,
         writer_patience: float = 10.0,
         threads: int = 2,
-        replicas: int = 1,
         replicate: Callable[[Sequence[VerifiedVersion], Callable[[], bool]], object] = lambda versions, stopped: None,
         clock: Callable[[], float] = time.monotonic,
         nodes: HomeRegister | None = None,
@@ -144,7 +141,7 @@ class Intake:
         self.store, self._clock, self._audience = store, clock, audience
         self.nodes = nodes or HomeRegister()
         self.lease_seconds, self.chunk_bytes, self._threads = lease_seconds, chunk_bytes, threads
-        self._patience, self._replicas, self._replicate = writer_patience, replicas, replicate
+        self._patience, self._replicate = writer_patience, replicate
         self.lock, self.draining = threading.RLock(), False
         # Emitted with locks held.
         self.phase_ended: Signal[Phase, str, float] = Signal()  # phase of a publish, model, seconds
@@ -568,6 +565,13 @@ class Intake:
             base_version=base_version,
         )
         homes = self._take_homes(publisher, record)
+        if not store.hold and (lacking := self._without_home(record, homes)):
+            reason = (
+                f"no node takes {len(lacking)} of the version's files, {lacking[0]} for one, and this daemon's host holds none "
+                "(hold: none): give the nodes of the ranks' hosts room for it, and see `resharder nodes`"
+            )
+            store.lifecycle.abort(record.model, record.number, reason)
+            raise ResourceExhausted("NO_ROOM", f"{record.name}: {reason}")
         with self.lock:
             if publisher.state != ACTIVE:
                 store.lifecycle.abort(record.model, record.number, "a newer job has taken over the model")
@@ -589,6 +593,11 @@ class Intake:
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
         self._abort_overtaken(publisher)  # a rank may have started a later step while the store freed capacity
         return store.catalogue.get(record.model, record.number)
+
+    def _without_home(self, record: VersionRecord, homes: Iterable[NodeHome]) -> list[str]:
+        """Return the files of a version that ranks would write into the store."""
+        at_home = {path for home in homes for path in home.files}
+        return [file.path for file in self.store.lifecycle.layouts(record) if file.path not in at_home]
 
     def _take_homes(self, publisher: PublisherRecord, record: VersionRecord) -> tuple[NodeHome, ...]:
         """Take files for a version on the nodes of the ranks' hosts, where these ranks have read the nodes' present nonces."""
@@ -782,7 +791,7 @@ class Intake:
         try:
             failpoint("commit.before-proof")
             with self._timed("verify", upload):
-                proof = upload.prove(self._patience, self._replicas)
+                proof = upload.prove(self._patience)
             failpoint("commit.after-proof")
             group = self._proven_group(upload, proof)
             if group:

@@ -15,7 +15,7 @@ and on a node in `node/file_sets.py`. The calls of the ranks are in `intake.py`.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -118,14 +118,6 @@ class HomeFiles:
         for file in self.files:
             found |= zip(file.by_name, proofs[file.path].digests, strict=True)
         return found
-
-    def fetch(self, folder: Path, stopped: Callable[[], bool], *, whole: bool) -> None:
-        """Copy the files from the nodes into a folder that has their layout, by the checksums of the proofs.
-
-        Unless `whole`, only the shortest part of each node, which shows that the daemon reaches it. Raises HomeLost, OSError.
-        """
-        if self.files:
-            self._nodes.fetch(self._version, folder, self._proofs(), stopped, whole=whole)
 
     def missing(self, folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
         """Return the pieces of these files, as pieces of a version with `files`, the others of which are in `folder`.
@@ -382,16 +374,14 @@ class Upload:
         """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
-    def prove(self, patience: float, replicas: int) -> Proof:
+    def prove(self, patience: float) -> Proof:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
         Digests that were taken early, of files that no process has opened for writing since, are not taken again. Files on nodes
-        are verified there. With two or more `replicas` they are then copied into the version's folder, and verified again as all
-        others.
+        are verified there.
 
         Args:
             patience: Seconds to wait for other processes that have the files open for writing.
-            replicas: Holders that every piece must have. With 1, the daemon may lack pieces that a node holds.
 
         Raises ProofFailed, OSError.
         """
@@ -403,17 +393,12 @@ class Upload:
         try:
             at_home = self.homes.digests()
             _compare(at_home, sent, "a node holds")
-            self.homes.fetch(self.folder, lambda: self._aborted, whole=replicas > 1)
+            with touching(self.folder, "verifying"):
+                missing = self.homes.missing(self.folder, self._files) if self.homes.files else None
         except HomeLost as error:
             raise ProofFailed(str(error)) from error
-        missing = None
-        if self.homes.files and replicas == 1:
-            with touching(self.folder, "verifying"):
-                missing = self.homes.missing(self.folder, self._files)
-        taken |= at_home if missing is not None else self._digest(self.homes.files, patience)
-        found = {name: taken[name] for file in self._files for name in file.by_name}
-        _compare(found, sent, "the store holds")
-        return Proof(found, missing)
+        taken |= at_home
+        return Proof({name: taken[name] for file in self._files for name in file.by_name}, missing)
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
         """Return the digest of each tensor in files."""

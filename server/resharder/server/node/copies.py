@@ -13,15 +13,15 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.converters.wire.ranges import HELD_FILE, FilePart
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.data.versions import ServedVersion
 from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.memory import EngineFailed, MemoryEngine, VersionMemory
@@ -85,11 +85,14 @@ class HeldVersion(HeldFiles):
             memory.close()
         return True
 
-    def lacks(self, part: FilePart) -> str:
-        """Return why a part of a file cannot be read; empty if it can."""
+    @contextmanager
+    def reading(self, spans: Collection[PieceSpan]) -> Iterator[None]:
+        """Check that bytes of files are there. Raises ResourceNotFound (VERSION_UNKNOWN)."""
         held = self.held()
-        missing = [piece for piece in self.numbering.touched(part.file, part.start, part.end) if piece not in held]
-        return f"this node does not hold piece {missing[0]} of {self.name} yet" if missing else ""
+        missing = [piece for span in spans for piece in self.numbering.touched(*span) if piece not in held]
+        if missing:
+            raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold piece {missing[0]} of {self.name} yet")
+        yield
 
 
 class NodeCopies:
@@ -233,7 +236,7 @@ class NodeCopies:
         version = self.get(f"models/{model}/versions/{number}")
         if version is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold models/{model}/versions/{number}")
-        yield ServedVersion(version.name, version.fingerprint, version.sizes, version.folder, version.lacks)
+        yield ServedVersion(version.name, version.fingerprint, version.sizes, version.folder, version.reading)
 
 
 def _make_file(path: Path, size: int, content: bytes = b"") -> None:

@@ -88,8 +88,11 @@ class NodeConfig(BaseSettings):
         description="folder in shared memory",
         json_schema_extra={"default": "`/dev/shm/resharder-node-UID`"},
     )
-    limit_bytes: int = Field(
-        0, ge=0, description="bound on the bytes of versions; 0: 80 % of the space that is free at the start"
+    limit_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="bound on the bytes of versions. With 0 the node holds none, and workers on its host read from the daemon",
+        json_schema_extra={"default": "80 % of the space that is free at the start"},
     )
     tls_ca: Path | None = Field(
         None,
@@ -166,7 +169,8 @@ class Node:
                 raise ConfigError(f"--token-file: {error}") from error
         self.folder = StoreFolder(config.folder, shared=True)
         self.engine = _engine(config)
-        self.copies = NodeCopies(config.folder, config.limit_bytes or _free_share(config.folder), self.engine)
+        limit = _free_share(config.folder) if config.limit_bytes is None else config.limit_bytes
+        self.copies = NodeCopies(config.folder, limit, self.engine)
         self.daemon, instance = DaemonClient(config.endpoint, tls), secrets.token_hex(8)
         checksums, received = CheckedPieces(self.daemon), ReceivedBytes()
         gatherer = BoxGatherer(tls, received)

@@ -14,18 +14,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
 
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile
-from resharder.server.holding.tls import NodeTls
-from resharder.server.holding.transfers import FetchFailed
-from resharder.server.nodes.home_fetch import HomeSource, fetch_from_homes
 from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.records import LostNodes, nonce_id
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -37,8 +31,8 @@ _FIRST_SUSPENSION, _LONGEST_SUSPENSION = (
     60.0,
     3600.0,
 )  # seconds for a node from which the daemon could not fetch
-LAYOUT_SECONDS = 5.0
-"""Seconds that a version waits for a node that is laying out its files."""
+LAYOUT_SECONDS, ROOM_SECONDS = 5.0, 15.0
+"""Seconds that a version waits for a node that is laying out its files, and for one that waits for memory, where it has to."""
 
 
 Readable = Mapping[str, bytes]
@@ -147,6 +141,7 @@ class WrittenVersion:
     homes: dict[str, TakenSet]  # by node
     gathers: bool = False  # whether nodes fetch boxes from each other
     state: node_pb2.FileSetOrder.State = node_pb2.FileSetOrder.UPLOADING
+    held: bool = False  # whether its homes are to hold it, before READY and afterwards
 
 
 def reads_nonce(readable: Readable, report: node_pb2.SyncNodeRequest) -> bool:
@@ -161,18 +156,18 @@ class HomeRegister:
 
     Args:
         store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
-        tls: Certificates with which the daemon calls nodes; None without.
         lost: Nodes that are gone; by default kept in memory alone.
+        hold: Whether the store holds what nodes have no room for. Otherwise versions wait for room.
     """
 
     def __init__(
         self,
         store: StoreFolder | None = None,
-        tls: NodeTls | None = None,
         lost: LostNodes | None = None,
+        hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._tls, self._clock, self._lost = store, tls, clock, lost or LostNodes()
+        self._store, self._clock, self._lost, self._hold = store, clock, lost or LostNodes(), hold
         self._changed = threading.Condition()
         self._nodes: dict[str, HomeNode] = {}
         self._reservations: dict[str, ReservedHomes] = {}  # by publisher
@@ -367,7 +362,7 @@ class HomeRegister:
             version: Resource name of the UPLOADING version.
             ranks: For each node, what the ranks that would write there have read last.
         """
-        deadline = self._clock() + LAYOUT_SECONDS
+        deadline = self._clock() + (LAYOUT_SECONDS if self._hold else ROOM_SECONDS)
         with self._changed:
             while any(self._is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
                 if (left := deadline - self._clock()) <= 0:
@@ -416,6 +411,13 @@ class HomeRegister:
                 found.state = node_pb2.FileSetOrder.VERIFYING
                 self._notify(found.homes)
 
+    def hold(self, version: str) -> None:
+        """Have the homes of a verified version hold it, before it is READY."""
+        with self._changed:
+            if (found := self._versions.get(version)) is not None:
+                found.held = True
+                self._notify(found.homes)
+
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
         """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
         deadline = self._clock() + seconds
@@ -429,40 +431,10 @@ class HomeRegister:
                     raise HomeLost(f"nodes/{late[0]} has not verified its files in {seconds:.0f} s")
                 self._changed.wait(min(left, 1.0))
 
-    def fetch(
-        self, version: str, folder: Path, proofs: Mapping[str, FileProof], stopped: Callable[[], bool], *, whole: bool
-    ) -> None:
-        """Copy the files of all homes into the version's folder. A node that does not deliver them is no home for some time.
-
-        Args:
-            version: Resource name of the UPLOADING version.
-            folder: Its folder.
-            proofs: Proofs of the files.
-            stopped: Returns whether the version is aborted.
-            whole: Copy all; otherwise only the shortest part of each node, which shows that the daemon reaches it.
-
-        Raises HomeLost, OSError.
-        """
-
-        def gone() -> str:
-            return self.problem(version) or ("the version is aborted" if stopped() else "")
-
+    def suspend(self, node: str) -> None:
+        """Take no files of a node for some time, because the daemon could not fetch from it."""
         with self._changed:
-            tag, sources = self._sources(version)
-        sizes = {file.path: file.size for source in sources.values() for file in source.files}
-        numbering = PieceNumbering(sizes.items(), None if whole else PIECE_BYTES)
-        parts = ((path, number * PIECE_BYTES, value) for path in sizes for number, value in enumerate(proofs[path].checksums))
-        checksums = {(path, start): value for path, start, value in parts}
-        wanted = Bitmap.full(numbering.count) if whole else None
-        given = version, tag, folder, sizes, numbering
-        copy = HeldFiles(*given, wanted=wanted, checksums=checksums, point="gather.write")
-        try:
-            fetch_from_homes(copy, sources, self._tls, gone)
-        except FetchFailed as error:
-            if error.node:
-                with self._changed:
-                    self._suspend(error.node, self._clock())
-            raise HomeLost(str(error)) from error
+            self._suspend(node, self._clock())
 
     # With the lock; nothing waits or calls a node
 
@@ -470,8 +442,9 @@ class HomeRegister:
         """Return the order for a set that a version has taken."""
         for name, version in self._versions.items():
             if (taken := version.homes.get(node)) is not None and taken.set == set:
-                ended = version.state == node_pb2.FileSetOrder.READY and name not in wanted
-                state = node_pb2.FileSetOrder.ENDED if ended else version.state
+                state = node_pb2.FileSetOrder.READY if version.held else version.state
+                if version.state == node_pb2.FileSetOrder.READY and name not in wanted:
+                    state = node_pb2.FileSetOrder.ENDED
                 closed = taken.closed if state == node_pb2.FileSetOrder.UPLOADING else ()
                 sources = self._addresses(taken.own.gathered) if state == node_pb2.FileSetOrder.VERIFYING else ()
                 return node_pb2.FileSetOrder(
@@ -524,7 +497,9 @@ class HomeRegister:
             return False
         reservation = self._reservations[publisher]
         known = [each.problem for each in report.reservations if each.id == reservation.id]
-        return not any(known) if known else now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
+        if known:
+            return not (self._hold and any(known))
+        return now - reservation.created < LAYOUT_SECONDS  # an earlier release follows none
 
     def _free(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> TakenSet | None:
         """Return a set that no version has taken; None without one, or if the ranks are not on the node's host."""
@@ -564,13 +539,6 @@ class HomeRegister:
         if problem := self._lost_home(found):
             raise HomeLost(problem)
         return found
-
-    def _sources(self, version: str) -> tuple[str, Mapping[str, HomeSource]]:
-        """Return the `ETag` of a version's files on nodes, and where the daemon fetches them, by node. Raises HomeLost."""
-        homes = {node: taken for node, taken in self._live(version).homes.items() if taken.own.files}
-        tag = next(taken.reservation.id for taken in homes.values())
-        address = {node: self._nodes[node].report.data_address for node in homes}
-        return tag, {node: HomeSource(address[node], taken.own.files) for node, taken in homes.items()}
 
     def _suspend(self, node: str, now: float) -> None:
         """Take no files of a node for some time, twice as long each time, until it restarts."""

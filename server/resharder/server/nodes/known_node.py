@@ -1,41 +1,18 @@
 """A node as the daemon's register has it: its last report, what workers on its host need, and views of it for operators."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 import xxhash
+from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import host_name
 from resharder.v1 import node_pb2, resources_pb2
-
-
-@dataclass(frozen=True)
-class CopyView:
-    """A version on a node, for display. Of an UPLOADING one, ranks write `wanted_pieces` there."""
-
-    version: str
-    held_pieces: int
-    wanted_pieces: int
-    pieces: int
-    wanted: bool
-    problem: str
-    servers: tuple[str, ...]
-    uploading: bool = False
-
-
-@dataclass(frozen=True)
-class NodeView:
-    """A node for display. `report_time` is in seconds since 1970."""
-
-    report: node_pb2.SyncNodeRequest
-    state: resources_pb2.Node.State
-    report_time: float
-    copies: tuple[CopyView, ...]
 
 
 @dataclass
@@ -121,7 +98,8 @@ def chosen_of(
     Args:
         node: The node.
         numberings: Numbering of the pieces of each READY version.
-        is_source: Function that returns whether the node has pieces of a version that the daemon's store lacks.
+        is_source: Function that returns whether the node has pieces that the daemon's store lacks, or that ranks have written
+            there of a version that is soon READY.
         reserved: Bytes of the node's capacity that are reserved for versions that ranks write.
     """
     chosen = [version for version in node.wants if is_source(version) or version in node.replicas]
@@ -177,8 +155,8 @@ def host_copy_of(
 
 def copies_of(
     node: KnownNode, chosen: Collection[str], numberings: Mapping[str, PieceNumbering], held: Mapping[str, int]
-) -> list[CopyView]:
-    """Return the versions that a node holds or should hold, for display.
+) -> Iterator[resources_pb2.NodeCopy]:
+    """Yield the versions that a node holds or should hold, for display.
 
     Args:
         node: The node.
@@ -186,14 +164,38 @@ def copies_of(
         numberings: Numbering of the pieces of each READY version.
         held: Pieces of each of these that it has reported.
     """
-    reported, copies = {copy.version: copy for copy in node.report.versions}, []
+    reported = {copy.version: copy for copy in node.report.versions}
     for version in sorted({*reported, *node.wants}):
-        numbering, copy = numberings.get(version), reported.get(version)
-        count = numbering.count if numbering else 0
-        servers = tuple(sorted(node.wants.get(version, ())))
-        wanted, problem = len(node.pieces.get(version, ())), copy.problem if copy else ""
-        copies.append(CopyView(version, held.get(version, 0), wanted, count, version in chosen, problem, servers))
-    return copies
+        yield resources_pb2.NodeCopy(
+            version=version,
+            held_pieces=held.get(version, 0),
+            wanted_pieces=len(node.pieces.get(version, ())),
+            pieces=numberings[version].count if version in numberings else 0,
+            wanted=version in chosen,
+            problem=reported[version].problem if version in reported else "",
+            servers=sorted(node.wants.get(version, ())),
+        )
+
+
+def shown(node: KnownNode, state: resources_pb2.Node.State, copies: Iterable[resources_pb2.NodeCopy]) -> resources_pb2.Node:
+    """Return a node for display."""
+    report, time = node.report, Timestamp()
+    time.FromNanoseconds(int(node.report_time * 1e9))
+    return resources_pb2.Node(
+        name=report.node,
+        state=state,
+        data_address=report.data_address,
+        capacity_bytes=report.capacity_bytes,
+        used_bytes=report.used_bytes,
+        transfers=report.transfers,
+        received_daemon_bytes=report.received_daemon_bytes,
+        received_peer_bytes=report.received_peer_bytes,
+        received_engine_bytes=report.received_engine_bytes,
+        sent_bytes=report.sent_bytes,
+        report_time=time,
+        copies=copies,
+        links=report.links,
+    )
 
 
 def notify(nodes: Iterable[KnownNode]) -> None:

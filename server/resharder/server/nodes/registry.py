@@ -17,9 +17,7 @@ from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import (
-    CopyView,
     KnownNode,
-    NodeView,
     bitmap_of,
     chosen_of,
     copies_of,
@@ -31,6 +29,7 @@ from resharder.server.nodes.known_node import (
     readers_of,
     reading,
     revision_of,
+    shown,
     wanted_of,
 )
 from resharder.server.nodes.pieces import PieceTable
@@ -58,9 +57,10 @@ class NodeRegistry:
         homes: Register of the files on nodes into which ranks write.
         partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
         lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
-        replicas: Holders that each piece needs; `replication` has those above 2.
+        replicas: Holders that each piece needs, the daemon among them.
         replica_seconds: Time that a version waits for them before READY.
-        verified: Versions that nodes replicate before READY.
+        verified: Versions that holders fetch before READY.
+        hold: Whether the daemon's host holds versions.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class NodeRegistry:
         replicas: int = 1,
         replica_seconds: float = 60.0,
         verified: VerifiedVersions | None = None,
+        hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -94,7 +95,10 @@ class NodeRegistry:
         self._partial, self._lose = partial, lose
         self._table = self._tracker.table
         shared = self._nodes, self._numberings, self._readers, self._table, self.homes, self._lock
-        self.replication = Replication(*shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, clock)
+        self._hold_all = hold
+        self.replication = Replication(
+            *shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, hold, clock
+        )
 
     # Calls of nodes
 
@@ -183,12 +187,12 @@ class NodeRegistry:
 
     # Operators
 
-    def views(self) -> list[NodeView]:
+    def views(self) -> list[resources_pb2.Node]:
         """Return all nodes by id."""
         with self._lock:
             return [self._view(node) for _, node in sorted(self._nodes.items())]
 
-    def set_drained(self, id: str, drained: bool) -> NodeView:
+    def set_drained(self, id: str, drained: bool) -> resources_pb2.Node:
         """Drain a node, or resume it, durably.
 
         Raises:
@@ -243,9 +247,12 @@ class NodeRegistry:
                 if version in self._table:
                     held = partial.held() if partial is not None else Bitmap.full(self._table[version].count)
                     self._table.report(version, DAEMON, held)
+        self.replication.changed.emit()
 
     def missing(self) -> int:
-        """Return the number of pieces of READY versions that the daemon's store lacks."""
+        """Return the number of pieces of READY versions that the daemon's store is to hold and lacks."""
+        if not self._hold_all:
+            return 0
         with self._lock:
             return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
 
@@ -268,7 +275,7 @@ class NodeRegistry:
         if record.state != UPLOADING:
             self.replication.version_changed(record.name)
         if record.state == READY:
-            if self.replication.replicas > 2 or self._partial(record.model, record.number) is not None:
+            if self.replication.plans or self._partial(record.model, record.number) is not None:
                 self._known(record.name)
             return
         with self._lock:
@@ -287,7 +294,6 @@ class NodeRegistry:
             if node is None or node.lost or version not in self._numberings:
                 return
             node.want(version, (), pieces)
-            self._table.report(version, id, pieces)
         node.changed.emit()
 
     def _known(self, version: str) -> PieceNumbering | None:
@@ -309,6 +315,9 @@ class NodeRegistry:
             self._table.add_version(version, numbering.count, ready=partial is not None, awaited=awaited, now=self._clock())
             self._table.add_source(version, DAEMON)
             self._table.report(version, DAEMON, held)
+            for id, files in self.homes.written(version).items():
+                if id in self._nodes and not self._nodes[id].lost:
+                    self._table.report(version, id, pieces_of(numbering, files))
             changed = list(self._nodes.values()) if partial is not None else []
         notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
@@ -344,6 +353,7 @@ class NodeRegistry:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
         notify(changed)
+        self.replication.changed.emit()
         if joined:
             node.changed.emit()  # an earlier process of this id may wait
             self._note("node", report.node, "joined", "")
@@ -352,7 +362,6 @@ class NodeRegistry:
     def _record_pieces(self, node: KnownNode, report: node_pb2.SyncNodeRequest) -> None:
         """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
         id, reported, written = id_of(report), {copy.version: copy for copy in report.versions}, self.homes.not_adopted(report)
-        written = {version: files for version, files in written.items() if not self.replication.waits(version)}  # other `ETag`
         for version, numbering in self._numberings.items():
             copy, known = reported.get(version), self._table[version]
             if copy is not None or version in written or id in known.index or id in known.awaited:
@@ -366,9 +375,8 @@ class NodeRegistry:
             node = self._nodes.get(id)
             if node is None:
                 return node_pb2.NodeOrders(lease_seconds=self.lease_seconds, report_seconds=self._longest)
-            reported = {copy.version: copy for copy in node.report.versions}
             wanted = self._chosen(node)
-            answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
+            answers = [self._copy_order(id, node, version) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
@@ -384,15 +392,18 @@ class NodeRegistry:
 
     def _chosen(self, node: KnownNode) -> list[str]:
         id = id_of(node.report)
-        return chosen_of(
-            node, self._numberings, lambda version: self._table.has_more(version, id, DAEMON), self.homes.reserved_bytes(id)
-        )
 
-    def _copy_order(
-        self, id: str, node: KnownNode, version: str, copy: node_pb2.NodeVersion | None
-    ) -> tuple[node_pb2.NodeOrder, float]:
-        held = bitmap_of(self._numberings[version].count, copy)
-        wanted = node.pieces[version]
+        def is_source(version: str) -> bool:
+            return self._awaits(version, id) or self._table.has_more(version, id, DAEMON)
+
+        return chosen_of(node, self._numberings, is_source, self.homes.reserved_bytes(id))
+
+    def _awaits(self, version: str, id: str) -> bool:
+        """Return whether a version cannot be READY without a node, into whose files ranks wrote."""
+        return self.replication.waits(version) and id in self.homes.written(version)
+
+    def _copy_order(self, id: str, node: KnownNode, version: str) -> tuple[node_pb2.NodeOrder, float]:
+        held, wanted = self._table.bitmap(version, id), node.pieces[version]
         answer = self._tracker.report(version, id, held, wanted, node.report.transfers, self._clock())
         order = node_pb2.NodeOrder(
             version=version,
@@ -401,7 +412,7 @@ class NodeRegistry:
             scarce=answer.scarce.to_bytes(),
             granted=answer.granted,
             readers=sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())),
-            sole_holder=len(held & answer.scarce) > 0,
+            sole_holder=len(held & answer.scarce) > 0 or self._awaits(version, id),
         )
         return order, answer.interval
 
@@ -412,12 +423,13 @@ class NodeRegistry:
         with self._lock:
             return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(id_of(node.report)) is node)
 
-    def _view(self, node: KnownNode) -> NodeView:
+    def _view(self, node: KnownNode) -> resources_pb2.Node:
         state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
         chosen = set(self._chosen(node)) if state != resources_pb2.Node.LOST else set()
         held = {name: len(self._table.bitmap(name, id_of(node.report))) for name in self._numberings}
-        copies = copies_of(node, chosen, self._numberings, held)
+        copies = [*copies_of(node, chosen, self._numberings, held)]
         for version, (own, files) in self.homes.uploading(id_of(node.report)).items():
-            pieces = number_pieces(own).count, number_pieces(files).count
-            copies.append(CopyView(version, 0, *pieces, True, "", (), uploading=True))
-        return NodeView(node.report, state, node.report_time, tuple(copies))
+            wanted, pieces = number_pieces(own).count, number_pieces(files).count
+            copy = resources_pb2.NodeCopy(version=version, wanted_pieces=wanted, pieces=pieces, wanted=True, uploading=True)
+            copies.append(copy)
+        return shown(node, state, copies)

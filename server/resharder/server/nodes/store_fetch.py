@@ -1,26 +1,32 @@
-"""The daemon as one more fetcher of pieces: of versions that became READY while nodes alone held some of their bytes.
+"""The daemon as one more holder: it fetches pieces of versions that nodes alone hold, before READY and afterwards.
 
-Two threads: one requests pieces from the nodes that hold them, of the newest version first, as a node does; the other one
-verifies tensors whose pieces have arrived, and makes complete versions whole.
+Before READY it fetches one piece of each node into whose files ranks wrote, which shows that it reaches them; with several
+replicas all pieces, because the daemon is one holder. After READY it fetches what is missing, of the newest version first.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
-from resharder.server.holding.held_files import HeldFiles
+from resharder.converters.wire.pieces import Bitmap, PieceSpan
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.swarm import PieceOffers, Swarm
-from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.lifecycle import VersionLifecycle
-from resharder.server.store.partial import PartialVersion
+from resharder.server.store.partial import PartialVersion, VerifiedVersion
+from resharder.server.store.reader import Borrow, VerifiedVersions
 
 _STEP_SECONDS = 0.25
+_PATIENCE = 10.0  # seconds without a piece, before a version is READY
+_LONGEST_PAUSE = 2.0  # seconds for which a node that fails is left alone: READY waits for it
 _LONGEST_RETRY = 30.0
 _log = structlog.get_logger("resharder.node")
 
@@ -30,88 +36,157 @@ class StoreFetcher:
 
     Args:
         lifecycle: The store's versions, some of which lack pieces.
+        verified: Versions that are soon READY.
         nodes: The register of nodes.
-        tls: Certificates with which the daemon calls nodes; None connects without TLS.
-        threads: Threads that digest.
+        transfer: Fetcher of pieces.
+        borrow: Brings bytes that are read, if the store holds no versions; None if it holds them.
     """
 
     def __init__(
         self,
         lifecycle: VersionLifecycle,
+        verified: VerifiedVersions,
         nodes: NodeRegistry,
-        tls: NodeTls | None,
-        threads: int,
+        transfer: HttpTransfer,
+        borrow: Borrow | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lifecycle, self._nodes, self._threads, self._clock = lifecycle, nodes, threads, clock
+        self._lifecycle, self._verified, self._nodes, self._borrow, self._clock = lifecycle, verified, nodes, borrow, clock
         self._changed = threading.Condition()
-        self._ended = False
+        self._ended = self._woken = False
         self._partials: dict[str, PartialVersion] = {}
-        self._settled: dict[str, tuple[int, float, int]] = {}  # pieces at the last attempt, when the next is due, and failures
-        self._swarm = Swarm(HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled), ReceivedBytes(), self._wake)
-        self._loops = [
-            threading.Thread(target=self._loop, args=(step,), name=name, daemon=True)
-            for name, step in (("store-pieces", self.fetch), ("store-verify", self.settle))
-        ]
+        self._retries: dict[str, tuple[float, int]] = {}  # when the next attempt to make a version whole is due, and failures
+        self._swarm = Swarm(transfer, ReceivedBytes(), self._wake, replace(LIMITS, longest=_LONGEST_PAUSE))
+        self._thread = threading.Thread(target=self._loop, name="store-pieces", daemon=True)
 
     def start(self) -> None:
-        for loop in self._loops:
-            loop.start()
+        self._thread.start()
 
     def close(self) -> None:
         """Stop fetching. Missing pieces are fetched by the next daemon."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        for loop in self._loops:
-            if loop.is_alive():
-                loop.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._swarm.close()
+
+    # Before READY
+
+    def hold(self, versions: Sequence[VerifiedVersion], stopped: Callable[[], bool]) -> None:
+        """Have each piece of verified versions held by as many holders as it needs, and return once it is.
+
+        Args:
+            versions: The versions.
+            stopped: Returns whether one of the versions is aborted.
+
+        Raises:
+            ReplicasShort: The daemon does not reach a home, or no further piece arrives, or the versions are aborted.
+            OSError: The store cannot hold a piece.
+        """
+        replication = self._nodes.replication
+        if replication.replicas == 1 and not any(each.partial for each in versions):
+            return
+        try:
+            replication.begin(versions)
+            for each in versions:
+                self._reach(each, lambda: replication.problem(versions, stopped))
+            for each in versions if replication.replicas > 1 and self._borrow is None else ():
+                if each.partial is not None:
+                    each.partial.want(Bitmap.full(each.partial.numbering.count))
+            self._wake()
+            replication.replicate(versions, stopped)
+        except BaseException:
+            for each in versions:  # which may be aborted already
+                replication.version_changed(each.name)
+            raise
+
+    def _reach(self, version: VerifiedVersion, problem: Callable[[], str]) -> None:
+        """Fetch the shortest piece of each home. A node that does not deliver it is no home for some time."""
+        partial = version.partial
+        if partial is None:
+            return
+        if self._borrow is not None:
+            homes = self._nodes.homes.written(version.name).values()
+            shortest = [min(files, key=lambda file: (file.size - 1) % PIECE_BYTES) for files in homes]
+            with self._borrow(partial, [PieceSpan(file.path, file.size - 1, file.size) for file in shortest]):
+                return
+        for files in self._nodes.homes.written(version.name).values():
+            pieces = pieces_of(partial.numbering, files)
+            partial.want(min((Bitmap.of(pieces.count, [piece]) for piece in pieces), key=partial.numbering.size_of))
+        self._wake()
+        held, since = partial.held(), self._clock()
+        while len(missing := partial.wanted() - held):
+            if why := problem():
+                raise ReplicasShort(why)
+            if partial.failure is not None:
+                raise partial.failure
+            before, held = held, partial.await_more(held, _STEP_SECONDS)
+            if held is not before:
+                since = self._clock()
+            elif self._clock() - since > _PATIENCE:
+                raise self._unreached(partial, missing)
+
+    def _unreached(self, partial: PartialVersion, missing: Bitmap) -> ReplicasShort:
+        """Suspend a home that does not deliver a piece, and return the error that names it."""
+        written = self._nodes.homes.written(partial.name).items()
+        homes = ((node, pieces_of(partial.numbering, files) & missing) for node, files in written)
+        node, lacked = next((node, lacked) for node, lacked in homes if len(lacked))
+        self._nodes.homes.suspend(node)
+        file, start, end = partial.numbering.span(next(iter(lacked)))
+        problems = {link.peer: link.problem for link in self._swarm.links.all()}
+        why = problems.get(f"nodes/{node}") or f"nothing has arrived for {_PATIENCE:g} s"
+        return ReplicasShort(f"nodes/{node}: {file}, bytes {start} to {end}: {why}")
+
+    # Pieces
 
     def fetch(self) -> None:
         """Start requests for missing pieces, as many as the limits allow."""
-        partials = {partial.name: partial for partial in self._lifecycle.partials()}
-        for name in self._partials.keys() - partials.keys():
-            self._swarm.forget(name)
-        for name, partial in partials.items():
-            missing = len(partial.missing())
+        ready = {partial.name: partial for partial in self._lifecycle.partials()} if self._borrow is None else {}
+        for name, partial in ready.items():
             if self._partials.get(name) is not partial:
-                _log.info("version_lacks_pieces", version=name, pieces=partial.numbering.count, missing=missing)
-            if missing:
-                self._swarm.fill(partial, PieceOffers.of(self._nodes.own_order(name), partial.numbering.count, ""))
-        self._partials = partials
+                self._partials[name] = partial
+                partial.want(Bitmap.full(partial.numbering.count))
+                _log.info("version_lacks_pieces", version=name, pieces=partial.numbering.count, missing=len(partial.missing()))
+        for name in self._partials.keys() - ready.keys():
+            del self._partials[name]
+            self._retries.pop(name, None)
+            self._swarm.forget(name)
+        soon = [each.partial for each in self._verified.all() if each.partial is not None]
+        for partial in [*soon, *ready.values()]:
+            if len(partial.missing()):
+                self._swarm.fill(partial, PieceOffers.of(self._nodes.own_order(partial.name), partial.numbering.count, ""))
         self._nodes.count_own()
 
     def settle(self) -> None:
-        """Verify the tensors whose pieces have arrived since, and make complete versions whole."""
-        for partial in self._lifecycle.partials():
-            held = len(partial.held())
-            before, due, failures = self._settled.get(partial.name, (-1, 0.0, 0))
-            if self._ended or (held == before and not failures) or self._clock() < due:
+        """Make versions whole whose pieces have all arrived."""
+        for partial in self._lifecycle.partials() if self._borrow is None else ():
+            due, failures = self._retries.get(partial.name, (0.0, 0))
+            if not partial.is_whole() or self._clock() < due:
                 continue
             try:
-                done = self._lifecycle.settle(partial, self._threads)
+                self._lifecycle.settle(partial)
             except (OSError, DaemonError) as error:
                 if partial in self._lifecycle.partials():  # not retired meanwhile
-                    failures += 1
-                    self._settled[partial.name] = held, self._clock() + backoff(failures, 1.0, _LONGEST_RETRY), failures
+                    pause = backoff(failures + 1, 1.0, _LONGEST_RETRY)
+                    self._retries[partial.name] = self._clock() + pause, failures + 1
                     _log.error("version_not_completed", version=partial.name, reason=str(error))
                 continue
-            self._settled[partial.name] = held, 0.0, 0
-            if done:
-                del self._settled[partial.name]
-                self._nodes.count_own()
+            self._nodes.count_own()
 
     def _wake(self) -> None:
         with self._changed:
+            self._woken = True
             self._changed.notify_all()
 
-    def _loop(self, step: Callable[[], None]) -> None:
+    def _loop(self) -> None:
         while not self._ended:
+            with self._changed:
+                self._woken = False
             try:
-                step()
+                self.fetch()
+                self.settle()
             except Exception as error:
                 _log.error("store_fetch_failed", exc_info=error)
             with self._changed:
-                if not self._ended:
-                    self._changed.wait(_STEP_SECONDS)
+                self._changed.wait_for(lambda: self._ended or self._woken, _STEP_SECONDS)

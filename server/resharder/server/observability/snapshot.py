@@ -9,11 +9,10 @@ from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.nodes.known_node import NodeView
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.replication import ReplicaShortage
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
+from resharder.v1 import operator_pb2, resources_pb2
 
 
 class Lag(NamedTuple):
@@ -47,9 +46,9 @@ class Snapshot:
     publishers: Sequence[tuple[PublisherRecord, int]]  # with its ranks within their lease
     fleets: Sequence[FleetView]
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
-    nodes: Sequence[NodeView] = ()
+    nodes: Sequence[resources_pb2.Node] = ()
     missing_pieces: int = 0  # of READY versions in the store
-    shortages: Sequence[ReplicaShortage] = ()
+    shortages: Sequence[operator_pb2.ReplicaShortage] = ()
     available: Mapping[str, int] = field(default_factory=dict)  # bytes for versions after the READY ones, by model
     store_problem: str = ""  # why the daemon can no longer use its store
     stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path

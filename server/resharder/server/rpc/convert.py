@@ -12,7 +12,6 @@ from resharder.server.fleets.explain import FleetView, ServerView, explain_serve
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.publisher import PublisherRecord
-from resharder.server.nodes.known_node import NodeView
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.state.errors import InvalidArgument, unknown_value
 from resharder.server.state.fleet import Move, UpdateStrategy
@@ -358,38 +357,6 @@ def node_id(name: str) -> str:
     if (found := _NODE_ID.fullmatch(name)) is None:
         raise InvalidArgument("NODE", f"expected nodes/ID with an id of letters, digits, '.', '_' and '-', got {name[:200]!r}")
     return found["id"]
-
-
-def node_to_proto(view: NodeView) -> resources_pb2.Node:
-    """Convert a node for operators."""
-    report = view.report
-    return resources_pb2.Node(
-        name=report.node,
-        state=view.state,
-        data_address=report.data_address,
-        capacity_bytes=report.capacity_bytes,
-        used_bytes=report.used_bytes,
-        transfers=report.transfers,
-        received_daemon_bytes=report.received_daemon_bytes,
-        received_peer_bytes=report.received_peer_bytes,
-        received_engine_bytes=report.received_engine_bytes,
-        sent_bytes=report.sent_bytes,
-        report_time=timestamp(view.report_time),
-        copies=[
-            resources_pb2.NodeCopy(
-                version=copy.version,
-                held_pieces=copy.held_pieces,
-                wanted_pieces=copy.wanted_pieces,
-                pieces=copy.pieces,
-                wanted=copy.wanted,
-                problem=copy.problem,
-                servers=copy.servers,
-                uploading=copy.uploading,
-            )
-            for copy in view.copies
-        ],
-        links=report.links,
-    )
 
 
 def seconds(wanted: float) -> float:

@@ -75,8 +75,8 @@ class NodeService:
             pieces = _pieces(request.start, request.end, size)
             with open(served.folder / request.file, "rb", buffering=0) as file:
                 found = [
-                    served.partial.checksum(PieceSpan(request.file, start, end))
-                    if served.partial is not None
+                    served.checksum_of(PieceSpan(request.file, start, end))
+                    if served.checksum_of is not None
                     else self._checksums.get((served.fingerprint, request.file, start), _reading(file.fileno(), start, end))
                     for start, end in pieces
                 ]

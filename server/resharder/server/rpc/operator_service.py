@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import xxhash
 from google.protobuf.message import Message
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.archive.archive import Archive, needed
 from resharder.server.archive.checkpoints import Archived
 from resharder.server.fleets.commands import Operations
@@ -12,12 +13,10 @@ from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.replication import ReplicaShortage
 from resharder.server.rpc.convert import (
     Views,
     fleet_to_proto,
     node_id,
-    node_to_proto,
     page_of,
     seconds,
     server_to_proto,
@@ -118,18 +117,16 @@ class OperatorService:
 
     def ListNodes(self, request: operator_pb2.ListNodesRequest, call: Call) -> Message:
         """List nodes by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
-        views = [(view.report.node, view) for view in self._nodes.views()]
-        page, token = page_of(views, request.page_size, request.page_token)
+        nodes = [(node.name, node) for node in self._nodes.views()]
+        page, token = page_of(nodes, request.page_size, request.page_token)
         shortages = () if request.page_token else self._nodes.replication.shortages()
-        return operator_pb2.ListNodesResponse(
-            nodes=map(node_to_proto, page), next_page_token=token, shortages=map(_shortage, shortages)
-        )
+        return operator_pb2.ListNodesResponse(nodes=page, next_page_token=token, shortages=shortages)
 
     def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:
         """Drain a node, or resume it. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
-        view = self._nodes.set_drained(node_id(request.node), request.drained)
+        node = self._nodes.set_drained(node_id(request.node), request.drained)
         self._events.add("operator", request.node, "drain" if request.drained else "resume")
-        return node_to_proto(view)
+        return node
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
         """Stream the files of a READY version, which is pinned until the call ends."""
@@ -196,25 +193,19 @@ def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
 
 def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
     """Yield files in the order of their names, the manifest last; an empty file is one empty part."""
-    store.reader.await_tensors(record.model, record.number)
+    store.reader.await_whole(record.model, record.number)
     manifest = store.reader.manifest(record.model, record.number)
     names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
-    for name in [*names, MANIFEST_FILE]:
+    for name in names:
         path = store.folder.path(record) / name
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             for offset in range(0, max(size, 1), _PART_BYTES):
-                data = file.read(_PART_BYTES)
+                span = PieceSpan(name, offset, min(offset + _PART_BYTES, size))
+                with store.reader.reading(record.model, record.number, [span] if name not in manifest.other_files else []):
+                    data = file.read(_PART_BYTES)
                 checksum = xxhash.xxh3_64_intdigest(data)
                 yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)
-
-
-def _shortage(found: ReplicaShortage) -> operator_pb2.ReplicaShortage:
-    return operator_pb2.ReplicaShortage(
-        version=found.version,
-        short_pieces=found.short,
-        pieces=found.pieces,
-        replicas=found.replicas,
-        waits=found.waits,
-        problem=found.problem,
-    )
+    data = store.reader.manifest_content(record.model, record.number)
+    checksum = xxhash.xxh3_64_intdigest(data)
+    yield operator_pb2.FilePart(path=MANIFEST_FILE, size_bytes=len(data), data=data, checksum=checksum)

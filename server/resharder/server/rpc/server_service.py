@@ -3,8 +3,9 @@
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import numpy as np
 from resharder.converters.failpoints import failpoint
@@ -28,7 +29,7 @@ from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server_events import Order
 from resharder.server.state.version import parse_name
 from resharder.server.store.box_reads import CheckedBoxes, check_boxes, packed_chunks
-from resharder.server.store.digests import digest_boxes
+from resharder.server.store.digests import TensorBox, digest_boxes
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.reader import VersionReader
 from resharder.server.store.store import Store
@@ -37,6 +38,7 @@ from resharder.v1 import resources_pb2, server_pb2
 _ORDERS_SECONDS = 60.0  # longest pause; a new order ends it
 _CACHED_DIGESTS = 1 << 21  # 8 bytes each
 _CACHED_REQUESTS = 256
+_BORROWED_BYTES = 512 << 20  # of tensors that are digested at a time, where they come from nodes
 _CACHED_MANIFESTS = 4  # some MB each for models of many thousand tensors
 
 
@@ -117,9 +119,11 @@ class ServerService:
         """Stream the bytes of boxes of a READY version, which is pinned until the call ends."""
         boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
         record, names = boxes.manifest.record, {each.spec.name for each in boxes.boxes}
+        reader, version = self._store.reader, (record.model, record.number)
+        reading = partial(reader.reading, *version) if reader.borrow is not None else None  # chunk by chunk
         with (
-            self._store.reader.open(record.model, record.number, names) as files,
-            closing(packed_chunks(files.arrays, boxes)) as packed,
+            reader.open(*version, names if reading is None else ()) as files,
+            closing(packed_chunks(files.arrays, boxes, reading)) as packed,
         ):
             for header, data in packed:
                 message = frame(header, data, record.model if header.index == 0 else "")
@@ -283,8 +287,11 @@ class _BoxDigester:
     def _compute(self, boxes: CheckedBoxes, threads: int) -> list[int]:
         record, whole = boxes.manifest.record, boxes.manifest.digests
         parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
-        with self._reader.open(record.model, record.number, {each.spec.name for each in parts}) as files:
-            found = iter(digest_boxes(files, parts, threads))
+        digests = list[int]()
+        for some in _batches(parts, _BORROWED_BYTES if self._reader.borrow is not None else 0):
+            with self._reader.open(record.model, record.number, {each.spec.name for each in some}) as files:
+                digests += digest_boxes(files, some, threads)
+        found = iter(digests)
         return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
 
     def _keep(self, key: tuple[str, bytes], values: Array) -> None:
@@ -292,3 +299,17 @@ class _BoxDigester:
             self._known[key] = values
             while len(self._known) > _CACHED_REQUESTS or sum(v.size for v in self._known.values()) > _CACHED_DIGESTS:
                 self._known.popitem(last=False)
+
+
+def _batches(boxes: Sequence[TensorBox], most: int) -> Iterator[Sequence[TensorBox]]:
+    """Yield boxes in batches, the tensors of each of which have at most `most` bytes, or are one; with 0, all at once."""
+    batch, names = list[TensorBox](), dict[str, int]()
+    for each in boxes:
+        size = 0 if each.spec.name in names else each.spec.size
+        if most and batch and sum(names.values()) + size > most:
+            yield batch
+            batch, names = [], {}
+        batch.append(each)
+        names[each.spec.name] = each.spec.size
+    if batch:
+        yield batch

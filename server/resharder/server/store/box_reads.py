@@ -1,6 +1,7 @@
 """Boxes of a READY version: checked, and packed into chunks."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,11 +16,15 @@ from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.boxes import box_from_proto
 from resharder.converters.wire.chunk_body import Chunk
 from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.converters.wire.pieces import PieceSpan
+from resharder.server.holding.part_files import box_extent
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.store.digests import TensorBox
 from resharder.server.store.manifest import Manifest
 from resharder.v1 import resources_pb2, server_pb2
 
+Reading = Callable[[Collection[PieceSpan]], AbstractContextManager[None]]
+"""Function that has bytes of files in the folder meanwhile. Raises a DaemonError if they are not there."""
 CHUNK_BYTES = 1 << 20
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 4 << 20
 
@@ -90,18 +95,32 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
     return box
 
 
-def packed_chunks(arrays: Mapping[str, Array], boxes: CheckedBoxes) -> Generator[Chunk, None, None]:
+def spans_of(manifest: Manifest, boxes: Iterable[TensorBox]) -> list[PieceSpan]:
+    """Return the bytes of files in which boxes are, from the first to the last one of each."""
+    places, found = manifest.places, []
+    for spec, box in boxes:
+        (path, offset), (start, end) = places[spec.name], box_extent(spec, box)
+        found.append(PieceSpan(path, offset + start, offset + end))
+    return found
+
+
+def packed_chunks(
+    arrays: Mapping[str, Array], boxes: CheckedBoxes, reading: Reading | None = None
+) -> Generator[Chunk, None, None]:
     """Yield the chunks of boxes. Their data are valid until the next one, and may share the memory of `arrays`.
 
     Args:
         arrays: Tensors of the version.
         boxes: The boxes.
+        reading: Function that has bytes of files in their places meanwhile; None if all are there.
     """
     record, buffer = boxes.manifest.record, bytearray(boxes.chunk_bytes)
     for index, parts in enumerate(boxes.parts):
-        data = _packed(arrays, boxes, parts, buffer)
-        yield ChunkHeader(record.number, record.epoch, 0, index, xxhash.xxh3_64_intdigest(data)), data
-        del data
+        needed = [TensorBox(boxes.boxes[position].spec, box) for position, box in parts] if reading is not None else []
+        with reading(spans_of(boxes.manifest, needed)) if reading is not None else nullcontext():
+            data = _packed(arrays, boxes, parts, buffer)
+            yield ChunkHeader(record.number, record.epoch, 0, index, xxhash.xxh3_64_intdigest(data)), data
+            del data
 
 
 def _packed(arrays: Mapping[str, Array], boxes: CheckedBoxes, parts: Sequence[Part], buffer: bytearray) -> memoryview:

@@ -11,6 +11,7 @@ from threading import Condition
 from resharder.converters.json_input import check_fields, is_count, is_text, parse_json
 from resharder.converters.signal import Signal
 from resharder.converters.storage.files import FileLayout
+from resharder.server.holding.part_files import PartFile
 from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.infra.filesystem import make_durable_folder, write_file
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound, Unavailable
@@ -39,7 +40,10 @@ class Claim:
 
 
 class Reservation(SetPool):
-    """Files and capacity reserved for the versions of `epoch`, which uses `sets` sets of files in turn."""
+    """Files and capacity reserved for the versions of `epoch`, which uses `sets` sets of files in turn.
+
+    Without `hold`, the files are holes behind their headers.
+    """
 
     def __init__(
         self,
@@ -51,10 +55,18 @@ class Reservation(SetPool):
         host: SetHost,
         layouts: tuple[FileLayout, ...],
         small: Path,
+        *,
+        hold: bool,
     ) -> None:
-        path = model.folder / "pool" / str(epoch)
-        super().__init__(changed, model.background, path, numbers, "pool.write", host, layouts, small=small)
-        self.epoch, self.sets = epoch, sets
+        path, holes = model.folder / "pool" / str(epoch), () if hold else tuple(PartFile(layout, ()) for layout in layouts)
+        given = changed, model.background, path, numbers
+        super().__init__(*given, "pool.write", host, layouts if hold else (), holes, small)
+        self.epoch, self.sets, self.layouts = epoch, sets, layouts
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of a version."""
+        return sum(layout.size for layout in self.layouts)
 
 
 @dataclass
@@ -66,6 +78,7 @@ class StoredModel:
 
     name: str
     folder: Path
+    hold: bool = True  # whether the store has the bytes of its versions
     claim: Claim | None = None
     jobs: dict[str, int] = field(default_factory=dict)  # epoch of each job
     coming: dict[int, Claim] = field(default_factory=dict)  # claims that have not taken effect, by epoch
@@ -119,7 +132,7 @@ class StoredModel:
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
-        ready = sum(record.size_bytes for record in self.of(READY))
+        ready = sum(record.size_bytes for record in self.of(READY) if self.hold or record.number not in self.partial)
         return ready + self.unpublished() + self.held() + self.leaving + sum(self.stuck.values()) + self.arriving
 
     def held(self) -> int:
@@ -138,7 +151,7 @@ class StoredModel:
         """Return the bytes of UPLOADING versions and of the files laid out for later ones."""
         reserved = self.reservation
         ahead = reserved.size * (len(reserved.free) + reserved.pending) if reserved else 0
-        return sum(record.size_bytes for record in self.of(UPLOADING)) + ahead
+        return (sum(record.size_bytes for record in self.of(UPLOADING)) if self.hold else 0) + ahead
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the model may occupy under its reservation."""
@@ -201,9 +214,9 @@ class Catalogue:
     thread may wait. Queries take no lock: mappings and records are replaced, never modified.
     """
 
-    def __init__(self, root: Path, models: dict[str, StoredModel]) -> None:
+    def __init__(self, root: Path, models: dict[str, StoredModel], *, hold: bool = True) -> None:
         self.changed = Condition()
-        self._folder, self._models = root / "models", models
+        self._folder, self._models, self._hold = root / "models", models, hold
         self.version_changed: Signal[VersionRecord] = Signal()
         """Emitted after every READY, RETIRED and ABORTED, without the lock."""
         self.closed = False
@@ -269,7 +282,7 @@ class Catalogue:
     def add_model(self, name: str) -> StoredModel:
         """Return the model, with a new folder if it is unknown. Callers must hold the lock. Raises OSError."""
         if name not in self._models:
-            added = StoredModel(check_model_name(name), make_durable_folder(self._folder / name))
+            added = StoredModel(check_model_name(name), make_durable_folder(self._folder / name), self._hold)
             self._models = self._models | {name: added}
         return self._models[name]
 

@@ -24,8 +24,8 @@ class FilePool:
     Callers must hold the lock of the catalogue. Its `changed` is notified when background work ends.
     """
 
-    def __init__(self, catalogue: Catalogue, capacity: Capacity) -> None:
-        self._catalogue, self._changed, self._capacity = catalogue, catalogue.changed, capacity
+    def __init__(self, catalogue: Catalogue, capacity: Capacity, *, hold: bool) -> None:
+        self._catalogue, self._changed, self._capacity, self._hold = catalogue, catalogue.changed, capacity, hold
         self._numbers = count(1)
 
     def reserve(self, model: StoredModel, epoch: int, sets: int, layouts: tuple[FileLayout, ...], small: Path) -> None:
@@ -41,14 +41,14 @@ class FilePool:
         self.remove_stuck(model)
         if model.reservation is not None:
             model.reservation.end()
-        size = sum(layout.size for layout in layouts)
         host = SetHost(
             lambda: self._wants_another(model),
-            lambda path: self.discard(model, path, size),
+            lambda path: self.discard(model, path, reservation.size),
             lambda: self.top_up(model),
             lambda failure: self._settled(model, failure),
         )
-        model.reservation = Reservation(epoch, sets, model, self._changed, self._numbers, host, layouts, small)
+        reservation = Reservation(epoch, sets, model, self._changed, self._numbers, host, layouts, small, hold=self._hold)
+        model.reservation = reservation
         self._changed.notify_all()
         self.top_up(model)
 

@@ -7,6 +7,7 @@ publisher or `adopt` from an archive. It is RETIRED by retention, for capacity, 
 import errno
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +33,8 @@ from resharder.server.store.catalogue import Catalogue, Reservation, StoredModel
 from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder, sync_or_undo
 from resharder.server.store.history import History
-from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest, ManifestCache, VerifiedVersion
-from resharder.server.store.partial import MissingPieces, PartialVersion, remove_leftovers
+from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest, ManifestCache
+from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion, remove_leftovers
 from resharder.server.store.renames import rename_together
 from resharder.server.store.retention import Capacity, Retention
 
@@ -162,9 +163,9 @@ class VersionLifecycle:
         model.number += 1
         model.write_claim()
         failpoint("begin.after-number")
-        tensors = sum(len(layout.tensors) for layout in reservation.files)
+        tensors, size = sum(len(layout.tensors) for layout in reservation.layouts), reservation.version_bytes
         now = round(self._clock(), 6)
-        record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
+        record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, size, tensors, now)
         record = replace(record, **said)
         record = replace(record, skipped=record.skipped and bool(model.of(READY)))
         make_folder(model.folder / "staging")
@@ -175,7 +176,7 @@ class VersionLifecycle:
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
         """Return the file layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
-        return self._catalogue.model(record.model).reserved(record.epoch).files
+        return self._catalogue.model(record.model).reserved(record.epoch).layouts
 
     def next_files(self, name: str, number: int) -> Path | None:
         """Return the files laid out for the version after a READY one; None without any, or if they have another layout.
@@ -220,9 +221,9 @@ class VersionLifecycle:
         """Make an UPLOADING version READY, together with `others`: all or none.
 
         Their bytes must be complete and verified, and no process may still write to them. Of a version with `missing`, this
-        holds for the bytes in the store and those on the nodes together; it is READY without the missing pieces, and
-        `partials` has it until they have been fetched. `before_ready` is called with all versions once their manifests are
-        written; the versions stay UPLOADING if it raises.
+        holds for the bytes in the store and those on the nodes together. `before_ready` is called with all versions once their
+        manifests are written, and may have missing pieces fetched; the versions stay UPLOADING if it raises. Pieces may still
+        be missing at READY: `partials` has the version until they have been fetched.
 
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
         NO_DESCRIPTORS).
@@ -230,15 +231,19 @@ class VersionLifecycle:
         self._folder.check()
         proven = (ProvenVersion(record, digests, slots, missing), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
-        partial = [self._partial(each, done) for each, done in zip(proven, ready, strict=True)]
-        before_ready([self._verified(each, done) for each, done in zip(proven, ready, strict=True)])
-        with self._changed:
+        verified = [self._verified(each, done) for each, done in zip(proven, ready, strict=True)]
+        before_ready(verified)
+        partial = [self._settled(each.partial) for each in verified]
+        with self._changed, ExitStack() as moving:
             models = [self._catalogue.model(each.record.model) for each in proven]
             for model, each in zip(models, proven, strict=True):
                 current = model.records[each.record.number]
                 if current.state != UPLOADING:
                     raise FailedPrecondition("VERSION_ABORTED", f"{current.name} was aborted: {current.reason}")
             path = self._folder.path
+            for found, done in zip(verified, ready, strict=True):
+                if found.partial is not None:
+                    moving.enter_context(found.partial.moving(path(done)))
             rename_together(self._folder.root, [(path(each.record), path(r)) for each, r in zip(proven, ready, strict=True)])
             for model, done, lacking in zip(models, ready, partial, strict=True):
                 model.put(done)
@@ -273,39 +278,42 @@ class VersionLifecycle:
         failpoint("commit.after-manifest")
         return replace(record, state=READY, fingerprint=fingerprint)
 
-    def _partial(self, proven: ProvenVersion, ready: VersionRecord) -> PartialVersion | None:
-        """Return what the store lacks of a version whose manifest is written; None for a whole one."""
-        if proven.missing is None:
-            return None
-        return PartialVersion(self._folder.path(ready), self._verified(proven, ready).manifest, proven.missing)
-
     def _verified(self, proven: ProvenVersion, ready: VersionRecord) -> VerifiedVersion:
         """Return a version whose manifest is written, in the folder that it has until it is READY."""
-        found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=proven.missing is None)
-        return VerifiedVersion(found, self._folder.path(proven.record))
+        folder, missing = self._folder.path(proven.record), proven.missing
+        found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=missing is None)
+        partial = None if missing is None else PartialVersion(folder, found, missing, durable=False)
+        return VerifiedVersion(found, folder, partial)
+
+    def _settled(self, partial: PartialVersion | None) -> PartialVersion | None:
+        """Make the pieces of an UPLOADING version durable, and return what it lacks; None if it is whole."""
+        if partial is None:
+            return None
+        partial.make_durable()
+        if not partial.is_whole():
+            return partial
+        partial.complete()
+        remove_leftovers(partial.folder, partial.whole)
+        return None
 
     def partials(self) -> list[PartialVersion]:
         """Return the READY versions that lack pieces, the one that became READY last first."""
         found = [partial for model in self._catalogue.stored() for partial in model.partial.values()]
         return sorted(found, key=lambda partial: (partial.record.ready_time, partial.record.number), reverse=True)
 
-    def settle(self, partial: PartialVersion, threads: int) -> bool:
-        """Verify the tensors whose pieces have arrived, and make the version whole if all have. Returns whether it is settled.
+    def settle(self, partial: PartialVersion) -> bool:
+        """Make a READY version whole whose pieces have all arrived. Returns whether it is settled.
 
-        A version whose tensors do not have their digests is lost (`lose`). Raises OSError, DaemonError; the next call
-        repeats what has failed.
+        A version whose files do not have their headers is lost (`lose`). Raises OSError, DaemonError; the next call repeats what
+        has failed.
         """
         record = partial.record
-        damage = partial.verify(threads)
-        if not damage and not partial.is_whole():
+        if not partial.is_whole():
             return False
         try:
-            if not damage:
-                partial.complete()
+            partial.complete()
         except BadManifest as error:
-            damage = str(error)
-        if damage:
-            self.lose(record.model, record.number, damage)
+            self.lose(record.model, record.number, str(error))
             return True
         with self._changed:
             model = self._catalogue.model(record.model)
@@ -313,10 +321,9 @@ class VersionLifecycle:
                 return True
             model.put_partial(record.number, None)
             self._changed.notify_all()
-        partial.finish()
         _log.info("version_whole", version=record.name)
         try:
-            remove_leftovers(partial.folder, Manifest(record, partial.files, {}, ()))
+            remove_leftovers(partial.folder, partial.whole)
         except OSError as error:  # the next start removes them
             _log.warning("not_removed", version=record.name, error=str(error))
         return True
@@ -333,6 +340,8 @@ class VersionLifecycle:
         of `write`; nothing is left behind then.
         """
         changed, retired = self._changed, list[VersionRecord]()
+        if not self._capacity.hold:
+            raise ResourceExhausted("NO_ROOM", f"this daemon's host holds none of {name}: restore it with a daemon of hold: all")
         try:
             with changed:
                 model = self._catalogue.add_model(name)

@@ -10,12 +10,12 @@ import errno
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from blake3 import blake3
@@ -23,6 +23,7 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.json_input import is_file_name, parse_json
 from resharder.converters.storage.digest_1 import digest_1
 from resharder.converters.storage.files import FileLayout, MappedFiles, check_one_file_each, parse_header
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DataLoss
 from resharder.server.state.version import READY, VersionRecord
@@ -52,6 +53,16 @@ class Manifest:
     def specs(self) -> dict[str, TensorSpec]:
         """Spec of each tensor by its name."""
         return {placed.spec.name: placed.spec for file in self.files for placed in file.tensors}
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """File and first byte of each tensor by its name."""
+        return {placed.spec.name: (file.path, placed.offset) for file in self.files for placed in file.tensors}
+
+    def spans_of(self, tensors: Iterable[str]) -> list[PieceSpan]:
+        """Return the bytes of tensors."""
+        found = ((*self.places[name], self.specs[name].size) for name in tensors)
+        return [PieceSpan(file, start, start + size) for file, start, size in found]
 
 
 class BadManifest(ValueError):
@@ -176,17 +187,6 @@ def _check_file(path: Path, entry: Mapping[str, Any]) -> bytes:
     if blake3(start).hexdigest() != entry["blake3"]:
         raise BadManifest(f"{path.name}: not the content that was written")
     return start
-
-
-class VerifiedVersion(NamedTuple):
-    """An UPLOADING version whose bytes are verified and whose manifest, as of the READY version, is written in `folder`."""
-
-    manifest: Manifest
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return self.manifest.record.name
 
 
 class ManifestCache:

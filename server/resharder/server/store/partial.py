@@ -5,29 +5,26 @@
                           resharder.json in format 3
 
 Files have their full size and headers, and any bytes in missing pieces: those of an earlier version, if the files were recycled.
-A piece is written, synced, and then added to `held`. Once all are held and every tensor has its digest, the manifest is replaced
-by one of format 2, which makes the version whole; only then are the other two files removed.
+A piece is checked, written, synced, and then added to `held`. Once all are held, the manifest is replaced by one of format 2,
+which makes the version whole; only then are the other two files removed.
 """
 
 import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import xxhash
 from blake3 import blake3
-from resharder.converters.geometry.layout import full_box
 from resharder.converters.json_input import is_text, parse_json
-from resharder.converters.storage.files import FileLayout, MappedFiles
-from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.converters.wire.ranges import HELD_FILE, FilePart
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DaemonError, ResourceNotFound, Unavailable
 from resharder.server.store import manifest
-from resharder.server.store.digests import TensorBox, digest_boxes
 from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest
 
 PIECES_FILE = "pieces.json"
@@ -96,67 +93,58 @@ def remove_leftovers(folder: Path, whole: Manifest) -> None:
 
 
 class PartialVersion(HeldFiles):
-    """A READY version of which the store lacks pieces. Each piece is durable before it counts as held.
+    """A verified version of which the store lacks pieces: READY, or soon READY. From READY on, held pieces are durable.
 
     Args:
-        folder: Its folder, while it is READY.
-        found: Its manifest.
+        folder: Its folder.
+        found: Its manifest, as of the READY version.
         missing: Its pieces.
+        durable: Whether it is READY.
     """
 
-    def __init__(self, folder: Path, found: Manifest, missing: MissingPieces) -> None:
+    def __init__(self, folder: Path, found: Manifest, missing: MissingPieces, *, durable: bool = True) -> None:
         numbering, sizes = number_pieces(found.files), {file.path: file.size for file in found.files}
-        all_of = Bitmap.full(numbering.count)
         parts = (part for piece in range(numbering.count) for part in numbering.parts(piece))
         checksums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums, strict=True)}
         given = found.record.name, found.record.fingerprint, folder, sizes, numbering
-        super().__init__(*given, wanted=all_of, held=missing.held, checksums=checksums, synced=True)
-        self.record, self.nodes = found.record, missing.nodes
-        self.files, self._digests = found.files, found.digests
-        self._pieces = {
-            placed.spec.name: self.numbering.touched(file.path, placed.offset, placed.offset + placed.spec.size)
-            for file in found.files
-            for placed in file.tensors
-        }
-        self._verified: frozenset[str] = frozenset()
-        self._whole = self._ended = False
+        super().__init__(*given, held=missing.held, checksums=checksums, synced=durable, point="gather.write")
+        self.record, self.nodes, self.files = found.record, missing.nodes, found.files
+        self._ended = False
 
     # Pieces that arrive
 
     def _record(self, held: Bitmap) -> None:
-        write_file(self.folder / HELD_FILE, held.to_bytes())
+        if self._synced:
+            write_file(self.folder / HELD_FILE, held.to_bytes())
 
-    def verify(self, threads: int) -> str:
-        """Digest the tensors whose pieces are all held and that are not verified yet.
-
-        Pieces that do not have their checksums are missing again. If all have them, and a tensor does not have its digest, the
-        version is damaged.
-
-        Returns why the version is damaged; empty if it is not. Raises OSError.
-        """
+    def open_file(self, name: str) -> int:
+        """Open a file for writing, which `moving` does not rename meanwhile."""
         with self._changed:
-            due = {name for name, pieces in self._pieces.items() if self._is_held(pieces)} - self._verified
-        if not due:
-            return ""
-        files = [file for file in self.files if not due.isdisjoint(file.by_name)]
-        with touching(self.folder, "verifying"), MappedFiles(self.folder, files) as mapped:
-            boxes = [TensorBox(spec, full_box(spec.shape)) for name, spec in mapped.specs.items() if name in due]
-            digests = digest_boxes(mapped, boxes, threads)
-        wrong = [box.spec.name for box, found in zip(boxes, digests, strict=True) if found != self._digests[box.spec.name]]
-        if wrong:
-            if damaged := [piece for piece in self._touched(wrong) if not self._is_intact(piece)]:
-                self._drop(damaged)
-            else:
-                return f"{wrong[0]} is not what was published, although its pieces have their checksums"
+            return super().open_file(name)
+
+    def make_durable(self) -> None:
+        """Make the pieces durable that are held, and from now on each further one. Raises MediumRefused."""
         with self._changed:
-            self._verified |= due - set(wrong)
-            self._changed.notify_all()
-        return ""
+            self._synced = True
+            for name in self.sizes:
+                sync(self.folder / name)
+            self._record(self._held)
+
+    @contextmanager
+    def moving(self, folder: Path) -> Iterator[None]:
+        """Exclude writes while the folder is renamed to `folder`."""
+        with self._changed:
+            yield
+            self.folder = folder
+
+    @property
+    def whole(self) -> Manifest:
+        """Its manifest, once it is whole."""
+        return Manifest(self.record, self.files, {}, ())
 
     def is_whole(self) -> bool:
-        """Return whether all pieces are held and all tensors verified."""
-        with self._changed:
-            return self._held.whole() and len(self._verified) == len(self._pieces)
+        """Return whether all pieces are held."""
+        return self.held().whole()
 
     def complete(self) -> None:
         """Make the version whole, durably, after `is_whole`.
@@ -170,11 +158,11 @@ class PartialVersion(HeldFiles):
             manifest.parse(self.folder, content)
         write_file(self.folder / MANIFEST_FILE, manifest.encode_whole(content))
 
-    def finish(self) -> None:
-        """Let readers of the whole version continue, because it is whole."""
+    def await_more(self, held: Bitmap, seconds: float) -> Bitmap:
+        """Wait until other pieces than `held`, the last result, are held, or for some seconds. Returns the held pieces."""
         with self._changed:
-            self._whole = True
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._held is not held or self._ended, seconds)
+            return self._held
 
     def end(self) -> None:
         """Refuse waiting readers and later ones, because the version is no longer READY."""
@@ -184,25 +172,16 @@ class PartialVersion(HeldFiles):
 
     # Reads
 
-    def lacks(self, part: FilePart) -> str:
-        """Return an empty text if all bytes of a part of a file are there. Raises Unavailable (PIECES_ELSEWHERE)."""
-        with self._changed:
-            if self._ended or not self._is_held(self.numbering.touched(part.file, part.start, part.end)):
-                raise self._elsewhere()
-        return ""
-
-    def check_tensors(self, names: Collection[str]) -> None:
-        """Raise Unavailable (PIECES_ELSEWHERE) unless these tensors are verified."""
-        self.await_tensors(names, 0.0)
-
-    def await_tensors(self, names: Collection[str] | None, seconds: float) -> None:
-        """Wait until tensors are verified, or with None until the version is whole.
+    def await_bytes(self, spans: Collection[PieceSpan] | None, seconds: float) -> None:
+        """Wait until bytes of files are there, or with None all bytes.
 
         Raises Unavailable (PIECES_ELSEWHERE) once the seconds have passed, ResourceNotFound (VERSION_GONE).
         """
 
         def is_there() -> bool:
-            return self._whole if names is None else self._verified.issuperset(names)
+            if spans is None:
+                return self._held.whole()
+            return all(piece in self._held for span in spans for piece in self.numbering.touched(*span))
 
         with self._changed:
             self._changed.wait_for(lambda: self._ended or is_there(), seconds)
@@ -214,47 +193,26 @@ class PartialVersion(HeldFiles):
             return ResourceNotFound("VERSION_GONE", f"{self.name} is no longer READY")
         held, count = len(self._held), self._held.count
         nodes = ", ".join(sorted(self.nodes)[:8]) or "none"
-        if held == count:
-            return Unavailable(
-                "PIECES_ELSEWHERE", f"{self.name}: the daemon holds all {count} pieces, and verifies them; try again"
-            )
         return Unavailable(
             "PIECES_ELSEWHERE",
             f"{self.name}: the daemon holds {held} of {count} pieces and fetches the others; nodes that held them: {nodes}; "
             "try again",
         )
 
-    # Callers of what follows hold the lock, or have no need of it
 
-    def _is_held(self, pieces: range) -> bool:
-        return all(piece in self._held for piece in pieces)
+class VerifiedVersion(NamedTuple):
+    """An UPLOADING version whose bytes are verified and whose manifest, as of the READY version, is written in `folder`.
 
-    def _touched(self, names: Collection[str]) -> list[int]:
-        return sorted({piece for name in names for piece in self._pieces[name]})
+    `partial` has the pieces that the store lacks; None if it has all.
+    """
 
-    def _is_intact(self, piece: int) -> bool:
-        for part in self.numbering.parts(piece):
-            with touching(self.folder / part.file, "verifying"):
-                descriptor = os.open(self.folder / part.file, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    block = bytearray(part.end - part.start)
-                    if _filled(descriptor, block, part.start) != self.checksum(part):
-                        return False
-                finally:
-                    os.close(descriptor)
-        return True
+    manifest: Manifest
+    folder: Path
+    partial: PartialVersion | None = None
 
-    def _drop(self, pieces: Collection[int]) -> None:
-        with self._changed:
-            self._set_held(self._held - Bitmap.of(self._held.count, pieces))
-
-
-def _filled(descriptor: int, block: bytearray, start: int) -> int:
-    """Return the checksum of the bytes of a file from `start` on, as many as `block` has."""
-    at, view = 0, memoryview(block)
-    while at < len(block) and (found := os.preadv(descriptor, [view[at:]], start + at)):
-        at += found
-    return xxhash.xxh3_64_intdigest(view[:at])
+    @property
+    def name(self) -> str:
+        return self.manifest.record.name
 
 
 def _hash(content: Mapping[str, Any]) -> str:

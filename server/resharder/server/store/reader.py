@@ -2,8 +2,8 @@
 
 import secrets
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from resharder.converters.checkpoint_files import folder_names
@@ -11,6 +11,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.hf_config import described, differences
 from resharder.converters.json_input import parse_json
 from resharder.converters.storage.files import INDEX_FILE, MappedFiles
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.infra.filesystem import touching
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import DaemonError, ResourceNotFound
@@ -19,17 +20,27 @@ from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.lifecycle import VersionLifecycle
-from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache, VerifiedVersion
-from resharder.server.store.partial import PartialVersion
+from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache
+from resharder.server.store.partial import PartialVersion, VerifiedVersion
 
 PATIENCE = 5.0
+Borrow = Callable[[PartialVersion, Collection[PieceSpan]], AbstractContextManager[None]]
+"""Function that has bytes of a version in its files meanwhile. Raises Unavailable (PIECES_ELSEWHERE)."""
 
 
 class VerifiedVersions:
-    """Verified versions that are not READY yet: nodes replicate them now. No call names them to a worker. Thread-safe."""
+    """Verified versions that are not READY yet: holders fetch them now. No call names them to a worker. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._found = threading.Lock(), dict[str, VerifiedVersion]()
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._found
+
+    def all(self) -> list[VerifiedVersion]:
+        with self._lock:
+            return list(self._found.values())
 
     def get(self, model: str, number: int) -> VerifiedVersion | None:
         """Return a version; None for any other, also once it is READY."""
@@ -63,6 +74,8 @@ class VersionReader:
     ) -> None:
         self._folder, self._catalogue, self._lifecycle, self._manifests = folder, catalogue, lifecycle, manifests
         self._patience = patience
+        self.borrow: Borrow | None = None
+        """Brings bytes that a store which holds no versions lacks; None for a store that holds them."""
         self.verified = VerifiedVersions()
 
     @medium_errors()
@@ -90,20 +103,40 @@ class VersionReader:
         (PIECES_ELSEWHERE) if the bytes have not been fetched from nodes after some seconds.
         """
         with self._pinned(name, number, "reader") as record:
-            self.await_tensors(name, number, tensors)
-            with MappedFiles(self._folder.path(record), self.manifest(name, number).files) as files:
+            found = self.manifest(name, number)
+            names = found.specs if tensors is None else tensors
+            spans = found.spans_of(names) if self.partial(name, number) is not None else ()
+            with self.reading(name, number, spans), MappedFiles(self._folder.path(record), found.files) as files:
                 yield files
 
-    def await_tensors(self, name: str, number: int, tensors: Collection[str] | None = None) -> None:
-        """Wait until the store has the bytes of some tensors of a READY version, or with None all bytes.
+    @contextmanager
+    def reading(self, name: str, number: int, spans: Collection[PieceSpan], patience: float | None = None) -> Iterator[None]:
+        """Have bytes of a READY version's files in its folder meanwhile.
+
+        Raises ResourceNotFound (VERSION_GONE), Unavailable (PIECES_ELSEWHERE) if they have not come from nodes in some seconds.
+        """
+        partial = self.partial(name, number)
+        if partial is None:
+            yield
+        elif self.borrow is not None:
+            with self.borrow(partial, spans):
+                yield
+        else:
+            partial.await_bytes(spans, self._patience if patience is None else patience)
+            yield
+
+    def await_whole(self, name: str, number: int) -> None:
+        """Wait until the store has all bytes of a READY version, unless it borrows them from nodes as they are read.
 
         Raises ResourceNotFound (VERSION_GONE), Unavailable (PIECES_ELSEWHERE).
         """
-        if (partial := self.partial(name, number)) is not None:
-            partial.await_tensors(tensors, self._patience)
+        if (partial := self.partial(name, number)) is not None and self.borrow is None:
+            partial.await_bytes(None, self._patience)
 
     def partial(self, name: str, number: int) -> PartialVersion | None:
-        """Return a READY version of which the store lacks pieces; None for any other."""
+        """Return a version of which the store lacks pieces, READY or verified; None for any other."""
+        if (verified := self.verified.get(name, number)) is not None:
+            return verified.partial
         model = self._catalogue.find(name)
         return model.partial.get(number) if model is not None else None
 
@@ -178,11 +211,19 @@ class VersionReader:
         Raises as `open` does, and ResourceExhausted (NO_DESCRIPTORS).
         """
         with self.folder(name, number) as (_, folder):
-            self.await_tensors(name, number)
-            names = (*self.manifest(name, number).other_files, MANIFEST_FILE)
+            self.await_whole(name, number)
             failpoint("export.read")
             with touching(folder, "reading"):
-                return {file: (folder / file).read_bytes() for file in names}
+                found = {file: (folder / file).read_bytes() for file in self.manifest(name, number).other_files}
+            return found | {MANIFEST_FILE: self.manifest_content(name, number)}
+
+    @medium_errors()
+    def manifest_content(self, name: str, number: int) -> bytes:
+        """Return the content of a READY version's manifest, as it is once the version is whole. Raises as `manifest` does."""
+        with self.folder(name, number) as (_, folder), touching(folder, "reading"):
+            if self.partial(name, number) is not None:
+                return manifest.encode_whole(manifest.load(folder))
+            return (folder / MANIFEST_FILE).read_bytes()
 
     @contextmanager
     def _pinned(self, name: str, number: int, purpose: str) -> Iterator[VersionRecord]:

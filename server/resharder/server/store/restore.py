@@ -19,16 +19,17 @@ from resharder.server.store.renames import complete_decision
 _log = structlog.get_logger("resharder.store")
 
 
-def restore_models(root: Path) -> dict[str, StoredModel]:
+def restore_models(root: Path, *, hold: bool = True) -> dict[str, StoredModel]:
     """Read all models of the store at `root`, with the RETIRED and ABORTED versions of its history.
 
-    Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read, whose version may be undamaged.
+    `hold`: see `Store`. Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read, whose
+    version may be undamaged.
     """
     failpoint("start.read")
     complete_decision(root)
     folders = sorted(make_durable_folder(root / "models").iterdir())
     sync(root / "models")
-    models = {folder.name: _restore_model(folder) for folder in folders if MODEL_NAME.fullmatch(folder.name)}
+    models = {folder.name: _restore_model(folder, hold) for folder in folders if MODEL_NAME.fullmatch(folder.name)}
     for record in read_history(root):
         model = models.get(record.model)
         if model is not None:  # claim.json may be damaged
@@ -61,8 +62,8 @@ def _read_claim(model: StoredModel) -> None:
         model.number, model.epoch, model.jobs, model.claim = number, epoch, jobs, claim
 
 
-def _restore_model(folder: Path) -> StoredModel:
-    model = StoredModel(folder.name, folder)
+def _restore_model(folder: Path, hold: bool) -> StoredModel:
+    model = StoredModel(folder.name, folder, hold)
     for renamed in (folder, folder / "versions"):  # a daemon that was killed may not have synced what is read or removed here
         if renamed.exists():
             sync(renamed)

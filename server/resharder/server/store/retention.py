@@ -62,11 +62,12 @@ def peak(size: int, sets: int, old: Sequence[int]) -> int:
 class Capacity:
     """Upper bound on the bytes of all versions: `limit_bytes`, or if that is 0, 80 % of the medium.
 
-    Callers must hold the lock of the catalogue, unless a method says otherwise. The constructor raises MediumRefused.
+    Callers must hold the lock of the catalogue, unless a method says otherwise. The constructor raises MediumRefused. Without
+    `hold`, the store has no bytes of versions, and there is no bound.
     """
 
-    def __init__(self, root: Path, catalogue: Catalogue, retention: Retention, limit_bytes: int) -> None:
-        self._root, self._catalogue, self._retention = root, catalogue, retention
+    def __init__(self, root: Path, catalogue: Catalogue, retention: Retention, limit_bytes: int, *, hold: bool = True) -> None:
+        self._root, self._catalogue, self._retention, self.hold = root, catalogue, retention, hold
         self.limit_bytes = limit_bytes
         if not limit_bytes:
             with touching(root, "measuring"):
@@ -75,7 +76,7 @@ class Capacity:
     def check_size(self, model: str, size: int) -> None:
         """Raise ResourceExhausted (NO_ROOM) if versions of `size` bytes do not fit in an empty store. Needs no lock."""
         sets = self._retention.sets(size)
-        if size * sets > self.limit_bytes:
+        if self.hold and size * sets > self.limit_bytes:
             raise ResourceExhausted(
                 "NO_ROOM",
                 f"no room: model {model} needs {sets} versions of {size_text(size)} ({size_text(size * sets)}), the store holds "
@@ -91,7 +92,7 @@ class Capacity:
         needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
         lent = sum(other.lent() for other in self._catalogue.stored() if other is not model)
         limit, there = self._left_for(model, coming, lent=True), self._free() + model.used() + lent
-        if needed > limit or needed > there:
+        if self.hold and (needed > limit or needed > there):
             raise ResourceExhausted(
                 "NO_ROOM",
                 f"no room: {sets} versions of {size_text(size)} of model {model.name} and what is kept need {size_text(needed)}, "
@@ -105,10 +106,12 @@ class Capacity:
 
     def fits(self, model: StoredModel, size: int) -> bool:
         """Return whether the bound and the medium allow `size` more bytes for the model."""
-        return self.within_limit(model, size) and size <= self._free()
+        return not self.hold or (self.within_limit(model, size) and size <= self._free())
 
     def available_bytes(self) -> dict[str, int]:
         """Return the bytes that each model's versions after its READY ones have or can get. Takes the lock."""
+        if not self.hold:
+            return {}
         with self._catalogue.changed:
             models = [(model, model.unpublished() + model.held()) for model in self._catalogue.stored()]
             limits = {model.name: self._left_for(model, lent=True) - model.used() for model, _ in models}

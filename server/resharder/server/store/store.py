@@ -42,28 +42,32 @@ class Store:
         root: Path,
         *,
         limit_bytes: int = 0,
+        hold: bool = True,
         keep_count: int = 3,
         keep_bytes: int = 0,
         shared: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Lock the folder and restore its versions. `limit_bytes`: bound on all versions; 0: 80 % of the medium.
+        """Lock the folder and restore its versions.
+
+        `limit_bytes`: bound on all versions; 0: 80 % of the medium. `hold`: whether the folder has the bytes of versions, and not
+        their manifests and small files alone.
 
         Raises FailedPrecondition (STORE_OWNER, STORE_LOCKED, STORE_FILESYSTEM), Unavailable (STORE_FAILED), ResourceExhausted
         (STORE_FULL, NO_DESCRIPTORS).
         """
-        retention, manifests = Retention(keep_count, keep_bytes), ManifestCache()
+        retention, manifests, self.hold = Retention(keep_count, keep_bytes), ManifestCache(), hold
         with medium_errors():
             self.folder = StoreFolder(root, shared=shared)
             try:
-                self.catalogue = Catalogue(root, restore_models(root))
-                self.capacity = Capacity(root, self.catalogue, retention, limit_bytes)
+                self.catalogue = Catalogue(root, restore_models(root, hold=hold), hold=hold)
+                self.capacity = Capacity(root, self.catalogue, retention, limit_bytes, hold=hold)
                 self._history = History(root)
             except BaseException:
                 self.folder.close()
                 raise
         folder, catalogue, history = self.folder, self.catalogue, self._history
-        pool = FilePool(catalogue, self.capacity)
+        pool = FilePool(catalogue, self.capacity, hold=hold)
         self.epochs = Epochs(folder, catalogue, self.capacity, pool, retention)
         self.lifecycle = VersionLifecycle(folder, catalogue, self.capacity, pool, retention, history, manifests, clock)
         self.reader = VersionReader(folder, catalogue, self.lifecycle, manifests)

@@ -9,7 +9,6 @@ from resharder.converters.units import size_text
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord, current
-from resharder.server.nodes.known_node import NodeView, id_of
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import Move, UpdateStrategy, VersionTarget
 from resharder.server.state.server import Install, Server, Settings, Worker
@@ -41,7 +40,7 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
             }
             for model, records in now.versions.items()
         ],
-        "nodes": [_node(view) for view in now.nodes],
+        "nodes": [_node(node) for node in now.nodes],
         "events": [_event(event) for event in reversed(events)],
     }
 
@@ -61,9 +60,9 @@ def _problems(now: Snapshot) -> Iterator[str]:
         yield f"{path} cannot be removed, and takes {size_text(size)} of the store: remove what protects it"
     for node in now.nodes:
         if node.state == resources_pb2.Node.LOST:
-            yield f"node {id_of(node.report)} is LOST: it has not called within its lease"
+            yield f"node {node.name.removeprefix('nodes/')} is LOST: it has not called within its lease"
         for copy in (copy for copy in node.copies if copy.problem and copy.wanted):
-            yield f"node {id_of(node.report)}: {copy.version} does not arrive: {copy.problem}"
+            yield f"node {node.name.removeprefix('nodes/')}: {copy.version} does not arrive: {copy.problem}"
     for each in now.shortages:
         yield f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}"
 
@@ -345,17 +344,17 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
     }
 
 
-def _node(view: NodeView) -> dict[str, Any]:
-    report = view.report
+def _node(node: resources_pb2.Node) -> dict[str, Any]:
+    state = resources_pb2.Node.State.Name(node.state)
     return {
-        "id": id_of(report),
-        "state": resources_pb2.Node.State.Name(view.state),
-        "badge": _badge(badge("node", resources_pb2.Node.State.Name(view.state))),
-        "address": report.data_address,
-        "used": report.used_bytes,
-        "limit": report.capacity_bytes,
-        "received": {"daemon": report.received_daemon_bytes, "peer": report.received_peer_bytes},
-        "sent": report.sent_bytes,
+        "id": node.name.removeprefix("nodes/"),
+        "state": state,
+        "badge": _badge(badge("node", state)),
+        "address": node.data_address,
+        "used": node.used_bytes,
+        "limit": node.capacity_bytes,
+        "received": {"daemon": node.received_daemon_bytes, "peer": node.received_peer_bytes},
+        "sent": node.sent_bytes,
         "versions": [
             {
                 "name": copy.version,
@@ -366,7 +365,7 @@ def _node(view: NodeView) -> dict[str, Any]:
                 "problem": copy.problem,
                 "uploading": copy.uploading,
             }
-            for copy in view.copies
+            for copy in node.copies
         ],
     }
 

@@ -133,29 +133,28 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
 
 def _nodes(now: Snapshot) -> Iterator[Metric]:
     states = GaugeMetricFamily("resharder_nodes", "Nodes by state", labels=["state"])
-    counts = Counter(view.state for view in now.nodes)
+    counts = Counter(node.state for node in now.nodes)
     for name, state in resources_pb2.Node.State.items():
         if state:
             states.add_metric([name], counts[state])
-    live = [view for view in now.nodes if view.state != resources_pb2.Node.LOST]
-    reports = [view.report for view in live]
+    live = [node for node in now.nodes if node.state != resources_pb2.Node.LOST]
     memory = GaugeMetricFamily(
-        "resharder_node_used_bytes", "Bytes of versions on nodes", value=sum(r.used_bytes for r in reports)
+        "resharder_node_used_bytes", "Bytes of versions on nodes", value=sum(node.used_bytes for node in live)
     )
     limit = GaugeMetricFamily(
-        "resharder_node_limit_bytes", "Bound on the bytes of versions on nodes", value=sum(r.capacity_bytes for r in reports)
+        "resharder_node_limit_bytes", "Bound on the bytes of versions on nodes", value=sum(node.capacity_bytes for node in live)
     )
     received = GaugeMetricFamily(
         "resharder_node_received_bytes",
         "Bytes that the present processes of nodes have received, by source: origin (the daemon) or peer (other nodes)",
         labels=["source"],
     )
-    received.add_metric(["origin"], sum(r.received_daemon_bytes for r in reports))
-    received.add_metric(["peer"], sum(r.received_peer_bytes for r in reports))
+    received.add_metric(["origin"], sum(node.received_daemon_bytes for node in live))
+    received.add_metric(["peer"], sum(node.received_peer_bytes for node in live))
     engine = GaugeMetricFamily(
         "resharder_node_engine_received_bytes",
         "Bytes from other nodes that the present processes of nodes have received by a transfer engine",
-        value=sum(r.received_engine_bytes for r in reports),
+        value=sum(node.received_engine_bytes for node in live),
     )
     own = GaugeMetricFamily(
         "resharder_store_missing_pieces",
@@ -164,10 +163,10 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     )
     short = GaugeMetricFamily(
         "resharder_store_short_pieces",
-        "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 2",
-        value=sum(each.short for each in now.shortages),
+        "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 1",
+        value=sum(each.short_pieces for each in now.shortages),
     )
-    wanted = [copy for view in live for copy in view.copies if copy.wanted and not copy.uploading]
+    wanted = [copy for node in live for copy in node.copies if copy.wanted and not copy.uploading]
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
         "Pieces that nodes should hold and do not yet",
