@@ -4,7 +4,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,10 +42,11 @@ class Remote:
     def __init__(self, url: str) -> None:
         try:
             import obstore.store
+            import zstandard as zstandard
             from obstore.exceptions import BaseError
         except ImportError as error:
             raise FailedPrecondition(
-                "NO_ARCHIVE", f"cannot use {url}, because obstore is not installed; {install_line('archive')}"
+                "NO_ARCHIVE", f"cannot use {url}, because {error.name} is not installed; {install_line('archive')}"
             ) from error
         scheme, _, _ = url.rpartition("://")
         if scheme not in ("", *_SCHEMES):
@@ -55,7 +56,7 @@ class Remote:
         if scheme in ("", "file"):
             path = unquote(urlsplit(url).path) if scheme else url
             self._folder = Path(os.path.abspath(Path(path).expanduser()))
-            self._objects = obstore.store.LocalStore()
+            self._objects = obstore.store.LocalStore(automatic_cleanup=True)
             self.url = f"file://{self._folder}"
             return
         retries: obstore.store.RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
@@ -90,11 +91,16 @@ class Remote:
                 return None
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to `end`, or to where it ends."""
+        """Return the bytes of an object from `start` to `end`; none if it does not exist or ends before `end`."""
         if start == end:
             return b""
         with self._failures(path):
-            return bytes(self._objects.get_range(self._at(path), start=start, end=end))
+            try:
+                return bytes(self._objects.get_range(self._at(path), start=start, end=end))
+            except Exception:
+                if (self.size(path) or 0) < end:
+                    return b""
+                raise
 
     def chunks(self, path: str) -> Iterator[bytes]:
         """Yield the content of an object in chunks of 4 MiB."""
@@ -105,7 +111,7 @@ class Remote:
             for at in range(0, len(content), CHUNK):
                 yield content[at : at + CHUNK]
 
-    def write(self, path: str, chunks: Iterable[bytes], size: int) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview], size: int) -> None:
         """Write a whole object of at most `size` bytes. In a folder, the file and its folders are synced."""
         with self._failures(path):
             part = max(_PART, -(-size // _PARTS))
@@ -152,6 +158,14 @@ class Remote:
                 self._objects.delete(self._at(path))
             except FileNotFoundError:
                 return
+
+    def clear(self, folder: str) -> None:
+        """Remove all objects in a folder and its folders."""
+        with self._failures(folder):
+            for found in self._objects.list(self._at(folder)):
+                for each in found:
+                    with suppress(FileNotFoundError):
+                        self._objects.delete(each["path"])
 
     def _at(self, path: str) -> str:
         folder = "" if self._folder is None else str(self._folder).lstrip("/")
