@@ -4,6 +4,7 @@ A weight that an optimizer's step leaves as it is gives zeros, so little is left
 dtype, scales and headers alike. A piece that would not become smaller is stored as it is.
 """
 
+import threading
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ import xxhash
 
 PIECE = 16 << 20
 _LEVEL = 1
+_BLOCK = 1 << 20
+_scratch = threading.local()
 How = Literal["xor", "whole"]
 
 
@@ -36,7 +39,10 @@ def encode(content: bytes | memoryview, base: bytes | memoryview | None) -> tupl
 
     Args:
         content: Bytes of the piece.
-        base: Bytes of the same piece of the base, of the same size; None to store the piece as it is.
+        base: Bytes of the same piece of the base; None to store the piece as it is.
+
+    Raises:
+        ValueError: The base's piece has another size.
     """
     proof = checksum(content)
     if base is not None:
@@ -66,7 +72,7 @@ def decode(piece: StoredPiece, stored: bytes, base: bytes | memoryview | None, s
     if piece.how == "xor":
         if base is None or len(base) != size:
             raise BadPiece(f"expected a base of {size} bytes, found {'none' if base is None else len(base)}")
-        content = _xor(_unpacked(stored, size), base)
+        content = _unpacked(stored, base)
     if len(content) != size:
         raise BadPiece(f"expected a piece of {size} bytes, found {len(content)}")
     if checksum(content) != piece.checksum:
@@ -74,16 +80,33 @@ def decode(piece: StoredPiece, stored: bytes, base: bytes | memoryview | None, s
     return content
 
 
-def _unpacked(stored: bytes, size: int) -> bytes:
+def _unpacked(stored: bytes, base: bytes | memoryview) -> memoryview:
+    """Return the bytes of a difference applied to a base, block by block while they are in a core's cache."""
     import zstandard
 
+    before = np.frombuffer(base, np.uint8)
     try:
-        if zstandard.frame_content_size(stored) != size:  # before that much is allocated
-            raise BadPiece(f"expected a frame of {size} bytes, found {zstandard.frame_content_size(stored)}")
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+        if zstandard.frame_content_size(stored) != len(before):  # before that much is allocated
+            raise BadPiece(f"expected a frame of {len(before)} bytes, found {zstandard.frame_content_size(stored)}")
+        content = np.empty(len(before), np.uint8)
+        with zstandard.ZstdDecompressor().stream_reader(stored) as frame:
+            for start in range(0, len(content), _BLOCK):
+                block = content[start : start + _BLOCK]
+                if (found := frame.readinto(block)) != len(block):
+                    raise BadPiece(f"expected a frame of {len(content)} bytes, found {start + found}")
+                np.bitwise_xor(block, before[start : start + _BLOCK], out=block)
     except zstandard.ZstdError as error:
         raise BadPiece(f"not a zstd frame: {error}") from error
+    return content.data
 
 
 def _xor(one: bytes | memoryview, other: bytes | memoryview) -> memoryview:
-    return np.bitwise_xor(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)).data
+    """Return the XOR in a buffer of this thread, which the next call overwrites: fresh pages take as long as the XOR itself."""
+    if len(one) != len(other):
+        raise ValueError(f"expected a base of {len(one)} bytes, found {len(other)}")
+    buffer = getattr(_scratch, "buffer", None)
+    if buffer is None or len(buffer) < len(one):
+        buffer = _scratch.buffer = np.empty(len(one), np.uint8)
+    found: memoryview = buffer[: len(one)].data
+    np.bitwise_xor(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8), out=buffer[: len(one)])
+    return found
