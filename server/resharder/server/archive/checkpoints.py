@@ -37,7 +37,7 @@ from resharder.server.state.version import MODEL_NAME, VersionRecord
 from resharder.server.store.manifest import MANIFEST_FILE
 
 _AT_ONCE = 2  # concurrent files
-_CODERS = min(8, os.cpu_count() or 1)  # concurrent pieces; each takes some 48 MiB of memory
+_CODERS = min(4, os.cpu_count() or 1)  # concurrent pieces; with those that wait, some 0.5 GB of memory
 _INVALID = (ValueError, KeyError, TypeError, AttributeError)
 _log = structlog.get_logger("resharder.archive")
 Found = TypeVar("Found")
