@@ -64,7 +64,7 @@ def test_a_release_is_a_wheel_and_a_source_archive_with_their_notes_and_what_the
     bill = json.loads((built / "sbom.cdx.json").read_text())
     assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "resharder")
     components = {component["name"]: component["version"] for component in bill["components"]}
-    assert {"grpcio", "protobuf", "numba", "uvicorn", "fsspec"} <= components.keys()
+    assert {"grpcio", "protobuf", "numba", "uvicorn", "obstore", "zstandard"} <= components.keys()
     assert {"torch", "vllm", "megatron-core", "pip"}.isdisjoint(components)
 
 

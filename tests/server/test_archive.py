@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -34,6 +33,7 @@ from resharder.v1.operator_pb2_grpc import OperatorServiceStub
 from resharder.v1.server_pb2_grpc import ServerServiceStub
 from transformers import AutoModelForCausalLM
 
+from tests.support import bucket
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, read_folder, whole
@@ -74,12 +74,18 @@ class Gate:
         self.reached, self.open = threading.Event(), threading.Event()
         write = archive._checkpoints._remote.write
 
-        def wait_and_write(path: str, chunks: object) -> None:
+        def wait_and_write(path: str, chunks: object, size: int) -> None:
             self.reached.set()
             assert self.open.wait(60)
-            write(path, chunks)
+            write(path, chunks, size)
 
         archive._checkpoints._remote.write = wait_and_write
+
+
+def place(root: Path, number: int = 1) -> Path:
+    """The folder of a version's objects."""
+    found = root / "archive" / "policy" / f"{number:08}"
+    return found / json.loads((found / "archived.json").read_bytes())["folder"]
 
 
 def archived(archive: Archive) -> list[int]:
@@ -100,7 +106,15 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("url", ["", "memory://archive"])
+@pytest.fixture(params=["", "s3"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if not request.param:
+        yield ""
+        return
+    with bucket.opened(monkeypatch) as found:
+        yield found.url
+
+
 def test_an_archived_version_is_every_file_of_its_folder_and_comes_back_as_it_was(
     store: Store, root: Path, opened: Callable[..., Archive], url: str
 ) -> None:
@@ -109,8 +123,8 @@ def test_an_archived_version_is_every_file_of_its_folder_and_comes_back_as_it_wa
     found = archive.archive_now("policy", 1)
     assert (found.name, found.size_bytes, found.fingerprint) == (record.name, SIZE, record.fingerprint)
     folder = store.folder.path(record)
-    files = fsspec.filesystem("memory" if url else "file")
-    kept = {path.name: files.cat_file(f"{found.url}/{path.name}") for path in folder.iterdir()}
+    remote = archive._checkpoints._remote
+    kept = {path.name: remote.content(f"{found.place}/{path.name}").bytes for path in folder.iterdir()}
     assert kept == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert archive.archived() == [found]
     other = new_store(root)
@@ -149,7 +163,8 @@ def test_every_nth_version_is_archived_also_over_restarts(store: Store, opened: 
     again = opened(store, every=2)
     publish(store, epoch, 3)
     wait_until(lambda: archived(again) == [4, 2])
-    wait_until(lambda: store.lifecycle.holders("policy", 4) == [])
+    wait_until(lambda: store.lifecycle.holders("policy", 4) == ["archive-base"])
+    assert store.lifecycle.holders("policy", 2) == []
 
 
 def test_versions_that_are_overtaken_while_they_wait_are_skipped(store: Store, opened: Callable[..., Archive]) -> None:
@@ -182,27 +197,24 @@ def test_a_slow_archive_gives_way_to_a_publish_that_needs_the_room(root: Path, o
 
 def test_what_the_archive_fails_at_is_tried_again_and_then_said(store: Store, opened: Callable[..., Archive]) -> None:
     epoch, archive = claim(store), opened(store, every=1)
-    files, failures = archive._checkpoints._remote._files, [2]
-    makedirs = files.makedirs
+    objects, failures = archive._checkpoints._remote._objects, [2]
+    put = objects.put
 
-    def fail(*args: object, **kwargs: object) -> None:
+    def fail(*args: object, **kwargs: object) -> object:
         failures[0] -= 1
         if failures[0] >= 0:
             raise ConnectionResetError("cut")
-        makedirs(*args, **kwargs)
+        return put(*args, **kwargs)
 
-    files.makedirs = fail
-    try:
-        publish(store, epoch, 0)
-        wait_until(lambda: archived(archive) == [1])
-        failures[0] = 1000
-        publish(store, epoch, 1)
-        wait_until(lambda: ("2", "failed") in archive.reports)
-        with pytest.raises(Unavailable, match="ConnectionResetError: cut"):
-            archive.archive_now("policy", 2)
-        assert numbers(store) == [1, 2]
-    finally:
-        files.makedirs = makedirs
+    objects.put = fail
+    publish(store, epoch, 0)
+    wait_until(lambda: archived(archive) == [1])
+    failures[0] = 1000
+    publish(store, epoch, 1)
+    wait_until(lambda: ("2", "failed") in archive.reports)
+    with pytest.raises(Unavailable, match="ConnectionResetError: cut"):
+        archive.archive_now("policy", 2)
+    assert numbers(store) == [1, 2]
 
 
 @pytest.mark.parametrize("name", [LAYOUTS[0].path, "config.json", "resharder.json"])
@@ -213,7 +225,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing_behind(
     publish(store, claim(store), 0)
     archive = opened(store)
     archive.archive_now("policy", 1)
-    harm(root / "archive" / PLACE / name)
+    harm(place(root) / name)
     other = new_store(root)
     with pytest.raises(DataLoss, match=name):
         opened(other, restore=False).restore("policy", 1)
@@ -260,7 +272,7 @@ def test_an_empty_store_gets_the_newest_whole_version_and_counts_on_from_there(
     for step in range(3):
         record = publish(store, epoch, step)
         wait_until(partial(is_archived, archive, record.number))
-    flip(root / "archive" / "policy" / "00000003" / LAYOUTS[0].path)
+    flip(place(root, 3) / f"{LAYOUTS[0].path}.delta")
     other = new_store(root)
     changed: list[int] = []
     other.catalogue.version_changed.connect(lambda record: changed.append(record.number))
@@ -323,7 +335,8 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
     root: Path, opened: Callable[..., Archive]
 ) -> None:
     die("archive.before-marker", root / "store", root / "archive", "publish")
-    assert (root / "archive" / PLACE / LAYOUTS[0].path).stat().st_size == LAYOUTS[0].size
+    left = next((root / "archive" / PLACE).iterdir())
+    assert (left / LAYOUTS[0].path).stat().st_size == LAYOUTS[0].size
     store = Store(root / "store")
     archive = opened(store)
     assert archived(archive) == []
@@ -362,10 +375,10 @@ def test_a_daemon_on_an_empty_host_serves_what_the_archive_has(tmp_path: Path) -
         assert job.publish(4, weights).number == 2
 
 
-def test_a_url_that_nobody_knows_and_a_daemon_without_an_archive_are_told_what_is_missing(store: Store) -> None:
-    with pytest.raises(FailedPrecondition, match="expected a folder or an fsspec URL"):
+def test_a_url_that_nobody_knows_and_a_daemon_without_an_archive_are_told_what_is_missing(store: Store, root: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="expected a folder, or a URL of s3, gs, az or file"):
         Archive(store, "nothing://there")
     with pytest.raises(FailedPrecondition, match="archive_url"):
         needed(None)
     with pytest.raises(InvalidArgument, match="expected a model name"):
-        Archive(store, "memory://archive").archived("../somewhere")
+        Archive(store, str(root / "archive")).archived("../somewhere")

@@ -9,7 +9,7 @@ import pytest
 from resharder.converters.geometry.layout import full_box
 from resharder.converters.storage.digest import digest
 from resharder.server.archive.archive import Archive
-from resharder.server.archive.checkpoints import MARKER
+from resharder.server.archive.archived import MARKER
 from resharder.server.store import manifest
 from resharder.server.store.manifest import MANIFEST_FILE, BadManifest
 from resharder.server.store.store import Store

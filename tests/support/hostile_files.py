@@ -28,7 +28,7 @@ from resharder.converters.storage.files import INDEX_FILE, MappedFiles, index_js
 from resharder.converters.wire.chunk_frame import ChunkHeader, frame, unframe
 from resharder.converters.wire.direct import copies_from_proto, layout_from_proto, layout_to_proto
 from resharder.server import config
-from resharder.server.archive import checkpoints
+from resharder.server.archive import archived as markers
 from resharder.server.fleets.persistence import FleetFiles, stored
 from resharder.server.infra.event_log import Events
 from resharder.server.state.errors import DaemonError
@@ -232,19 +232,21 @@ def version_manifest(random: Random, workspace: Workspace) -> str:
 
 def archive_marker(random: Random, workspace: Workspace) -> str:
     """Decode the marker of an archived version."""
-    files = {"config.json": checkpoints.File(2, "00"), "model.safetensors": checkpoints.File(9, "11")}
-    archived = checkpoints.Archived("policy", 1, "file:///x", 9, "fingerprint", 1.0, 1, files)
-    content = json.loads(checkpoints._encode(archived))
+    files = {"config.json": markers.File(2, "00"), "model.safetensors": markers.File(9, "11")}
+    objects = {f"{name}.delta": file for name, file in files.items()} | {"pieces.json": markers.File(3, "22")}
+    base = markers.BaseVersion(1, "another")
+    archived = markers.Archived("policy", 2, "file:///x", 9, "fingerprint", 1.0, 1, files, "0a", objects, base, 1)
+    content = json.loads(markers.encode(archived))
     if random.random() < 0.5:
         content = spoiled_value(random, content)
         if isinstance(content, dict):
             content.pop("blake3", None)
-            content["blake3"] = checkpoints._blake3(content)
+            content["blake3"] = markers.hash_of(content)
         raw = encoded_json(content)
     else:
         raw = spoil(random, encoded_json(content))
     try:
-        found = checkpoints._decode(raw, "file:///x")
+        found = markers.decode(raw, "file:///x")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return type(error).__name__
     assert found.size_bytes >= 0

@@ -9,7 +9,7 @@ _PACKAGES = {
         "blake3 grpc_health grpc_reflection numba prometheus_client pydantic pydantic_settings starlette structlog typer "
         "uvicorn xxhash yaml"
     ),
-    "archive": "fsspec",
+    "archive": "obstore zstandard",
     "otel": "opentelemetry",
     "import": "safetensors",
     "megatron": "megatron",

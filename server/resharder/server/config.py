@@ -166,8 +166,16 @@ class Config(BaseSettings):
         description="`keep`, `wait` or `abort`: what installs do to requests in flight, in new fleets; those of adapters begin "
         "with `wait`. [vLLM servers](vllm.md) explains them",
     )
-    archive_url: str = Field("", description="folder or fsspec URL of the archive; empty: none")
+    archive_url: str = Field("", description="folder or bucket of the archive: `s3://`, `gs://`, `az://`, `file://`; empty: none")
     archive_every: int = Field(0, ge=0, description="archive every n-th READY version of a model; 0: on command")
+    archive_full_every: int = Field(
+        16,
+        ge=1,
+        description="archive every n-th of these versions in full, the others as deltas of the one before; 1: all in full",
+    )
+    archive_keep: int = Field(
+        0, ge=0, description="versions of each model that the archive keeps, besides those that these are deltas of; 0: all"
+    )
     archive_restore: bool = Field(
         True, description="at the start, restore the newest archived version of each model that has no READY version"
     )

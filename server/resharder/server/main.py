@@ -194,9 +194,12 @@ class Daemon:
         def report(name: str, what: str, reason: str) -> None:
             self.events.add("archive", name, what, reason)
 
-        url, every = self.config.archive_url, self.config.archive_every
+        config = self.config
         try:
-            return Archive(self.store, url, every, report=report) if url else None
+            if not config.archive_url:
+                return None
+            full_every, keep = config.archive_full_every, config.archive_keep
+            return Archive(self.store, config.archive_url, config.archive_every, full_every=full_every, keep=keep, report=report)
         except DaemonError as error:
             raise ConfigError(f"--archive-url: {error}") from error
 

@@ -1,1 +1,1 @@
-"""Versions in a folder or fsspec URL: written in the background, verified when restored."""
+"""Versions in a folder or bucket: written in the background, verified when restored."""

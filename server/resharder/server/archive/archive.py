@@ -1,27 +1,29 @@
-"""Archive of versions in a folder or fsspec URL: every n-th one, or on command; and restoration.
+"""Archive of versions in a folder or bucket: every n-th one, or on command; and restoration.
 
 One thread writes in the background. Of each model, only the newest version waits, and it gives way if the store needs its
-capacity, so a slow archive never delays a publish.
+capacity, so a slow archive never delays a publish. A version is written as a delta of the one before it while the store still
+has that one, and in full otherwise, or once `full_every` versions depend on each other.
 """
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import structlog
+from resharder.converters.units import size_text
 from resharder.converters.wire.pieces import PieceSpan
-from resharder.server.archive.checkpoints import Archived, Checkpoints
+from resharder.server.archive.archived import Archived
+from resharder.server.archive.checkpoints import Base, BaseDiffers, Checkpoints, Source, check_same
 from resharder.server.archive.remote import Remote
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
+from resharder.server.state.errors import DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord, check_model_name
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
 
-_HOLDER = "archive"
+_HOLDER, _BASE_HOLDER = "archive", "archive-base"
 _TRIES = 5
 _PATIENCE = 30.0  # seconds that a starting daemon waits for its archive
 _log = structlog.get_logger("resharder.archive")
@@ -35,9 +37,10 @@ class Archive:
 
     Args:
         store: Store of the versions.
-        url: Folder or fsspec URL.
+        url: Folder, or URL of a bucket (`s3://bucket/prefix`).
         every: Archive every n-th READY version of a model; 0: on command only.
-        options: Options for fsspec.
+        full_every: Longest chain of a full version and deltas; 1: no deltas.
+        keep: Versions of each model that are kept, besides the bases that they need; 0: all.
         pause: Seconds before a failed operation is retried, doubling.
         report: Called with a resource's name, `archived`, `restored` or `failed`, and the reason, after each.
 
@@ -50,25 +53,28 @@ class Archive:
         store: Store,
         url: str,
         every: int = 0,
-        options: Mapping[str, Any] | None = None,
         *,
+        full_every: int = 16,
+        keep: int = 0,
         pause: float = 1.0,
         report: Callable[[str, str, str], object] = lambda name, what, reason: None,
     ) -> None:
         self.store, self.every, self._report = store, every, report
+        self._full_every, self._keep_count = full_every, keep
         self._pause = pause
         self._closed, self._looked = threading.Event(), threading.Event()
-        self._checkpoints = Checkpoints(Remote(url, options or {}), self._closed)
+        self._checkpoints = Checkpoints(Remote(url), self._closed)
         self._changed = threading.Condition()
         self._waiting: dict[str, VersionRecord] = {}
         self._writing: VersionRecord | None = None
         self._newest: dict[str, int] = {}  # newest archived number of each model
         self._one = threading.Lock()  # one write at a time
+        self._bases: dict[str, int] = {}  # version of each model that is pinned for the next delta; guarded by _one
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
-        """URL of the archive, with the protocol of its filesystem."""
+        """URL of the archive, with its scheme."""
         return self._checkpoints.url
 
     def start(self, restore: bool = True) -> None:
@@ -90,6 +96,8 @@ class Archive:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(30)
+        for model, number in dict(self._bases).items():
+            self.store.lifecycle.release(model, number, _BASE_HOLDER)
 
     # Calls of operators
 
@@ -251,19 +259,71 @@ class Archive:
         """Return a version's copy in the archive, written if it is missing; with `sure`, its bytes are verified as well."""
         with self._one:
             there = self._checkpoints.find(record.model, record.number)
-            if there is not None and there.fingerprint != record.fingerprint:
-                raise AlreadyExists(
-                    "VERSION_DIFFERS",
-                    f"{there.url} is another {record.name}, with fingerprint {there.fingerprint}: "
-                    "give this store an archive_url of its own",
-                )
-            kept = there if there is not None and not (sure and self._checkpoints.damaged(there)) else self._write(record)
-        self._newest[record.model] = max(record.number, self._newest.get(record.model, 0))
+            if there is not None:
+                check_same(there, record)
+            damaged = there is not None and sure and self._is_damaged(there)
+            kept = there if there is not None and not damaged else self._write(record, in_full=damaged)
+            self._newest[record.model] = max(record.number, self._newest.get(record.model, 0))
+            if self.every and self._full_every > 1:
+                self._hold_base(record)
+            if self._keep_count and record.number == self._newest[record.model]:
+                for removed in self._checkpoints.retain(record.model, self._keep_count):
+                    _log.info("archive_removed", version=removed.name, url=removed.url)
         return kept
 
-    def _write(self, record: VersionRecord) -> Archived:
+    def _is_damaged(self, archived: Archived) -> bool:
+        """Read a version, with all that it is restored from."""
+        try:
+            return any(self._checkpoints.damaged(link) for link in self._checkpoints.chain(archived))
+        except DataLoss as error:
+            _log.warning("archive_damaged", version=archived.name, reason=str(error))
+            return True
+
+    def _write(self, record: VersionRecord, *, in_full: bool) -> Archived:
+        self.store.reader.await_whole(record.model, record.number)
+        archived = None if in_full else self._write_delta(record)
+        how = "in full" if archived is None else "as a delta"
+        if archived is None:
+            archived = self._checkpoints.write(self._source(record))
+        size = sum(each.size for each in archived.objects.values())
+        self._report(record.name, "archived", f"to {archived.url}, {how}: {size_text(size)}")
+        return archived
+
+    def _write_delta(self, record: VersionRecord) -> Archived | None:
+        """Write a version as a delta of the newest older one in the archive; None if the store no longer has that one, or has
+        other bytes, or if it would need too many others.
+        """
+        there = self._newest_before(record)
+        if there is None:
+            return None
+        holder = f"{_BASE_HOLDER}-{secrets.token_hex(4)}"
+        try:
+            base = self.store.lifecycle.pin(there.model, there.number, holder, yielding=True)
+            if base.fingerprint != there.fingerprint or self._layout(base) != self._layout(record):
+                return None
+            self.store.reader.await_whole(base.model, base.number)
+            pieces = self._checkpoints.pieces(there)
+            return self._checkpoints.write(self._source(record), Base(there, pieces, self._source(base)))
+        except (ResourceNotFound, BaseDiffers) as error:
+            _log.info("archive_in_full", version=record.name, reason=str(error))
+            return None
+        except DataLoss as error:  # the base's pieces, or what was written
+            _log.warning("archive_in_full", version=record.name, reason=str(error))
+            return None
+        finally:
+            self.store.lifecycle.release(there.model, there.number, holder)
+
+    def _newest_before(self, record: VersionRecord) -> Archived | None:
+        for number in self._checkpoints.numbers(record.model):
+            if number < record.number and (there := self._checkpoints.find(record.model, number)) is not None:
+                return there if there.folder and there.depth + 1 < self._full_every else None
+        return None
+
+    def _layout(self, record: VersionRecord) -> dict[str, int]:
+        return {file.path: file.size for file in self.store.reader.manifest(record.model, record.number).files}
+
+    def _source(self, record: VersionRecord) -> Source:
         reader, version = self.store.reader, (record.model, record.number)
-        reader.await_whole(*version)
         manifest = reader.manifest(*version)
         sizes = {file.path: file.size for file in manifest.files}
 
@@ -273,9 +333,19 @@ class Archive:
 
         names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
         contents = {MANIFEST_FILE: reader.manifest_content(*version)}
-        archived = self._checkpoints.write(record, self.store.folder.path(record), names, reading, contents)
-        self._report(record.name, "archived", f"to {archived.url}")
-        return archived
+        return Source(record, self.store.folder.path(record), names, reading, contents)
+
+    def _hold_base(self, record: VersionRecord) -> None:
+        """Pin the newest archived version for the next delta, until the store needs its capacity."""
+        held = self._bases.get(record.model, 0)
+        if record.number <= held:
+            return
+        try:
+            self.store.lifecycle.pin(record.model, record.number, _BASE_HOLDER, yielding=True)
+        except ResourceNotFound:  # retired already
+            return
+        self._bases[record.model] = record.number
+        self.store.lifecycle.release(record.model, held, _BASE_HOLDER)
 
 
 def needed(archive: Archive | None) -> Archive:

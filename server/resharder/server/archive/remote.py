@@ -1,101 +1,210 @@
-"""Files at an fsspec URL, in chunks: a folder, memory, or an object store with its plugin."""
+"""Objects at a URL: in a folder, or in a bucket of S3, Google Cloud Storage or Azure. An object is seen whole or not at all."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from resharder.converters.extras import install_line
 from resharder.server.infra.filesystem import sync
 from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
 
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
 CHUNK = 4 << 20
-_PART = 8 << 20  # of an upload to an object store, which allows 10,000 for a file
+_RANGE = 16 << 20  # of one read; a request has 30 s in all
+_PART, _PARTS = 8 << 20, 9000  # of an upload: S3 allows 10,000 parts
+_AT_ONCE = 4  # parts of an upload
+_SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
+_SECRET = re.compile(r"(?<=[\w/])\?[^\s)\"']+|(?<=://)[^\s/@:]*:[^\s/@]*@")  # a signed query, or a user with a password
+
+
+class Content(NamedTuple):
+    """Content of a small object, and the tag of this state of it."""
+
+    bytes: bytes
+    tag: str
 
 
 class Remote:
-    """Files under `url`; paths are relative to it. All methods raise Unavailable (ARCHIVE_FAILED).
+    """Objects under `url`; paths are relative to it. All methods raise Unavailable (ARCHIVE_FAILED).
 
-    The constructor raises FailedPrecondition (NO_ARCHIVE) without fsspec or the URL's plugin, or for an invalid URL.
+    Credentials and endpoints of buckets come from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`). The constructor touches
+    nothing. It raises FailedPrecondition (NO_ARCHIVE) without obstore, for an invalid URL, or where settings are missing.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str) -> None:
         try:
-            from fsspec.core import url_to_fs
-            from fsspec.implementations.local import LocalFileSystem
-
-            self._files, root = url_to_fs(url, **options)
+            import obstore.store
+            import zstandard as zstandard
+            from obstore.exceptions import BaseError
         except ImportError as error:
             raise FailedPrecondition(
-                "NO_ARCHIVE",
-                f"cannot use {url}, because fsspec or its plugin is missing: {error}; {install_line('archive')}",
+                "NO_ARCHIVE", f"cannot use {url}, because {error.name} is not installed; {install_line('archive')}"
             ) from error
-        except ValueError as error:
-            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder or an fsspec URL, got {url!r}: {error}") from error
-        self._root: str = root.rstrip("/")
-        self._local = isinstance(self._files, LocalFileSystem)
-        self.url: str = self._files.unstrip_protocol(self._root)
+        scheme, _, _ = url.rpartition("://")
+        if scheme not in ("", *_SCHEMES):
+            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder, or a URL of s3, gs, az or file, got {url!r}")
+        self._objects: ObjectStore
+        self._folder: Path | None = None
+        if scheme in ("", "file"):
+            path = unquote(urlsplit(url).path) if scheme else url
+            self._folder = Path(os.path.abspath(Path(path).expanduser()))
+            self._objects = obstore.store.LocalStore(automatic_cleanup=True)
+            self.url = f"file://{self._folder}"
+            return
+        retries: obstore.store.RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
+        try:
+            self._objects = obstore.store.from_url(url, retry_config=retries)
+        except (BaseError, ValueError) as error:
+            raise FailedPrecondition("NO_ARCHIVE", f"cannot use {_shown(url)}: {_reason(error)}") from error
+        self.url = _shown(url.rstrip("/"))
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names in a folder, sorted; an empty list if it does not exist."""
         with self._failures(folder):
-            self._files.invalidate_cache()
-            try:
-                found = self._files.ls(self._at(folder), detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+            found = self._objects.list_with_delimiter(self._at(folder))
+            paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+            return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-    def content(self, path: str) -> bytes | None:
-        """Return the content of a small file; None if it does not exist."""
+    def content(self, path: str) -> Content | None:
+        """Return the content of a small object; None if it does not exist."""
         with self._failures(path):
             try:
-                found: bytes = self._files.cat_file(self._at(path))
+                found = self._objects.get(self._at(path))
             except FileNotFoundError:
                 return None
-            return found
+            return Content(bytes(found.bytes()), found.meta["e_tag"] or "")
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file in bytes; None if it does not exist."""
+        """Return the size of an object in bytes; None if it does not exist."""
         with self._failures(path):
             try:
-                return int(self._files.size(self._at(path)))
+                return self._objects.head(self._at(path))["size"]
             except FileNotFoundError:
                 return None
 
-    def chunks(self, path: str) -> Iterator[bytes]:
-        """Yield the content of a file in chunks of 4 MiB. The file is closed when the generator ends."""
-        with self._failures(path), self._files.open(self._at(path), "rb", block_size=CHUNK) as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
-
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Write a whole file and create its folder. On a local filesystem, the file and its folders are synced."""
+    def read(self, path: str, start: int, end: int) -> bytes:
+        """Return the bytes of an object from `start` to `end`; none if it does not exist or ends before `end`."""
+        if start == end:
+            return b""
         with self._failures(path):
-            place = self._at(path)
-            folder = place.rsplit("/", 1)[0]
-            self._files.makedirs(folder, exist_ok=True)
-            with self._files.open(place, "wb", block_size=_PART) as file:
-                for chunk in chunks:
-                    file.write(chunk)
-            if self._local:
-                for made in (Path(place), *Path(place).parents[: path.count("/") + 1]):
-                    sync(made)
+            try:
+                return bytes(self._objects.get_range(self._at(path), start=start, end=end))
+            except Exception:
+                if (self.size(path) or 0) < end:
+                    return b""
+                raise
+
+    def chunks(self, path: str) -> Iterator[bytes]:
+        """Yield the content of an object in chunks of 4 MiB."""
+        with self._failures(path):
+            size = self._objects.head(self._at(path))["size"]
+        for start in range(0, size, _RANGE):
+            content = self.read(path, start, min(start + _RANGE, size))
+            for at in range(0, len(content), CHUNK):
+                yield content[at : at + CHUNK]
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview], size: int) -> None:
+        """Write a whole object of at most `size` bytes. In a folder, the file and its folders are synced."""
+        with self._failures(path):
+            part = max(_PART, -(-size // _PARTS))
+            self._objects.put(self._at(path), iter(chunks), chunk_size=part, max_concurrency=_AT_ONCE)
+            self._sync(path)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write an object that does not exist, and return whether this call did. Of several writers, one does."""
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._failures(path):
+            try:
+                self._objects.put(self._at(path), content, mode="create")
+            except AlreadyExistsError:
+                # A request that is repeated after its answer was lost finds its own object.
+                there = self.content(path)
+                return there is not None and there.bytes == content
+            self._sync(path)
+            return True
+
+    def replace(self, path: str, content: bytes, tag: str) -> bool:
+        """Write an object whose state has this tag, and return whether this call did. Of several writers, one does."""
+        from obstore.exceptions import PreconditionError
+
+        with self._failures(path):
+            try:
+                with self._alone(path):
+                    if self._folder is None:
+                        self._objects.put(self._at(path), content, mode={"e_tag": tag})
+                    elif (there := self.content(path)) is not None and there.tag == tag:
+                        self._objects.put(self._at(path), content)
+                    else:
+                        return False
+            except (PreconditionError, FileNotFoundError):
+                there = self.content(path)
+                return there is not None and there.bytes == content
+            self._sync(path)
+            return True
 
     def remove(self, path: str) -> None:
-        """Remove a file, which must exist."""
+        """Remove an object, or find that it does not exist."""
         with self._failures(path):
-            self._files.rm_file(self._at(path))
+            try:
+                self._objects.delete(self._at(path))
+            except FileNotFoundError:
+                return
+
+    def clear(self, folder: str) -> None:
+        """Remove all objects in a folder and its folders."""
+        with self._failures(folder):
+            for found in self._objects.list(self._at(folder)):
+                for each in found:
+                    with suppress(FileNotFoundError):
+                        self._objects.delete(each["path"])
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
+        folder = "" if self._folder is None else str(self._folder).lstrip("/")
+        return f"{folder}/{path}".strip("/")
+
+    def _sync(self, path: str) -> None:
+        if self._folder is not None:
+            file = self._folder / path
+            for made in (file, *file.parents[: path.count("/") + 2]):
+                sync(made)
+
+    @contextmanager
+    def _alone(self, path: str) -> Iterator[None]:
+        """Hold a lock on an object's folder, where files have no conditional write."""
+        if self._folder is None:
+            yield
+            return
+        descriptor = os.open((self._folder / path).parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
-        """Convert the exceptions of plugins to ARCHIVE_FAILED. A DaemonError, as from the source of a write, passes."""
+        """Convert exceptions to ARCHIVE_FAILED. A DaemonError, as from the source of a write, passes."""
         try:
             yield
         except DaemonError:
             raise
         except Exception as error:
-            raise Unavailable("ARCHIVE_FAILED", f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+            raise Unavailable("ARCHIVE_FAILED", f"{self.url}/{path}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, with its kind, and without what a URL in it may have of credentials."""
+    return _shown(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def _shown(text: str) -> str:
+    return _SECRET.sub("", text)

@@ -7,7 +7,7 @@ import xxhash
 from google.protobuf.message import Message
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.archive.archive import Archive, needed
-from resharder.server.archive.checkpoints import Archived
+from resharder.server.archive.archived import Archived
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.infra.change_signal import Pause, Waiting

@@ -1,0 +1,296 @@
+"""Deltas in an archive: exact or refused by name, never longer chains than allowed, and nothing removed that is needed."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.server.archive import archived as markers
+from resharder.server.archive import checkpoints
+from resharder.server.archive.archive import Archive
+from resharder.server.state.errors import AlreadyExists, DataLoss
+from resharder.server.state.version import VersionRecord
+from resharder.server.store.store import Store
+
+from tests.support import bucket
+from tests.support.observing import wait_until
+from tests.support.store_versions import numbers
+
+PIECE = 4096
+SPECS = [TensorSpec("w", "BF16", (64, 100)), TensorSpec("s", "F32", (33,)), TensorSpec("q", "F8_E4M3", (50, 70))]
+LAYOUTS = lay_out(SPECS, 9000)
+HARM = ("missing", "cut", "longer", "flipped", "another", "earlier")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of several pieces."""
+    monkeypatch.setattr(checkpoints, "PIECE", PIECE)
+    monkeypatch.setattr(markers, "PIECE", PIECE)
+
+
+@pytest.fixture
+def opened(root: Path) -> Iterator[Callable[..., Archive]]:
+    started: list[Archive] = []
+
+    def open_(store: Store, url: str = "", **options: int) -> Archive:
+        archive = Archive(store, url or str(root / "archive"), pause=0.01, **options)
+        started.append(archive)
+        archive.start(restore=False)
+        return archive
+
+    yield open_
+    for archive in started:
+        archive.close()
+
+
+class Trainer:
+    """Publishes steps of a model: each changes a few elements of each tensor."""
+
+    def __init__(self, store: Store, seed: int = 0) -> None:
+        self.store, self.random = store, np.random.default_rng(seed)
+        self.weights = {spec.name: self.random.integers(0, 256, spec.size, np.uint8) for spec in SPECS}
+        self.epoch = store.epochs.begin("policy", "job", 1).epoch
+        store.epochs.reserve("policy", self.epoch, LAYOUTS, {"config.json": b"{}"})
+
+    def publish(self, step: int) -> VersionRecord:
+        record, digests = self.store.lifecycle.begin("policy", self.epoch, step, "job"), {}
+        with MappedFiles(self.store.folder.path(record), LAYOUTS, writable=True) as files:
+            for spec in SPECS:
+                weights = self.weights[spec.name]
+                weights[self.random.random(weights.size) < 0.02] ^= 3
+                files.arrays[spec.name][...] = weights.view(files.arrays[spec.name].dtype).reshape(spec.shape)
+                digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
+        return self.store.lifecycle.commit(record, digests, ())
+
+
+def content(store: Store, record: VersionRecord) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.folder.path(record).iterdir()}
+
+
+def found(archive: Archive) -> dict[int, int]:
+    """The depth of each archived version."""
+    return {each.number: each.depth for each in archive.archived("policy")}
+
+
+def place(root: Path, number: int) -> Path:
+    folder = root / "archive" / "policy" / f"{number:08}"
+    return folder / json.loads((folder / "archived.json").read_bytes())["folder"]
+
+
+def other_store(root: Path, name: str = "other") -> Store:
+    return Store(root / name, keep_count=9)
+
+
+@pytest.fixture
+def steps(root: Path) -> Iterator[tuple[Store, list[VersionRecord], list[dict[str, bytes]]]]:
+    """A store with six versions, and the contents of their folders."""
+    store = Store(root / "store", keep_count=9)
+    trainer = Trainer(store)
+    records = [trainer.publish(step) for step in range(6)]
+    yield store, records, [content(store, record) for record in records]
+    store.close()
+
+
+Steps = tuple[Store, list[VersionRecord], list[dict[str, bytes]]]
+
+
+@pytest.mark.parametrize("on", ["folder", "s3"])
+def test_every_version_of_a_chain_comes_back_as_it_was(
+    steps: Steps, root: Path, opened: Callable[..., Archive], on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, records, contents = steps
+    with bucket.opened(monkeypatch) as s3:
+        url = s3.url if on == "s3" else ""
+        archive = opened(store, url, full_every=3)
+        for record in records:
+            archive.archive_now("policy", record.number)
+        assert found(archive) == {1: 0, 2: 1, 3: 2, 4: 0, 5: 1, 6: 2}
+        full, delta = (sum(each.size for each in archive._checkpoints.find("policy", n).objects.values()) for n in (4, 5))
+        assert delta < full / 2
+        other = other_store(root)
+        back = opened(other, url)
+        for record, expected in zip(records[::-1], contents[::-1], strict=True):
+            assert back.restore("policy", record.number) == record
+            assert content(other, record) == expected
+        archive.close()
+        back.close()
+        other.close()
+
+
+def test_without_its_base_in_the_store_a_version_is_archived_in_full(root: Path, opened: Callable[..., Archive]) -> None:
+    store = Store(root / "store", keep_count=1)
+    trainer, archive = Trainer(store), opened(store)
+    for step in range(2):
+        archive.archive_now("policy", trainer.publish(step).number)
+    assert found(archive) == {1: 0, 2: 0}
+    store.close()
+
+
+def test_the_newest_archived_version_stays_for_the_next_delta(root: Path, opened: Callable[..., Archive]) -> None:
+    store = Store(root / "store", keep_count=1)
+    trainer, archive = Trainer(store), opened(store, every=2)
+    for step in range(6):
+        trainer.publish(step)
+        wait_until(lambda step=step: step % 2 == 0 or store.lifecycle.holders("policy", step + 1) == ["archive-base"])
+    assert found(archive) == {2: 0, 4: 1, 6: 2}
+    assert numbers(store) == [6]
+    store.close()
+
+
+def test_a_store_whose_bytes_have_changed_makes_no_delta_of_them(
+    steps: Steps, root: Path, opened: Callable[..., Archive]
+) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    archive.archive_now("policy", 1)
+    path = store.folder.path(records[0]) / LAYOUTS[0].path
+    harmed = bytearray(path.read_bytes())
+    harmed[-1] ^= 1
+    path.write_bytes(harmed)
+    archive.archive_now("policy", 2)
+    assert found(archive) == {1: 0, 2: 0}
+    other = other_store(root)
+    opened(other).restore("policy", 2)
+    assert content(other, records[1]) == contents[1]
+    other.close()
+
+
+def spoil(path: Path, how: str, others: Path) -> None:
+    """Harm an object. `others` is the same object of another version."""
+    whole = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how in ("another", "earlier"):
+        shutil.copyfile(others, path)
+    else:
+        path.write_bytes(
+            {"cut": whole[: len(whole) // 2], "longer": b"x" + whole, "flipped": whole[:-1] + bytes([whole[-1] ^ 1])}[how]
+        )
+
+
+@pytest.mark.parametrize("how", HARM)
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("which", ["file", "pieces", "manifest"])
+def test_a_harmed_object_is_named_and_the_version_before_stays(
+    steps: Steps, root: Path, opened: Callable[..., Archive], how: str, number: int, which: str
+) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for each in (1, 2, 3, 4):
+        archive.archive_now("policy", each)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 1)
+    suffix = "" if number == 1 else ".delta"
+    name = {"file": LAYOUTS[0].path + suffix, "pieces": "pieces.json", "manifest": f"resharder.json{suffix}"}[which]
+    replaced_by = place(root, 4 if how == "another" else 3 if number == 2 else 2)
+    spoil(place(root, number) / name, how, replaced_by / (name if number > 1 or which == "pieces" else f"{name}.delta"))
+    unused = which == "manifest" and number < 3  # a manifest is that of its version alone
+    if unused:
+        back.restore("policy", 3)
+    else:
+        with pytest.raises(DataLoss, match=rf"0000000{number}/\w+/{name}"):
+            back.restore("policy", 3)
+        assert numbers(other) == [1]
+        assert content(other, records[0]) == contents[0]
+        archive.archive_now("policy", number)  # writes it again, in full
+        back.restore("policy", 3)
+    assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["missing", "another's"])
+def test_a_delta_is_never_applied_to_another_base(steps: Steps, root: Path, opened: Callable[..., Archive], how: str) -> None:
+    store, _, _ = steps
+    archive = opened(store)
+    for each in (1, 2, 3):
+        archive.archive_now("policy", each)
+    marker = root / "archive" / "policy" / "00000002" / "archived.json"
+    if how == "missing":
+        marker.unlink()
+    else:
+        stranger = Store(root / "stranger", keep_count=9)
+        trainer = Trainer(stranger, seed=1)
+        foreign = Archive(stranger, str(root / "foreign"))
+        trainer.publish(0)
+        foreign.archive_now("policy", trainer.publish(1).number)
+        shutil.rmtree(marker.parent)
+        shutil.copytree(root / "foreign" / "policy" / "00000002", marker.parent)
+        stranger.close()
+    other = other_store(root)
+    with pytest.raises(
+        DataLoss, match=r"is a delta of policy/00000002 with fingerprint \w+, (that is missing|found fingerprint)"
+    ):
+        opened(other).restore("policy", 3)
+    assert numbers(other) == []
+    other.close()
+
+
+def test_of_two_daemons_that_archive_at_once_one_wins_and_the_other_takes_it_or_says_so(
+    steps: Steps, root: Path, opened: Callable[..., Archive]
+) -> None:
+    store, records, _ = steps
+    twin, stranger = other_store(root, "twin"), other_store(root, "stranger")
+    first = opened(store)
+    first.archive_now("policy", 1)
+    opened(twin).restore("policy", 1)
+    first.close()
+    shutil.rmtree(root / "archive")
+    Trainer(stranger, seed=1).publish(0)
+    together = threading.Barrier(3)
+
+    def archive(store: Store) -> str:
+        one = Archive(store, str(root / "archive"))
+        write = one._checkpoints._write_objects
+
+        def wait_and_write(*arguments: object) -> object:
+            done = write(*arguments)
+            together.wait(60)
+            return done
+
+        one._checkpoints._write_objects = wait_and_write
+        return one.archive_now("policy", 1).fingerprint
+
+    def answer(store: Store) -> str:
+        try:
+            return archive(store)
+        except AlreadyExists as error:
+            return error.reason
+
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(answer, (store, twin, stranger)))
+    kept = opened(store).archived("policy")
+    assert [each.number for each in kept] == [1]
+    ours = kept[0].fingerprint == records[0].fingerprint
+    assert answers == (
+        [kept[0].fingerprint] * 2 + ["VERSION_DIFFERS"] if ours else ["VERSION_DIFFERS"] * 2 + [kept[0].fingerprint]
+    )
+    assert [path.name for path in place(root, 1).parent.iterdir() if path.is_dir()] == [kept[0].folder]
+    twin.close()
+    stranger.close()
+
+
+def test_what_no_kept_version_needs_is_removed_and_a_base_stays(steps: Steps, root: Path, opened: Callable[..., Archive]) -> None:
+    store, records, contents = steps
+    archive = opened(store, full_every=3, keep=1)
+    left = root / "archive" / "policy" / "00000001" / "interrupted"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"left")
+    kept = []
+    for record in records[1:]:
+        archive.archive_now("policy", record.number)
+        kept.append(sorted(found(archive)))
+    assert kept == [[2], [2, 3], [2, 3, 4], [5], [5, 6]]
+    assert sorted(path.name for path in (root / "archive" / "policy").iterdir()) == ["00000005", "00000006"]
+    other = other_store(root)
+    opened(other).restore("policy", 6)
+    assert content(other, records[5]) == contents[5]
+    other.close()
