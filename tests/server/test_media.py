@@ -46,7 +46,7 @@ from tests.support.faults import Faults
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import Job, reason_of, whole
-from tests.support.store_versions import claim, publish
+from tests.support.store_versions import claim, publish, settle
 from tests.support.variants import sampled
 from tests.support.waits import completed
 
@@ -177,14 +177,6 @@ class Life:
         self.store.close()
 
 
-def settle(store: Store) -> None:
-    with store.catalogue.changed:
-        model = store.catalogue.model("policy")
-        assert store.catalogue.changed.wait_for(
-            lambda: not model.leaving and not (model.reservation and model.reservation.pending), 20
-        )
-
-
 def ready(store: Store) -> dict[int, str]:
     known = store.catalogue.find("policy")
     return {record.number: record.fingerprint for record in known.of(READY)} if known else {}
@@ -197,6 +189,7 @@ def folders(folder: Path) -> set[str]:
 def check(life: Life) -> None:
     """Memory and medium say the same, and so does the next daemon."""
     store, model = life.store, life.root / "store/models/policy"
+    settle(store, released=True)  # a thread that has read a version may still unmap its files
     known, room = ready(store), store.catalogue.model("policy").reservation
     assert room is not None
     assert not store.catalogue.model("policy").stuck
