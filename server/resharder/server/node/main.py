@@ -68,7 +68,7 @@ class NodeConfig(BaseSettings):
 
     endpoint: str = Field(
         "127.0.0.1:7677",
-        description="host:port of the daemon, or those of a daemon and its [standbys](../standby.md), with commas",
+        description="host:port of the daemon, or those of a daemon and its [standbys](standby.md), with commas",
     )
     name: str = Field(
         default_factory=socket.gethostname,
