@@ -74,7 +74,7 @@ class Result:
 
 
 Reference = tuple[Held, list[tuple[int, float]]]
-"""What a fresh engine holds, and says to each prompt: its token, and how far the next likely one is behind."""
+"""Hashes of a fresh engine's tensors; and for each prompt its token, and by how much the next likely one is less probable."""
 
 
 def prompts(vocabulary: int) -> list[list[int]]:

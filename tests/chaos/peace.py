@@ -39,6 +39,7 @@ DESCRIPTORS, CONNECTIONS = 200, 40
 _SIDES = {"left": 1, "right": 2}
 _RESTING = (Server.State.SERVING, Server.State.ASLEEP, Server.State.DRAINED, Server.State.FAILED)
 _ENDS = {"aborted", "retired", "ready"}
+_BEFORE_READY = {"UPLOADING", "ABSENT"}
 """Events of a version that is UPLOADING no longer."""
 _ENDED = (Move.State.DONE, Move.State.FAILED, Move.State.STOPPED, Move.State.UNSPECIFIED)
 
@@ -201,15 +202,18 @@ class Peace:
     def _ended(self) -> list[str]:
         """The daemon's journal has the end of every version that killed nodes alone held.
 
-        A daemon that is killed meanwhile forgets the versions that ranks upload: these have no event at all.
+        A daemon that is killed meanwhile forgets the versions that ranks upload: these have no event at all, and nobody has seen
+        them in another state.
         """
         events, problems = self._history.events, []
         restarted = max((event["t"] for event in events if event["kind"] == "start" and event["process"] == "daemon"), default=0)
+        later = {event["number"] for event in events if event["kind"] == "version" and event["state"] not in _BEFORE_READY}
         alone = {number: event["t"] for event in events if event["kind"] == "alone" for number in event["versions"]}
         for number, at in sorted(alone.items()):
             subject = f"models/{FLEET}/versions/{number}"
             found = {event.what for event in self._system.operator.events(subject=subject)}
-            if not found & _ENDS and (found or restarted < at):
+            forgotten = not found and restarted > at and number not in later
+            if not found & _ENDS and not forgotten:
                 problems.append(f"no event of the end of {subject}: {found}")
         return problems
 

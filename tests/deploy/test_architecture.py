@@ -98,7 +98,7 @@ def test_no_call_of_an_object_is_assigned_after_it_was_made() -> None:
 
 
 def test_no_shared_code_asks_which_engine_it_runs_in() -> None:
-    """What an engine can do is a trait that it declares. Two files ask for the name of a package, which vLLM has two of."""
+    """Shared code asks for the traits that an engine declares. Two files look up the package: vLLM has two names on PyPI."""
     engines = {"vllm", "sglang"}
 
     def asks(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a server of either engine promises while it follows a daemon: the same suite for vLLM and SGLang.
+"""Servers of both engines while they follow a daemon: one suite for vLLM and SGLang.
 
 The tests share the server and run in order; each leaves it serving.
 """

@@ -1,4 +1,4 @@
-"""What the daemon fetches of what ranks have written on nodes, before READY: from real ports, some of them wrong."""
+"""Pieces that the daemon fetches from nodes before READY, over real ports, some of which answer with wrong bytes."""
 
 import socket
 from collections.abc import Callable, Iterator

@@ -33,7 +33,7 @@ def two_ranks(server: VllmServer) -> None:
 
 
 def failing(spec: str, mark: Path) -> dict[str, str | None]:
-    """Of all ranks, the first one at the point fails."""
+    """Only the first rank that reaches the failpoint fails."""
     return {"RESHARDER_FAILPOINT": spec, "RESHARDER_FAILPOINT_MARK": str(mark)}
 
 

@@ -1,4 +1,4 @@
-"""What a test of both engines needs to know of each: its servers, what it refuses, and how it tells its tensors.
+"""The two engines for tests of both: their servers, their refusals, and how their tensors are read.
 
 `INSTALLED` is the engine of the environment in which the tests run: SGLang in that of `make test-sglang`, otherwise vLLM.
 """

@@ -1,4 +1,4 @@
-"""What an archive says of a version: `archived.json`, and the pieces of its files.
+"""Records of an archived version: `archived.json`, and the pieces of its files.
 
 Format 1 (0.1.0) has the files beside its archived.json, and no pieces.
 """
