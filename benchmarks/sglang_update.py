@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def installs(system: System, count: int) -> tuple[list[dict[str, float]], str]:
-    """Publish versions while a client streams; return the times of each, and the path of the last."""
+    """Publish versions while a client streams; return the times of each, and what the last one came over."""
     (server,) = system.servers
     client, rows = Client(server), []
     for _ in range(count):
@@ -103,7 +103,8 @@ def installs(system: System, count: int) -> tuple[list[dict[str, float]], str]:
         gap, _ = client.longest()
         rows.append({"held": system.published_seconds, **times, "gap": gap})
     client.end()
-    return rows, servers(system.daemon)[0].workers[0].transport
+    (worker,) = servers(system.daemon)[0].workers
+    return rows, worker.path or worker.transport
 
 
 def sleeps(system: System, gpus: str) -> None:

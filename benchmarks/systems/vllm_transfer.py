@@ -7,13 +7,12 @@ vLLM is paused while it receives. It keeps no version, and verifies nothing.
 import base64
 import json
 import pickle
-import sys
 import time
-import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -42,7 +41,6 @@ class Transfer(WholeTensors):
     def __init__(self, setup: Setup, backend: Backend) -> None:
         super().__init__(setup)
         torch.cuda.set_device(self.device)
-        sys.modules.setdefault("ray", types.ModuleType("ray"))  # imported for a way to send that is not used here
         self._backend = backend
 
     def open(self, server: str) -> None:
@@ -156,6 +154,8 @@ class VllmTransfer(System):
             return reason
         if self._backend == "ipc" and len(set(setup.gpus)) > 1:
             return "needs trainer and server on one GPU"
+        if self._backend == "ipc" and version("vllm").startswith(("0.26.", "0.27.")) and missing("ray"):
+            return "ray is not installed, which this engine of vLLM 0.26 and 0.27 imports"
         if self._backend == "nccl_m2n":
             if missing(f"{_PACKAGE}.m2n_engine"):
                 return "needs vLLM 0.30 or later"

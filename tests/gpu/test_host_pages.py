@@ -169,9 +169,9 @@ def test_torch_copies_from_every_array_that_is_not_said_to_be_split_by_a_registr
         registered.close()
 
 
-def test_another_thread_registers_pages_while_this_one_captures_a_graph() -> None:
+def test_another_thread_registers_pages_while_this_one_captures_a_graph(tmp_path: Path) -> None:
     """As a trainer does between versions. CUDA ends a capture if a thread calls the driver in its usual mode meanwhile."""
-    array, ended = np.zeros(8 << 20, np.uint8), threading.Event()
+    array, ended = np.memmap(tmp_path / "pages", np.uint8, "w+", shape=(8 << 20,)), threading.Event()
     x, graph, pages = torch.zeros(1 << 20, device="cuda"), torch.cuda.CUDAGraph(), list[Registered | None]()
 
     def register_and_wait() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,7 +196,11 @@ class VllmServer:
         self._process().wait()
 
     def log_tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log_text().splitlines()[-lines:])
+        """Return the last lines of the log, and before them the first exception, which the last ones seldom name."""
+        said = self.log_text().splitlines()
+        raised = re.compile(r"(?!.* (WARNING|INFO) ).*\b\w+(Error|Exception): ")
+        first = next((i for i, line in enumerate(said) if raised.match(line)), len(said))
+        return "\n".join(said[max(0, first - 5) : min(first + 1, len(said) - lines)] + said[-lines:])
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log else ""

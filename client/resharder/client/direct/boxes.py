@@ -4,19 +4,22 @@ import numpy as np
 from resharder.converters.geometry.piece_arrays import Ints
 
 
-def merge_boxes(boxes: Ints) -> Ints:
-    """Return the fewest boxes that read the same bytes, sorted by source.
+def merge_boxes(boxes: Ints, begins: tuple[Ints, Ints]) -> Ints:
+    """Return the fewest boxes that read the same bytes, each within one allocation on both sides, sorted by source.
 
-    Neighbours on both sides become one: an engine's time depends on the number of boxes more than on their bytes.
+    Neighbours on both sides become one: an engine's time depends on the number of boxes more than on their bytes. A copy that
+    reaches from one of CUDA's allocations into the next is refused (`CUDA error: invalid argument`), be they neighbours or not.
 
     Args:
         boxes: (n, 3): address in the source, address in the target, and size in bytes. They do not overlap.
+        begins: (m,): addresses at which allocations begin, in the source and in the target.
     """
     if not len(boxes):
         return boxes
     boxes = boxes[np.argsort(boxes[:, 0], kind="stable")]
     ends = boxes[:-1, :2] + boxes[:-1, 2:]
-    starts = np.flatnonzero(np.append(True, (ends != boxes[1:, :2]).any(axis=1)))
+    first = np.isin(boxes[1:, 0], begins[0]) | np.isin(boxes[1:, 1], begins[1])
+    starts = np.flatnonzero(np.append(True, first | (ends != boxes[1:, :2]).any(axis=1)))
     return np.column_stack([boxes[starts, :2], np.add.reduceat(boxes[:, 2], starts)])
 
 
@@ -35,7 +38,7 @@ def outside(ranges: Ints, regions: Ints) -> Ints:
 
 
 def merge_ranges(ranges: Ints) -> Ints:
-    """Return the fewest ranges with the same bytes, sorted. Overlapping and adjacent ones become one.
+    """Return ranges with the same bytes, sorted. Overlapping ones become one; adjacent ones may be two allocations and do not.
 
     Args:
         ranges: (n, 2): address and size in bytes. Empty ranges are left out.
@@ -45,5 +48,5 @@ def merge_ranges(ranges: Ints) -> Ints:
         return ranges
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
     reach = np.maximum.accumulate(ranges.sum(axis=1))
-    starts = np.flatnonzero(np.append(True, ranges[1:, 0] > reach[:-1]))
+    starts = np.flatnonzero(np.append(True, ranges[1:, 0] >= reach[:-1]))
     return np.column_stack([ranges[starts, 0], np.append(reach[starts[1:] - 1], reach[-1]) - ranges[starts, 0]])

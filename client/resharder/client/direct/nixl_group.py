@@ -6,15 +6,16 @@ rank sends `ready` with the number; the worker then reads them, and the end of t
     rank:    memory ............ ready 0 ........... ready 1 ........
     worker:  prepares reads .... read 0 .. done 0 .. read 1 .. done 1
 
-`memory` has the keys of the registered memory and the boxes of each round, and comes again when a tensor has moved. Messages may
-overtake each other, so `ready` names the memory that it speaks of. Each process also sends `alive`, because that
-is how NIXL notices that the other is gone.
+`memory` has the keys of the registered memory, where its allocations begin and the boxes of each round; it comes again when a
+tensor has moved. Messages may overtake each other, so `ready` names the memory that it speaks of. Each process also sends
+`alive`, because that is how NIXL notices that the other is gone.
 """
 
 import json
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -23,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed, Exchange, PeerMessage
-from resharder.client.direct.boxes import merge_boxes
+from resharder.client.direct.boxes import merge_boxes, merge_ranges
 from resharder.client.direct.nixl_agent import NixlAgent
+from resharder.client.gpu import cuda_driver
 from resharder.client.gpu.streams import WorkStream
 from resharder.converters.geometry.piece_arrays import Ints
 
@@ -39,6 +41,7 @@ class _Memory:
     serial: int
     device: int
     boxes: list[Ints]  # (n, 2) for each round: address and size
+    begins: Ints  # (m,): addresses at which its allocations begin
 
 
 @dataclass
@@ -93,6 +96,7 @@ class NixlGroup:
         self.size = 1 + len(self._peers)
         self._rounds: Sequence[Exchange] | None = None
         self._serial = 0
+        self._begins: Ints = np.empty(0, np.int64)
         self._pending: deque[_Reads] = deque()
         self._alive_at = 0.0
         deadline = time.monotonic() + timeout
@@ -141,13 +145,15 @@ class NixlGroup:
         self._agent.deregister(self._prefix, self._ranks)
         self._rounds, self._serial = None, self._serial + 1
         everything = [message for exchange in rounds for messages in exchange for message in messages]
-        keys = self._agent.register(self._prefix, _allocations(everything))
+        allocations = _allocations(everything, self._device)
+        self._begins = allocations[:, 0]
+        keys = self._agent.register(self._prefix, allocations)
         for rank, peer in self._peers.items():
             peer.own, peer.prepared, peer.first = _by_round([receives for _, receives in rounds], rank), 0, peer.received
             if boxes := _by_round([sends for sends, _ in rounds], rank):
                 about = {"serial": self._serial, "device": self._agent.place, "counts": [len(each) for each in boxes]}
-                about["keys"] = [len(each) for each in keys]
-                self._tell(peer, "memory", np.concatenate(boxes).tobytes() + b"".join(keys), **about)
+                about |= {"begins": len(self._begins), "keys": [len(each) for each in keys]}
+                self._tell(peer, "memory", b"".join((np.concatenate(boxes).tobytes(), self._begins.tobytes(), *keys)), **about)
         self._rounds = rounds
 
     def _prepare_reads(self, peer: _Peer) -> None:
@@ -158,7 +164,8 @@ class NixlGroup:
         if not self._fits(peer):
             raise DirectFailed(f"rank {self.rank}: the other side of {peer.name} divides its bytes in another way")
         pairs = zip(memory.boxes, peer.own, strict=True)
-        boxes = [merge_boxes(np.column_stack([there[:, 0], here])) for there, here in pairs]
+        begins = memory.begins, self._begins
+        boxes = [merge_boxes(np.column_stack([there[:, 0], here]), begins) for there, here in pairs]
         self._agent.prepare(peer.name, boxes, memory.device)
         peer.prepared = memory.serial
 
@@ -234,12 +241,15 @@ class NixlGroup:
                 case "memory":
                     ends = np.cumsum(about["counts"])
                     table = np.frombuffer(data, np.int64, 2 * int(ends[-1])).reshape(-1, 2)
-                    if min(about["keys"]) < 0 or sum(about["keys"]) != len(data) - table.nbytes:
-                        raise ValueError(f"expected {len(data) - table.nbytes} bytes of keys, got {about['keys']}")
-                    for begin, end in pairwise(np.cumsum([table.nbytes, *about["keys"]]).tolist()):
+                    begins = np.frombuffer(data, np.int64, about["begins"], table.nbytes)
+                    before = table.nbytes + begins.nbytes
+                    if min(about["keys"]) < 0 or sum(about["keys"]) != len(data) - before:
+                        raise ValueError(f"expected {len(data) - before} bytes of keys, got {about['keys']}")
+                    for begin, end in pairwise(np.cumsum([before, *about["keys"]]).tolist()):
                         self._agent.add(data[begin:end])
                     if peer.memory is None or peer.memory.serial < about["serial"]:
-                        peer.memory = _Memory(int(about["serial"]), int(about["device"]), np.split(table, ends[:-1]))
+                        boxes = np.split(table, ends[:-1])
+                        peer.memory = _Memory(int(about["serial"]), int(about["device"]), boxes, begins)
                 case "ready":
                     peer.ready, peer.serial = max(peer.ready, int(about["number"]) + 1), int(about["serial"])
                 case "done":
@@ -311,14 +321,23 @@ def _message(kind: str, data: bytes = b"", **fields: Any) -> bytes:
     return json.dumps({"kind": kind, **fields}).encode() + b"\n" + data
 
 
-def _allocations(messages: Iterable[PeerMessage]) -> Ints:
-    """Return (n, 2): address and size of the allocations in which the messages' memory is, each once.
+def _allocations(messages: Iterable[PeerMessage], device: torch.device) -> Ints:
+    """Return (n, 2): address and size of the allocations in which the messages' memory is, each once, sorted.
 
-    Other groups' messages are in the same ones.
+    Other groups' messages are in the same ones. On a GPU an allocation is what CUDA has allocated: torch puts many small storages
+    into one, and UCX opens it as a whole.
     """
-    storages = (message.memory.untyped_storage() for message in messages)
-    rows = {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
-    return np.array(sorted(rows), np.int64).reshape(-1, 2)
+    found, end = list[tuple[int, int]](), 0
+    with cuda_driver.context(device) if device.type == "cuda" else nullcontext():
+        for storage in sorted((message.memory.untyped_storage() for message in messages), key=lambda each: each.data_ptr()):
+            begin, size = storage.data_ptr(), storage.nbytes()
+            if begin + size <= end:
+                continue
+            if device.type == "cuda" and (whole := cuda_driver.allocation_at(begin)).ipc:
+                begin, size = whole.begin, whole.size
+            found.append((begin, size))
+            end = begin + size
+    return merge_ranges(np.array(found, np.int64).reshape(-1, 2))
 
 
 def _places(messages: Iterable[PeerMessage]) -> Ints:

@@ -102,10 +102,10 @@ class Registered:
 
 
 def register(arrays: Iterable[Array], device: torch.device, busy: Busy = lambda: False, stop: Stop = never) -> Registered | None:
-    """Register the pages of arrays, which must be mapped already, for kernels that read.
+    """Register the pages of arrays in mapped files for kernels that read.
 
     Args:
-        arrays: Arrays whose pages are registered.
+        arrays: Arrays whose pages are registered. Memory that is no file's would lose its bytes when the pages are released.
         device: GPU.
         busy: See `Registered`.
         stop: See `Registered.go_on`, which registers the rest later.
