@@ -20,7 +20,7 @@ from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.filesystem import MediumRefused
 from resharder.server.nodes import store_fetch
-from resharder.server.nodes.replication import ReplicasShort
+from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.nodes.store_fetch import StoreFetcher
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
@@ -89,8 +89,6 @@ class Nodes:
     def homes(self) -> "Nodes":
         return self
 
-    replication = homes
-
     def written(self, version: str) -> dict[str, tuple[FileLayout, ...]]:
         return {node: (file,) for node, file in zip(self.addresses, FILES, strict=True)}
 
@@ -106,13 +104,10 @@ class Nodes:
 
     def begin(self, versions: object) -> None: ...
 
-    def version_changed(self, version: str) -> None:
-        self.verified.remove(version)
-
     def problem(self, versions: object, stopped: Callable[[], bool]) -> str:
         return self.gone
 
-    def replicate(self, versions: list[VerifiedVersion], stopped: object) -> None:
+    def await_holders(self, versions: list[VerifiedVersion], stopped: object) -> None:
         """Wait until the daemon has all pieces, if it should."""
         (version,) = versions
         while self.replicas > 1 and version.partial is not None and not version.partial.is_whole():

@@ -17,8 +17,8 @@ from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
+from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import DaemonError
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.partial import PartialVersion, VerifiedVersion
@@ -84,21 +84,20 @@ class StoreFetcher:
             ReplicasShort: The daemon does not reach a home, or no further piece arrives, or the versions are aborted.
             OSError: The store cannot hold a piece.
         """
-        replication = self._nodes.replication
-        if replication.replicas == 1 and not any(each.partial for each in versions):
+        if self._nodes.replicas == 1 and not any(each.partial for each in versions):
             return
         try:
-            replication.begin(versions)
+            self._nodes.begin(versions)
             for each in versions:
-                self._reach(each, lambda: replication.problem(versions, stopped))
-            for each in versions if replication.replicas > 1 and self._borrow is None else ():
+                self._reach(each, lambda: self._nodes.problem(versions, stopped))
+            for each in versions if self._nodes.replicas > 1 and self._borrow is None else ():
                 if each.partial is not None:
                     each.partial.want(Bitmap.full(each.partial.numbering.count))
             self._wake()
-            replication.replicate(versions, stopped)
+            self._nodes.await_holders(versions, stopped)
         except BaseException:
             for each in versions:  # which may be aborted already
-                replication.version_changed(each.name)
+                self._verified.remove(each.name)
             raise
 
     def _reach(self, version: VerifiedVersion, problem: Callable[[], str]) -> None:
