@@ -267,6 +267,13 @@ def test_parts_of_more_versions_fit_and_a_restarted_daemon_wants_no_more_than_be
     assert order.wanted == some.to_bytes()
 
 
+def test_a_node_whose_first_report_is_refused_is_not_known(world: World) -> None:
+    world.want(NAMES[0], node="none")
+    with pytest.raises(InvalidArgument, match="expected"):
+        world.sync(report(v1=Bitmap.full(8 * PIECES + 8)))
+    assert world.nodes.views() == []
+
+
 def test_a_bitmap_of_another_version_is_refused(world: World) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
         world.sync(report(v1=Bitmap.full(8 * PIECES)))

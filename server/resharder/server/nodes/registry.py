@@ -8,7 +8,6 @@ version is READY, and afterwards what has become lost. They hold it as they hold
 other versions while it is planned.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -94,8 +93,7 @@ class NodeRegistry:
         self._forget_seconds, self._drained, self.homes = forget_seconds, drained or DrainedNodes(), homes or HomeRegister()
         self._clock, self._wall = clock, wall
         self._longest = min(LONGEST, lease_seconds / 3)  # seconds between two reports of a node
-        self._lock = threading.Lock()
-        self._nodes: dict[str, KnownNode] = {}
+        self._lock, self._nodes = self.homes.changed, self.homes.nodes
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
@@ -157,7 +155,7 @@ class NodeRegistry:
                 return
             del self._nodes[node]
             self._tracker.remove_node(node)
-            self.homes.gone(node)
+            self.homes.gone(found)
         found.changed.emit()
         self._note("node", f"nodes/{node}", "left", "")
 
@@ -290,7 +288,7 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"there is no node {id!r}; the daemon has {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
-            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.emit)
+            self.homes.reported(node)
             view = self._view(node)
         node.changed.emit()
         return view
@@ -306,7 +304,7 @@ class NodeRegistry:
                     node.lost = True
                     self._tracker.remove_node(id)
                     lost.append((id, node))
-            self.homes.gone(*(id for id, _ in lost))
+            self.homes.gone(*(node for _, node in lost))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
         for id, node in lost:
@@ -414,7 +412,7 @@ class NodeRegistry:
             node = self._nodes.get(id)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[id] = KnownNode(report, caller, 0.0, 0.0, drained=id in self._drained)
+                node = KnownNode(report, caller, 0.0, 0.0, drained=id in self._drained)
             elif report.instance in node.former:
                 raise node.replaced()
             elif caller != node.caller and not node.lost:
@@ -434,7 +432,7 @@ class NodeRegistry:
             for copy in report.versions if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
-            self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
+            self.homes.reported(node)
         notify(changed)
         self._changed.emit()
         if joined:
@@ -563,7 +561,7 @@ class NodeRegistry:
 
     def _place(self) -> Iterable[KnownNode]:
         now = self._clock()
-        staying = {id: node for id, node in self._nodes.items() if not (node.lost or node.drained or node.report.ending)}
+        staying = {id: node for id, node in self._nodes.items() if not (node.lost or node.departs)}
         live = {id: node for id, node in staying.items() if node.report.data_address}
         self._note_problems(live, now)
         order = sorted(self._numberings, key=lambda name: (name not in self._verified, -int(name.rpartition("/")[2]), name))
