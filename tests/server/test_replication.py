@@ -15,7 +15,6 @@ from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import VerifiedVersion
-from resharder.server.store.reader import VerifiedVersions
 from resharder.v1 import node_pb2
 
 from tests.support.node_reports import report_of
@@ -33,7 +32,8 @@ class World:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.now, self.stopped, self._pool = 0.0, False, pool
         self.record = VersionRecord("policy", 1, UPLOADING, 1, 1, "job", SIZE, 1, 0.0)
-        self.verified = VerifiedVersions()
+        found = Manifest(replace(self.record, state=READY), FILES, {}, ())
+        self.verified = VerifiedVersion(Path("/nowhere"), found, durable=False)
         self.nodes = NodeRegistry(
             lambda model, number: Manifest(self.record, FILES, {}, ()),
             lambda model, number: self.record,
@@ -42,14 +42,13 @@ class World:
             note=lambda kind, subject, what, reason: None,
             replicas=REPLICAS,
             replica_seconds=5.0,
-            verified=self.verified,
+            verified=lambda model, number: self.verified if self.record.state == UPLOADING else None,
             clock=lambda: self.now,
         )
 
     def replicate(self) -> "Future[None]":
-        found = VerifiedVersion(Manifest(replace(self.record, state=READY), FILES, {}, ()), Path("/nowhere"))
-        self.nodes.begin([found])
-        running = self._pool.submit(self.nodes.await_holders, [found], lambda: self.stopped)
+        self.nodes.begin([self.verified])
+        running = self._pool.submit(self.nodes.await_holders, [self.verified], lambda: self.stopped)
         wait_until(lambda: running.done() or self.nodes.shortages())
         return running
 
@@ -96,7 +95,6 @@ def test_two_nodes_hold_a_version_before_it_is_ready_and_no_worker_learns_of_it(
     world.report(chosen[1], Bitmap.full(PIECES))
     running.result(timeout=30)
     world.become(READY)
-    assert world.verified.get("policy", 1) is None
     assert world.nodes.shortages() == []
     assert world.nodes.host_copy(NAME, "server", [("/a/nonce", b"a")]).node == "nodes/a"
 

@@ -42,8 +42,7 @@ from resharder.server.nodes.tracker import LONGEST, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.partial import PartialVersion, VerifiedVersion
-from resharder.server.store.reader import VerifiedVersions
+from resharder.server.store.partial import VerifiedVersion
 from resharder.v1 import node_pb2, operator_pb2, resources_pb2
 
 _FAILING_SECONDS = 60.0  # for a node that could not hold a version
@@ -61,11 +60,10 @@ class NodeRegistry:
         note: Function that adds an event.
         drained: Ids of drained nodes; by default kept in memory alone.
         homes: Register of the files on nodes into which ranks write.
-        partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
+        verified: Function that returns a version that waits for READY or of which the daemon's store lacks pieces, else None.
         lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
         replicas: Holders that each piece needs, the daemon among them.
         replica_seconds: Time without a further piece after which a version that waits for its holders fails.
-        verified: Versions that holders fetch before READY.
         hold: Whether the daemon's host holds versions.
     """
 
@@ -79,16 +77,15 @@ class NodeRegistry:
         note: Callable[[Kind, str, str, str], object],
         drained: DrainedNodes | None = None,
         homes: HomeRegister | None = None,
-        partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
+        verified: Callable[[str, int], VerifiedVersion | None] = lambda model, number: None,
         lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
         replicas: int = 1,
         replica_seconds: float = 60.0,
-        verified: VerifiedVersions | None = None,
         hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._manifest, self._record, self._verified = manifest, record, verified or VerifiedVersions()
+        self._manifest, self._record, self._verified = manifest, record, verified
         self.lease_seconds, self._note = lease_seconds, note
         self._forget_seconds, self._drained, self.homes = forget_seconds, drained or DrainedNodes(), homes or HomeRegister()
         self._clock, self._wall = clock, wall
@@ -97,7 +94,7 @@ class NodeRegistry:
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
-        self._partial, self._lose = partial, lose
+        self._lose = lose
         self._table = self._tracker.table
         self.replicas, self._replica_seconds, self._hold_all = replicas, replica_seconds, hold
         self._plans, self._closed = replicas > 1 or not hold, False
@@ -205,13 +202,12 @@ class NodeRegistry:
     # Versions that wait for holders
 
     def waits(self, version: str) -> bool:
-        """Return whether a version is withheld from READY."""
-        return version in self._verified
+        """Return whether a known version waits for READY."""
+        return self._record(*parse_name(version, "versions")).state == UPLOADING
 
     def begin(self, versions: Iterable[VerifiedVersion]) -> None:
         """Let holders fetch verified versions. No worker learns of them until they are READY."""
         for each in versions:
-            self._verified.add(each)
             self._hold_written(each.name)
             self.homes.hold(each.name)
 
@@ -238,7 +234,7 @@ class NodeRegistry:
             seen = self._changed.count
             if why := self.problem(versions, stopped):
                 raise ReplicasShort(why)
-            if failed := next((each.partial.failure for each in versions if each.partial and each.partial.failure), None):
+            if failed := next((each.failure for each in versions if each.failure), None):
                 raise failed
             self._plan()
             (holders, why), silent = self._late(names), self._silent(names)
@@ -261,7 +257,7 @@ class NodeRegistry:
                     short_pieces=found.short,
                     pieces=self._numberings[name].count,
                     replicas=self.replicas,
-                    waits=name in self._verified,
+                    waits=self.waits(name),
                     problem=self._problem(name, found),
                 )
                 for name, found in sorted(self._placements.items())
@@ -325,10 +321,10 @@ class NodeRegistry:
         with self._lock:
             versions = self._table.lacking(DAEMON)
         for version in versions:
-            partial = self._partial(*parse_name(version, "versions"))
+            found = self._verified(*parse_name(version, "versions"))
             with self._lock:
                 if version in self._table:
-                    held = partial.held() if partial is not None else Bitmap.full(self._table[version].count)
+                    held = found.held() if found is not None else Bitmap.full(self._table[version].count)
                     self._table.report(version, DAEMON, held)
         self._changed.emit()
 
@@ -355,10 +351,8 @@ class NodeRegistry:
         if record.state == READY and self.homes.written(record.name):
             self._hold_written(record.name)
         self.homes.version_changed(record)
-        if record.state != UPLOADING:
-            self._verified.remove(record.name)
         if record.state == READY:
-            if self._plans or self._partial(record.model, record.number) is not None:
+            if self._plans or self._verified(record.model, record.number) is not None:
                 self._known(record.name)
             return
         with self._lock:
@@ -384,22 +378,20 @@ class NodeRegistry:
                 return known
         try:
             name, number = parse_name(version, "versions")
-            found = self._verified.get(name, number)
-            numbering = number_pieces((found.manifest if found is not None else self._manifest(name, number)).files)
+            found = self._verified(name, number)
+            numbering = found.numbering if found is not None else number_pieces(self._manifest(name, number).files)
         except DaemonError:
             return None
-        partial = self._partial(name, number)
-        held = partial.held() if partial is not None else Bitmap.full(numbering.count)
+        held, awaited = (found.held(), found.nodes) if found is not None else (Bitmap.full(numbering.count), ())
         with self._lock:
             self._numberings[version] = numbering
-            awaited = partial.nodes if partial is not None else ()
-            self._table.add_version(version, numbering.count, ready=partial is not None, awaited=awaited, now=self._clock())
+            self._table.add_version(version, numbering.count, ready=found is not None, awaited=awaited, now=self._clock())
             self._table.add_source(version, DAEMON)
             self._table.report(version, DAEMON, held)
             for id, pieces in self._written(version).items():
                 if id in self._nodes and not self._nodes[id].lost:
                     self._table.report(version, id, pieces)
-            changed = list(self._nodes.values()) if partial is not None else []
+            changed = list(self._nodes.values()) if found is not None else []
         notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
             self.version_changed(record)  # retired in the meantime, perhaps before the table had it
@@ -564,7 +556,7 @@ class NodeRegistry:
         staying = {id: node for id, node in self._nodes.items() if not (node.lost or node.departs)}
         live = {id: node for id, node in staying.items() if node.report.data_address}
         self._note_problems(live, now)
-        order = sorted(self._numberings, key=lambda name: (name not in self._verified, -int(name.rpartition("/")[2]), name))
+        order = sorted(self._numberings, key=lambda name: (not self.waits(name), -int(name.rpartition("/")[2]), name))
         needs = [self._need(name, live, now > self._settles) for name in order]
         free = {id: node.report.capacity_bytes - self.homes.reserved_bytes(id) for id, node in live.items()}
         self._placements = place(needs, free)
@@ -573,7 +565,7 @@ class NodeRegistry:
             wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
             if wanted != node.replicas:
                 for name in node.replicas.keys() - wanted.keys():
-                    if name in self._verified and not node.wants.get(name) and id not in self.homes.written(name):
+                    if self.waits(name) and not node.wants.get(name) and id not in self.homes.written(name):
                         node.forget(name)
                 for name, pieces in wanted.items():
                     if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
@@ -591,7 +583,7 @@ class NodeRegistry:
         self._failing = {key: found for key, found in self._failing.items() if found[0] > now and key[0] in self._numberings}
 
     def _need(self, version: str, live: Mapping[str, KnownNode], settled: bool) -> ReplicaNeed:
-        numbering, waits = self._numberings[version], version in self._verified
+        numbering, waits = self._numberings[version], self.waits(version)
         own = self._table.bitmap(version, DAEMON)
         holders: Counts = self.replicas - own.flags().astype(np.int64)
         written = self._written(version) if waits else {}
