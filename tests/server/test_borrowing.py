@@ -22,7 +22,7 @@ from resharder.server.nodes.borrowing import Borrowing
 from resharder.server.state.errors import Unavailable
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.partial import MissingPieces, PartialVersion
+from resharder.server.store.partial import MissingPieces, VerifiedVersion
 from resharder.v1 import node_pb2
 
 (FILE,) = lay_out([TensorSpec("a", "BF16", (20 << 10, 1024))])
@@ -69,7 +69,7 @@ class World:
         record = VersionRecord("policy", 1, READY, 1, 1, "job", FILE.size, 1, 0.0, fingerprint="f")
         checksums = tuple(xxhash.xxh3_64_intdigest(CONTENT[part.start : part.end]) for part in PARTS)
         missing = MissingPieces(Bitmap(NUMBERING.count), checksums, frozenset({"one"}))
-        self.version = PartialVersion(folder, Manifest(record, (FILE,), {}, (), whole=False), missing)
+        self.version = VerifiedVersion(folder, Manifest(record, (FILE,), {}, (), whole=False), missing)
         self.borrowing = Borrowing(
             self.nodes,  # type: ignore[arg-type]
             HttpTransfer(HeldFiles.checksum, None, 5.0),

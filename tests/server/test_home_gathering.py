@@ -9,7 +9,7 @@ from resharder.server.nodes.homes import HomeLost, HomeRegister, NodeHome
 from resharder.server.state.version import ABORTED, READY, VersionRecord
 from resharder.v1 import node_pb2
 
-from tests.support.node_reports import order_of, report_of, reservation_of, with_values
+from tests.support.node_reports import lose_nodes, order_of, report_of, report_to, reservation_of, with_values
 
 GROUPS = {"a": "one", "b": "two", "g": "one, gathered"}
 FILES = lay_out([TensorSpec(name, "BF16", (64, 8)) for name in ("a", "b", "c", "g")], homes=GROUPS)
@@ -48,7 +48,7 @@ class World:
     def report(self, node: str, *, drained: bool = False, caller: str = "", **more: object) -> None:
         known = [reservation_of(each.id, node, ["s"]) for each in self.homes.orders(node, ())]
         report = report_of(node, gathers=True, reservations=known)
-        self.homes.reported(with_values(report, **more), caller, drained, lambda: None)
+        report_to(self.homes, with_values(report, **more), caller, drained)
 
     def take(self) -> tuple[NodeHome, ...]:
         return self.homes.take(PUBLISHER, VERSION, READS)
@@ -91,7 +91,7 @@ def test_a_version_for_which_all_nodes_have_a_set_is_gathered(world: World) -> N
 @pytest.mark.parametrize("why", ["older", "drained", "gone", "other ranks"])
 def test_a_version_that_one_node_cannot_be_part_of_is_gathered_by_none(world: World, why: str) -> None:
     if why == "gone":
-        world.homes.gone("three")
+        lose_nodes(world.homes, "three")
     elif why != "other ranks":
         world.report("three", drained=why == "drained", gathers=why != "older")
     reads = {**READS, "three": [{"/three/nonce": b"of an earlier process"}]} if why == "other ranks" else READS

@@ -11,7 +11,7 @@ from resharder.server.state.errors import FailedPrecondition, InvalidArgument, P
 from resharder.server.state.version import ABORTED, DAEMON, READY, VersionRecord
 from resharder.v1 import node_pb2
 
-from tests.support.node_reports import order_of, report_of, reservation_of, with_values
+from tests.support.node_reports import lose_nodes, order_of, report_of, report_to, reservation_of, with_values
 
 HOMES = {"a": "one", "b": "two"}
 FILES = lay_out([TensorSpec(name, "BF16", (64, 8)) for name in ("a", "b", "c")], homes=HOMES)
@@ -27,7 +27,7 @@ class World:
     """A register with two live nodes, of which each call of `report` replaces the report."""
 
     def __init__(self) -> None:
-        self.now, self.notified = 0.0, list[str]()
+        self.now = 0.0
         self.homes = HomeRegister(clock=self._clock)
         self.reports = {node: report_of(node) for node in ("one", "two")}
         for node in self.reports:
@@ -45,7 +45,7 @@ class World:
         known = self.homes.orders(node, ())
         reservations = [reservation_of(each.id, node, sets, problem) for each in known]
         self.reports[node] = with_values(self.reports[node], reservations=reservations, **more)
-        self.homes.reported(self.reports[node], caller, drained, lambda: self.notified.append(node))
+        report_to(self.homes, self.reports[node], caller, drained)
 
     def take(self, version: str = NAMES[0], **reads: list[dict[str, bytes]]) -> dict[str, str]:
         found = self.homes.take(PUBLISHER, version, {**READS, **reads})
@@ -96,7 +96,7 @@ def test_no_set_is_taken_of_a_node_that_is_drained_lost_or_without_memory(world:
     assert world.homes.nonces() == (("/two/nonce",), (nonce_id(b"one"), nonce_id(b"two")))
     assert world.take() == {}
     assert not any(world.is_coming(node) for node in READS), "so no version waits for it"
-    world.homes.gone("two")
+    lose_nodes(world.homes, "two")
     assert world.take() == {}
 
 
@@ -138,7 +138,7 @@ def test_a_set_is_verified_held_if_it_is_wanted_and_ended_otherwise(world: World
     world.settle(NAMES[0], READY)
     assert world.states(wanted=(NAMES[0],)) == [order_of(NAMES[0], State.READY)]
     assert world.states() == [order_of(NAMES[0], State.ENDED)]
-    world.homes.gone("one")
+    lose_nodes(world.homes, "one")
     assert world.homes.problem(NAMES[0]) == "", "a READY version needs no home"
 
 
@@ -182,7 +182,7 @@ def test_a_version_that_has_lost_a_home_says_so(world: World, event: str, reason
     assert world.homes.problem(NAMES[0]) == ""
     match event:
         case "gone":
-            world.homes.gone("one")
+            lose_nodes(world.homes, "one")
         case "restarted":
             world.report("one", instance="j")
         case "refused":
@@ -209,7 +209,7 @@ def test_a_rank_that_reads_the_store_is_on_the_daemons_host(world: World) -> Non
         shared, nonce_file, nonce = True, "/store/nonce", b"store"
 
     register = HomeRegister(Folder())  # type: ignore[arg-type]
-    register.reported(world.reports["one"], "", False, lambda: None)
+    report_to(register, world.reports["one"])
     both = {"/store/nonce": b"store", "/one/nonce": b"one"}
     assert register.host_of(both) == DAEMON
     assert register.host_of({"/one/nonce": b"one"}) == "one"

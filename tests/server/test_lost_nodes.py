@@ -7,7 +7,7 @@ import pytest
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.records import LostNodes, nonce_id
 
-from tests.support.node_reports import report_of
+from tests.support.node_reports import lose_nodes, report_of, report_to
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ class Daemon:
         self.homes = HomeRegister(lost=LostNodes(file))
 
     def report(self, node: str, nonce: bytes) -> None:
-        self.homes.reported(report_of(node, nonce=nonce), "", False, lambda: None)
+        report_to(self.homes, report_of(node, nonce=nonce))
 
     def settles(self, nonce: bytes) -> bool:
         return nonce_id(nonce) in self.homes.nonces().settled
@@ -32,7 +32,7 @@ def test_a_node_that_was_gone_is_settled_after_a_restart_and_a_live_one_is_not(f
     daemon = Daemon(file)
     daemon.report("one", b"1")
     daemon.report("two", b"2")
-    daemon.homes.gone("one", "none")
+    lose_nodes(daemon.homes, "one", "none")
     assert (daemon.settles(b"1"), daemon.settles(b"2")) == (True, True)
     assert b"1" not in file.read_bytes().replace(nonce_id(b"1").encode(), b"")
     later = Daemon(file)
@@ -43,7 +43,7 @@ def test_a_node_that_has_come_back_is_waited_for_after_the_next_restart(file: Pa
     daemon = Daemon(file)
     for node in ("same", "other"):
         daemon.report(node, node.encode())
-    daemon.homes.gone("same", "other")
+    lose_nodes(daemon.homes, "same", "other")
     daemon = Daemon(file)
     daemon.report("same", b"same")
     daemon.report("other", b"another")

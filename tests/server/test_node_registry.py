@@ -17,7 +17,7 @@ from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.partial import MissingPieces, PartialVersion
+from resharder.server.store.partial import MissingPieces, VerifiedVersion
 from resharder.v1 import node_pb2, resources_pb2
 
 from tests.support.node_reports import pieces_at, report_of, with_values
@@ -267,6 +267,13 @@ def test_parts_of_more_versions_fit_and_a_restarted_daemon_wants_no_more_than_be
     assert order.wanted == some.to_bytes()
 
 
+def test_a_node_whose_first_report_is_refused_is_not_known(world: World) -> None:
+    world.want(NAMES[0], node="none")
+    with pytest.raises(InvalidArgument, match="expected"):
+        world.sync(report(v1=Bitmap.full(8 * PIECES + 8)))
+    assert world.nodes.views() == []
+
+
 def test_a_bitmap_of_another_version_is_refused(world: World) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
         world.sync(report(v1=Bitmap.full(8 * PIECES)))
@@ -342,17 +349,17 @@ def test_nodes_that_call_with_a_token_are_admitted_by_their_certificates_also_la
     assert sync("one", "sha256:1").versions[0].readers == ["dns:x.test", "sha256:1", "sha256:3"]
 
 
-def lacking(world: World, held: Bitmap, nodes: tuple[str, ...]) -> tuple[PartialVersion, list[str]]:
+def lacking(world: World, held: Bitmap, nodes: tuple[str, ...]) -> tuple[VerifiedVersion, list[str]]:
     """Let the daemon's store lack pieces of version 3; return what it has, and the reasons for which it is lost."""
     missing, lost = MissingPieces(held, (0,) * PIECES, frozenset(nodes)), list[str]()
-    found = PartialVersion(Path("/nowhere"), Manifest(world.records[3], FILES, {}, ()), missing)
+    found = VerifiedVersion(Path("/nowhere"), Manifest(world.records[3], FILES, {}, ()), missing)
     world.nodes = NodeRegistry(
         lambda model, number: Manifest(world.records[number], FILES, {}, ()),
         lambda model, number: world.records[number],
         lease_seconds=LEASE,
         forget_seconds=FORGET,
         note=lambda kind, subject, what, reason: None,
-        partial=lambda model, number: found if number == 3 else None,
+        verified=lambda model, number: found if number == 3 else None,
         lose=lambda model, number, reason: lost.append(f"{model}/{number}: {reason}"),
         clock=lambda: world.now,
         wall=lambda: world.now,

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
@@ -11,11 +12,12 @@ from resharder.converters.wire import pieces
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.publisher import check_files
-from resharder.server.state.errors import DaemonError, InvalidArgument, ResourceNotFound, Unavailable
-from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.nodes.placement import ReplicasShort
+from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable
+from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store import manifest
 from resharder.server.store.manifest import verify
-from resharder.server.store.partial import PIECES_FILE, MissingPieces, PartialVersion, VerifiedVersion
+from resharder.server.store.partial import PIECES_FILE, MissingPieces, VerifiedVersion
 from resharder.server.store.retention import Retention
 from resharder.server.store.store import Store
 
@@ -48,7 +50,7 @@ def count() -> int:
     return number_pieces(LAYOUTS).count
 
 
-def partial_of(store: Store, number: int = 1) -> PartialVersion:
+def partial_of(store: Store, number: int = 1) -> VerifiedVersion:
     found = store.reader.partial("policy", number)
     assert found is not None
     return found
@@ -116,14 +118,13 @@ def test_a_tensor_can_be_read_once_its_own_pieces_are_there(store: Store) -> Non
 def test_pieces_that_arrive_before_ready_are_durable_from_ready_on(root: Path) -> None:
     store = opened(root)
     lacks, arrives = [0, 1, 2], [0, 2]
-    kept: list[PartialVersion] = []
+    kept: list[VerifiedVersion] = []
 
     def fetched(versions: Sequence[VerifiedVersion], content: dict[str, bytes]) -> None:
         (version,) = versions
-        assert version.partial is not None
-        deliver_pieces(version.partial, content, arrives)
-        assert (version.folder / HELD_FILE).read_bytes() != version.partial.held().to_bytes(), "not before READY"
-        kept.append(version.partial)
+        deliver_pieces(version, content, arrives)
+        assert (version.folder / HELD_FILE).read_bytes() != version.held().to_bytes(), "not before READY"
+        kept.append(version)
 
     record, content = publish_partial(store, claim(store), 0, lacks, before_ready=fetched)
     assert partial_of(store) is kept[0]
@@ -139,8 +140,7 @@ def test_pieces_that_arrive_before_ready_are_durable_from_ready_on(root: Path) -
 
 def test_a_version_whose_pieces_have_all_arrived_before_ready_is_whole_at_ready(store: Store) -> None:
     def fetched(versions: Sequence[VerifiedVersion], content: dict[str, bytes]) -> None:
-        assert versions[0].partial is not None
-        deliver_pieces(versions[0].partial, content, [1])
+        deliver_pieces(versions[0], content, [1])
 
     record, content = publish_partial(store, claim(store), 0, [1], before_ready=fetched)
     folder = store.folder.path(record)
@@ -149,6 +149,32 @@ def test_a_version_whose_pieces_have_all_arrived_before_ready_is_whole_at_ready(
     assert verify(folder, "policy", 1, record.fingerprint).whole
     assert contents(folder, LAYOUTS) == content
     assert set(read(store, 1)) == {spec.name for spec in SPECS}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("lacks", [[], [1]])
+def test_a_version_waits_for_ready_until_it_is_or_fails(store: Store, lacks: list[int], fails: bool) -> None:
+    def hold(versions: Sequence[VerifiedVersion], content: dict[str, bytes]) -> None:
+        assert store.reader.waiting("policy", 1) is versions[0]
+        assert store.lifecycle.partials(UPLOADING) == [*versions]
+        assert refused(store, 1).startswith("VERSION_GONE"), "by servers"
+        if fails:
+            raise ReplicasShort("no node")
+
+    with pytest.raises(ReplicasShort) if fails else nullcontext():
+        publish_partial(store, claim(store), 0, lacks, before_ready=hold)
+    assert store.reader.waiting("policy", 1) is None
+    assert store.lifecycle.partials(UPLOADING) == []
+    assert len(store.lifecycle.partials()) == (not fails and len(lacks))
+
+
+def test_a_version_that_is_aborted_while_it_waits_for_ready_waits_no_longer(store: Store) -> None:
+    def abort(versions: Sequence[VerifiedVersion], content: dict[str, bytes]) -> None:
+        store.lifecycle.abort("policy", 1, "an operator's command")
+
+    with pytest.raises((FailedPrecondition, Unavailable)):
+        publish_partial(store, claim(store), 0, [1], before_ready=abort)
+    assert store.reader.verified("policy", 1) is None
 
 
 def test_a_version_whose_headers_are_damaged_is_lost_and_never_whole(store: Store) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.nodes.replication import ReplicaNeed, place
+from resharder.server.nodes.placement import ReplicaNeed, place
 
 PIECES = 5
 NUMBERING = PieceNumbering([("a", 3 * PIECE_BYTES), ("b", PIECE_BYTES + 1)])

@@ -9,13 +9,12 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest
 from resharder.server.store.partial import VerifiedVersion
-from resharder.server.store.reader import VerifiedVersions
 from resharder.v1 import node_pb2
 
 from tests.support.node_reports import report_of
@@ -33,7 +32,8 @@ class World:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.now, self.stopped, self._pool = 0.0, False, pool
         self.record = VersionRecord("policy", 1, UPLOADING, 1, 1, "job", SIZE, 1, 0.0)
-        self.verified = VerifiedVersions()
+        found = Manifest(replace(self.record, state=READY), FILES, {}, ())
+        self.verified = VerifiedVersion(Path("/nowhere"), found, durable=False)
         self.nodes = NodeRegistry(
             lambda model, number: Manifest(self.record, FILES, {}, ()),
             lambda model, number: self.record,
@@ -42,15 +42,14 @@ class World:
             note=lambda kind, subject, what, reason: None,
             replicas=REPLICAS,
             replica_seconds=5.0,
-            verified=self.verified,
+            verified=lambda model, number: self.verified if self.record.state == UPLOADING else None,
             clock=lambda: self.now,
         )
 
     def replicate(self) -> "Future[None]":
-        found = VerifiedVersion(Manifest(replace(self.record, state=READY), FILES, {}, ()), Path("/nowhere"))
-        self.nodes.replication.begin([found])
-        running = self._pool.submit(self.nodes.replication.replicate, [found], lambda: self.stopped)
-        wait_until(lambda: running.done() or self.nodes.replication.shortages())
+        self.nodes.begin([self.verified])
+        running = self._pool.submit(self.nodes.await_holders, [self.verified], lambda: self.stopped)
+        wait_until(lambda: running.done() or self.nodes.shortages())
         return running
 
     def become(self, state: str) -> None:
@@ -90,14 +89,13 @@ def test_two_nodes_hold_a_version_before_it_is_ready_and_no_worker_learns_of_it(
         world.nodes.host_copy(NAME, "server", [("/a/nonce", b"a")])
     world.report(chosen[0], Bitmap.full(PIECES))
     world.report(chosen[1], Bitmap.of(PIECES, range(1, PIECES)))
-    (short,) = world.nodes.replication.shortages()
-    wait_until(lambda: world.nodes.replication.shortages()[0].short_pieces == 1)
+    (short,) = world.nodes.shortages()
+    wait_until(lambda: world.nodes.shortages()[0].short_pieces == 1)
     assert short.waits
     world.report(chosen[1], Bitmap.full(PIECES))
     running.result(timeout=30)
     world.become(READY)
-    assert world.verified.get("policy", 1) is None
-    assert world.nodes.replication.shortages() == []
+    assert world.nodes.shortages() == []
     assert world.nodes.host_copy(NAME, "server", [("/a/nonce", b"a")]).node == "nodes/a"
 
 
@@ -120,7 +118,7 @@ def test_a_version_fails_once_nothing_has_changed_for_some_seconds(world: World)
     wait_until(lambda: world.has_orders("a"))
     world.now += 4.0
     world.report("a", Bitmap.of(PIECES, [0]))
-    wait_until(lambda: world.nodes.replication._placements[NAME].lacking == 2 * PIECES - 1)
+    wait_until(lambda: world.nodes._placements[NAME].lacking == 2 * PIECES - 1)
     for _ in range(2):
         assert not running.done(), "a piece has arrived"
         world.now += 2.5
@@ -131,7 +129,7 @@ def test_a_version_fails_once_nothing_has_changed_for_some_seconds(world: World)
         running.result(timeout=30)
     world.become(ABORTED)
     assert not world.report("a", Bitmap.of(PIECES, [0])).versions
-    assert world.nodes.replication.shortages() == []
+    assert world.nodes.shortages() == []
 
 
 def test_an_abort_and_a_shutdown_end_the_wait(world: World) -> None:
@@ -142,7 +140,7 @@ def test_an_abort_and_a_shutdown_end_the_wait(world: World) -> None:
     world.become(ABORTED)
     world.stopped, world.record = False, replace(world.record, state=UPLOADING)
     running = world.replicate()
-    world.nodes.replication.close()
+    world.nodes.close()
     with pytest.raises(ReplicasShort, match="the daemon is shutting down"):
         running.result(timeout=30)
 
@@ -154,10 +152,10 @@ def test_replicas_of_a_dead_or_drained_node_are_made_up_after_the_nodes_have_rep
         world.report(node, Bitmap.full(PIECES))
     world.report("c")
     world.nodes.expire()
-    assert world.nodes.replication.shortages() == []
+    assert world.nodes.shortages() == []
     world.nodes.set_drained("b", True)
     world.nodes.expire()
-    assert [each.waits for each in world.nodes.replication.shortages()] == [False]
+    assert [each.waits for each in world.nodes.shortages()] == [False]
     assert not world.report("c").versions, "others may report replicas yet, because the daemon has just started"
     world.now += LEASE + 1
     for node in "ac":
@@ -166,7 +164,7 @@ def test_replicas_of_a_dead_or_drained_node_are_made_up_after_the_nodes_have_rep
     assert world.has_orders("c")
     world.report("c", Bitmap.full(PIECES))
     world.nodes.expire()
-    assert world.nodes.replication.shortages() == []
+    assert world.nodes.shortages() == []
 
 
 def test_a_replica_does_not_make_way_for_a_version_that_a_worker_wants(world: World) -> None:

@@ -20,12 +20,11 @@ from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.filesystem import MediumRefused
 from resharder.server.nodes import store_fetch
-from resharder.server.nodes.replication import ReplicasShort
+from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.nodes.store_fetch import StoreFetcher
-from resharder.server.state.version import READY, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion
-from resharder.server.store.reader import VerifiedVersions
+from resharder.server.store.partial import MissingPieces, VerifiedVersion
 from resharder.v1 import node_pb2
 
 from tests.support.ports import free_port
@@ -82,14 +81,11 @@ class Nodes:
     addresses: dict[str, str]
     replicas: int = 1
     gone: str = ""
-    verified: VerifiedVersions = field(default_factory=VerifiedVersions)
     suspended: list[str] = field(default_factory=list)
 
     @property
     def homes(self) -> "Nodes":
         return self
-
-    replication = homes
 
     def written(self, version: str) -> dict[str, tuple[FileLayout, ...]]:
         return {node: (file,) for node, file in zip(self.addresses, FILES, strict=True)}
@@ -106,22 +102,24 @@ class Nodes:
 
     def begin(self, versions: object) -> None: ...
 
-    def version_changed(self, version: str) -> None:
-        self.verified.remove(version)
-
     def problem(self, versions: object, stopped: Callable[[], bool]) -> str:
         return self.gone
 
-    def replicate(self, versions: list[VerifiedVersion], stopped: object) -> None:
+    def await_holders(self, versions: list[VerifiedVersion], stopped: object) -> None:
         """Wait until the daemon has all pieces, if it should."""
         (version,) = versions
-        while self.replicas > 1 and version.partial is not None and not version.partial.is_whole():
-            version.partial.await_more(version.partial.held(), 10.0)
+        while self.replicas > 1 and not version.is_whole():
+            version.await_more(version.held(), 10.0)
 
 
-class NoVersions:
-    def partials(self) -> list[PartialVersion]:
-        return []
+@dataclass
+class OneVersion:
+    """A store with one version that waits for READY."""
+
+    version: VerifiedVersion
+
+    def partials(self, state: str = READY) -> list[VerifiedVersion]:
+        return [self.version] if state == UPLOADING else []
 
 
 @pytest.fixture
@@ -135,20 +133,18 @@ def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiedVersion:
     record = VersionRecord("policy", 1, READY, 1, 1, "job", NUMBERING.total, 2, 0.0, fingerprint="of the version")
     found = Manifest(record, tuple(FILES), {}, (), whole=False)
     missing = MissingPieces(Bitmap(NUMBERING.count), CHECKSUMS, frozenset({"one", "two"}))
-    return VerifiedVersion(found, folder, PartialVersion(folder, found, missing, durable=False))
+    return VerifiedVersion(folder, found, missing, durable=False)
 
 
 def fetch(version: VerifiedVersion, one: str, two: str, stalled: float = 5.0, **options: Any) -> tuple[dict[str, bytes], Nodes]:
     """The files of a version once the fetcher has what is needed from the ports of both nodes."""
     nodes = Nodes({"one": one, "two": two}, **options)
-    nodes.verified.add(version)
     transfer = HttpTransfer(HeldFiles.checksum, None, stalled)
-    fetcher = StoreFetcher(NoVersions(), nodes.verified, nodes, transfer)  # type: ignore[arg-type]
+    fetcher = StoreFetcher(OneVersion(version), nodes, transfer)  # type: ignore[arg-type]
     fetcher.start()
     try:
         fetcher.hold([version], lambda: False)
     except ReplicasShort as error:
-        assert not nodes.verified.all(), "nothing is fetched for it any longer"
         raise ReplicasShort(f"{error}; suspended: {nodes.suspended}") from error
     finally:
         fetcher.close()
@@ -174,8 +170,7 @@ def test_a_node_that_does_not_deliver_is_named_and_no_home_for_some_time(
 ) -> None:
     monkeypatch.setattr(Nodes, "written", lambda self, name: {"one": FILES[:1], "two": FILES[1:]})
     first = Bitmap.of(NUMBERING.count, [NUMBERING.touched(FILES[1].path, 0, 1)[0]])
-    assert version.partial is not None
-    version.partial.want(first)  # the piece with the wrong byte
+    version.want(first)  # the piece with the wrong byte
     with pytest.raises(ReplicasShort, match=rf"nodes/two: .*{why}.*suspended: \['two'\]"):
         fetch(version, ports["right"], ports[port])
     assert (version.folder / FILES[1].path).read_bytes()[:PIECE_BYTES] == bytes(PIECE_BYTES)

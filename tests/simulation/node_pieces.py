@@ -17,7 +17,7 @@ from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.lifecycle import ProvenVersion
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion
+from resharder.server.store.partial import MissingPieces, VerifiedVersion
 from resharder.server.store.store import Store
 
 from tests.simulation.medium import Medium
@@ -54,11 +54,10 @@ class NodePieces:
 
     def _fetch_early(self, versions: Sequence[VerifiedVersion]) -> None:
         """Fetch some missing pieces, or all, before the version is READY."""
-        for partial in (version.partial for version in versions):
-            missing = list(partial.held().missing()) if partial is not None else []
+        for version in versions:
+            missing = list(version.held().missing())
             for piece in self._random.sample(missing, self._random.randint(0, len(missing))):
-                assert partial is not None
-                self._bring(partial, piece)
+                self._bring(version, piece)
                 self.counts["pieces fetched before READY"] += 1
 
     def _take(self, store: Store, record: VersionRecord) -> MissingPieces:
@@ -93,7 +92,7 @@ class NodePieces:
                     if not is_refusal(error):
                         raise
 
-    def _advance(self, store: Store, partial: PartialVersion) -> None:
+    def _advance(self, store: Store, partial: VerifiedVersion) -> None:
         number, missing = partial.record.number, list(partial.held().missing())
         if missing and not self.peaceful and self._random.random() < 0.05:
             self.gone.add(number)
@@ -109,7 +108,7 @@ class NodePieces:
         assert not settled or partial.held().whole(), f"version {number} is settled without all pieces"
         self.counts["versions made whole"] += settled
 
-    def _bring(self, partial: PartialVersion, piece: int) -> None:
+    def _bring(self, partial: VerifiedVersion, piece: int) -> None:
         for part in partial.numbering.parts(piece):
             data = self.held[partial.record.number][part.file][part.start : part.end]
             partial.write(part, np.frombuffer(data, np.uint8))

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from resharder.converters.wire.pieces import Bitmap
+from resharder.server.nodes.homes import HomeRegister
+from resharder.server.nodes.known_node import KnownNode
 from resharder.v1 import node_pb2, resources_pb2
 
 
@@ -14,6 +16,16 @@ def report_of(
     store = resources_pb2.StoreAccess(nonce_file=f"/{node}/nonce", nonce=nonce or node.encode())
     given = {"data_address": f"{node}:7679", "store": store, "capacity_bytes": capacity} | more
     return node_pb2.SyncNodeRequest(node=f"nodes/{node}", instance=instance, **given)
+
+
+def report_to(homes: HomeRegister, report: node_pb2.SyncNodeRequest, caller: str = "", drained: bool = False) -> None:
+    """Have a node report to a register of homes."""
+    homes.reported(KnownNode(report, caller, 0.0, 0.0, drained=drained))
+
+
+def lose_nodes(homes: HomeRegister, *nodes: str) -> None:
+    """Have nodes leave a register of homes."""
+    homes.gone(*(homes.nodes.pop(node) for node in nodes if node in homes.nodes))
 
 
 def with_values(report: node_pb2.SyncNodeRequest, **more: Any) -> node_pb2.SyncNodeRequest:

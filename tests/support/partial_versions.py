@@ -10,7 +10,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.state.version import VersionRecord
-from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion
+from resharder.server.store.partial import MissingPieces, VerifiedVersion
 from resharder.server.store.store import Store
 
 from tests.support.store_versions import LAYOUTS, SPECS
@@ -78,7 +78,7 @@ def publish_partial(
     return store.lifecycle.commit(record, digests, ((0, "00"),), missing=missing, before_ready=fetch), content
 
 
-def deliver_pieces(partial: PartialVersion, content: dict[str, bytes], pieces: Iterable[int]) -> None:
+def deliver_pieces(partial: VerifiedVersion, content: dict[str, bytes], pieces: Iterable[int]) -> None:
     """Write pieces as they arrive from nodes."""
     for piece in pieces:
         for part in partial.numbering.parts(piece):

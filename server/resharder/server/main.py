@@ -138,20 +138,17 @@ class Daemon:
             note=self.events.add,
             drained=DrainedNodes(config.store / "drained_nodes.json"),
             homes=HomeRegister(self.store.folder, LostNodes(config.store / "lost_nodes.json"), self.store.hold),
-            partial=self.store.reader.partial,
+            verified=self.store.reader.verified,
             lose=self.store.lifecycle.lose,
             replicas=config.replicas,
             replica_seconds=config.replica_seconds,
-            verified=self.store.reader.verified,
             hold=self.store.hold,
         )
         self.store.catalogue.version_changed.connect(self.nodes.version_changed)
         transfer = HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled)
         self.borrowing = Borrowing(self.nodes, transfer)
         self.store.reader.borrow = None if self.store.hold else self.borrowing.reading
-        self.fetcher = StoreFetcher(
-            self.store.lifecycle, self.store.reader.verified, self.nodes, transfer, self.store.reader.borrow
-        )
+        self.fetcher = StoreFetcher(self.store.lifecycle, self.nodes, transfer, self.store.reader.borrow)
         self.intake = Intake(
             self.store,
             lease_seconds=config.lease_seconds,
@@ -304,7 +301,7 @@ class Daemon:
             )
             log("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         records = (record for model in self.store.catalogue.models() for record in self.store.catalogue.versions(model))
-        self.nodes.replication.start(record.name for record in records if record.state == READY)
+        self.nodes.start(record.name for record in records if record.state == READY)
         self._ticker.start()
         self.fetcher.start()
         self.shown.set_ready()
@@ -336,7 +333,7 @@ class Daemon:
         self.server.drain()
         self.intake.drain(self.config.drain_seconds)
         self._ended.set()
-        self.nodes.replication.close()
+        self.nodes.close()
         self.checks.close()
         self.fleets.close()
         self.events.close()

@@ -59,7 +59,7 @@ class StoredVersions:
 
         Raises as `VersionReader.manifest` does.
         """
-        if replicates and (verified := self._reader.verified.get(model, number)) is not None:
+        if replicates and (verified := self._reader.waiting(model, number)) is not None:
             yield self._served(verified.manifest, verified.folder, boxes=False)
             return
         with self._reader.folder(model, number) as (manifest, folder):

@@ -54,7 +54,7 @@ from resharder.server.ingest.publisher import (
 )
 from resharder.server.ingest.upload import AT_HOME, MAPPED, HomeFiles, Proof, Upload, hash_digests
 from resharder.server.nodes.homes import HomeRegister, NodeHome, Readable
-from resharder.server.nodes.replication import ReplicasShort
+from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.state.errors import (
     AlreadyExists,
     DaemonError,

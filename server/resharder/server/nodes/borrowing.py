@@ -20,7 +20,7 @@ from resharder.server.holding.transfers import HttpTransfer, PieceBusy, PieceFai
 from resharder.server.infra.filesystem import touching
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import Unavailable
-from resharder.server.store.partial import PartialVersion
+from resharder.server.store.partial import VerifiedVersion
 
 KEPT_BYTES = 1 << 30
 """Bound on the parts that are kept although nobody reads them now."""
@@ -37,7 +37,7 @@ _Key = tuple[str, str, int]  # version, file, first byte
 class _Borrowed:
     """A part that is there, or is being fetched, and its readers."""
 
-    version: PartialVersion
+    version: VerifiedVersion
     span: PieceSpan
     fetched: "Future[None]"
     readers: int = field(default=0)
@@ -69,7 +69,7 @@ class Borrowing:
         self._parts: OrderedDict[_Key, _Borrowed] = OrderedDict()  # that read last at the end
 
     @contextmanager
-    def reading(self, version: PartialVersion, spans: Iterable[PieceSpan]) -> Iterator[None]:
+    def reading(self, version: VerifiedVersion, spans: Iterable[PieceSpan]) -> Iterator[None]:
         """Have bytes of a version in its files meanwhile.
 
         Raises Unavailable (PIECES_ELSEWHERE) if no node delivers some of them, OSError if they cannot be written.
@@ -94,7 +94,7 @@ class Borrowing:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._transfer.close_idle()
 
-    def _borrow(self, version: PartialVersion, file: str, start: int) -> _Borrowed:
+    def _borrow(self, version: VerifiedVersion, file: str, start: int) -> _Borrowed:
         key = version.name, file, start
         with self._lock:
             found = self._parts.get(key)
@@ -105,7 +105,7 @@ class Borrowing:
             self._parts.move_to_end(key)
             return found
 
-    def _fetch(self, version: PartialVersion, part: PieceSpan) -> None:
+    def _fetch(self, version: VerifiedVersion, part: PieceSpan) -> None:
         (piece,) = version.numbering.touched(part.file, part.start, part.end)
         deadline, why = self._clock() + self._patience, "no live node holds it"
         while True:
@@ -139,9 +139,9 @@ class Borrowing:
                     _punch(part.version, part.span)
 
 
-def _punch(version: PartialVersion, span: PieceSpan) -> None:
+def _punch(version: VerifiedVersion, span: PieceSpan) -> None:
     """Free the pages of a part, but for those of the file's header. Raises OSError."""
-    header = next(len(file.header) for file in version.files if file.path == span.file)
+    header = next(len(file.header) for file in version.manifest.files if file.path == span.file)
     start = max(span.start, header)
     path = version.folder / span.file
     with touching(path, "punching"):

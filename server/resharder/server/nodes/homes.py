@@ -20,7 +20,7 @@ from typing import NamedTuple
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile
-from resharder.server.nodes.known_node import id_of
+from resharder.server.nodes.known_node import KnownNode, id_of, notify
 from resharder.server.nodes.records import LostNodes, nonce_id
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import ABORTED, DAEMON, READY, RETIRED, VersionRecord
@@ -110,17 +110,6 @@ class ReservedHomes:
 
 
 @dataclass
-class HomeNode:
-    """A live node, which may get files of versions, and the caller that alone may report for it."""
-
-    report: node_pb2.SyncNodeRequest
-    caller: str
-    drained: bool
-    changed: Callable[[], object]
-    """Called when the node's orders change."""
-
-
-@dataclass
 class TakenSet:
     """A set that a version has taken."""
 
@@ -152,7 +141,11 @@ def reads_nonce(readable: Readable, report: node_pb2.SyncNodeRequest) -> bool:
 class HomeRegister:
     """Reservations, sets and versions of all nodes. Thread-safe; it never calls ingest.
 
-    Its lock is below all others but those of change signals; nothing is called under it but a node's `changed`.
+    The lock of `changed` guards `nodes` too, which `NodeRegistry` fills. It is below all others but those of change signals.
+
+    Attributes:
+        changed: Notified when something changes for which a version may wait.
+        nodes: All nodes by id, also those that are lost.
 
     Args:
         store: Folder of the store, by whose nonce ranks on the daemon's host are recognised.
@@ -168,8 +161,8 @@ class HomeRegister:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._clock, self._lost, self._hold = store, clock, lost or LostNodes(), hold
-        self._changed = threading.Condition()
-        self._nodes: dict[str, HomeNode] = {}
+        self.changed = threading.Condition()
+        self.nodes: dict[str, KnownNode] = {}
         self._reservations: dict[str, ReservedHomes] = {}  # by publisher
         self._versions: dict[str, WrittenVersion] = {}
         self._suspended: dict[str, tuple[str, float, float]] = {}
@@ -177,31 +170,29 @@ class HomeRegister:
 
     # Reports of nodes
 
-    def reported(self, report: node_pb2.SyncNodeRequest, caller: str, drained: bool, changed: Callable[[], object]) -> None:
-        """Record a node's report, in place of its earlier ones."""
-        with self._changed:
-            self._nodes[id_of(report)] = HomeNode(report, caller, drained, changed)
-            self._lost.remove(id_of(report), report.store.nonce)
-            self._changed.notify_all()
+    def reported(self, node: KnownNode) -> None:
+        """Record that a node has reported."""
+        with self.changed:
+            self.nodes[id_of(node.report)] = node
+            self._lost.remove(id_of(node.report), node.report.store.nonce)
+            self.changed.notify_all()
 
-    def gone(self, *nodes: str) -> None:
-        """Forget nodes that are lost or have left. Their sets are lost with them."""
-        with self._changed:
-            found = {node: self._nodes.pop(node) for node in nodes if node in self._nodes}
-            self._lost.add({node: home.report.store.nonce for node, home in found.items()})
-            self._changed.notify_all()
+    def gone(self, *nodes: KnownNode) -> None:
+        """Record that nodes are lost or have left. Their sets are lost with them."""
+        with self.changed:
+            self._lost.add({id_of(node.report): node.report.store.nonce for node in nodes})
+            self.changed.notify_all()
 
     def orders(self, node: str, wanted: Iterable[str]) -> list[node_pb2.ReservationOrder]:
         """Return the orders for a node, of all reservations that concern it. `wanted`: READY versions that it should hold."""
         wanted = set(wanted)
-        with self._changed:
-            found = self._nodes.get(node)
-            if found is None:
+        with self.changed:
+            if (found := self._live(node)) is None:
                 return []
             reported = {each.id: each for each in found.report.reservations}
             orders = []
             for reservation in self._reservations.values():
-                if node in reservation.homes and not (found.drained and reservation.id not in reported):
+                if node in reservation.homes and not (found.departs and reservation.id not in reported):
                     sets = [each.id for each in reported[reservation.id].sets] if reservation.id in reported else []
                     taken = [self._set_order(node, each, wanted) for each in sets if each in reservation.taken]
                     readers = self._readers(reservation, node)
@@ -211,8 +202,8 @@ class HomeRegister:
 
     def reserved_bytes(self, node: str) -> int:
         """Return the bytes that a node keeps free for sets, beside the versions that it holds."""
-        with self._changed:
-            if (found := self._nodes.get(node)) is None:
+        with self.changed:
+            if (found := self._live(node)) is None:
                 return 0
             sets = {each.id: len(each.sets) for each in found.report.reservations}
             own = [each for each in self._reservations.values() if node in each.nodes]
@@ -220,7 +211,7 @@ class HomeRegister:
 
     def uploading(self, node: str) -> dict[str, tuple[tuple[FileLayout, ...], tuple[FileLayout, ...]]]:
         """Return the files of UPLOADING versions on a node, and all files of each, by version."""
-        with self._changed:
+        with self.changed:
             return {
                 name: (version.homes[node].own.files, version.homes[node].reservation.files)
                 for name, version in self._versions.items()
@@ -232,7 +223,7 @@ class HomeRegister:
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (NODE_UNKNOWN), PermissionDenied (NOT_ALLOWED).
         """
-        with self._changed:
+        with self.changed:
             self._check_caller(node, caller)
             found = self._reservations.get(publisher)
             if found is None or found.id != reservation or node not in found.homes:
@@ -263,7 +254,7 @@ class HomeRegister:
             FailedPrecondition: VERSION_CLOSED: the version does not wait for a proof of this set.
             InvalidArgument: NODE: other files, or other numbers of tensors and parts.
         """
-        with self._changed:
+        with self.changed:
             self._check_caller(node, caller)
             found = self._versions.get(version)
             taken = found.homes.get(node) if found is not None and found.state == node_pb2.FileSetOrder.VERIFYING else None
@@ -275,13 +266,13 @@ class HomeRegister:
                 taken.proof, taken.problem = dict(files), problem
                 if problem and unreachable in {each.node for each in taken.own.gathered}:
                     self._suspend(unreachable, self._clock())
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     # The daemon
 
     def written(self, version: str) -> dict[str, tuple[FileLayout, ...]]:
         """Return the files that ranks have written on nodes, by node; none of a version without homes."""
-        with self._changed:
+        with self.changed:
             found = self._versions.get(version)
             homes = found.homes.items() if found is not None else ()
             return {node: taken.own.files for node, taken in homes if taken.own.files}
@@ -289,7 +280,7 @@ class HomeRegister:
     def not_adopted(self, report: node_pb2.SyncNodeRequest) -> dict[str, tuple[FileLayout, ...]]:
         """Return the verified files of versions that a node holds in sets which it has yet to take over, by version."""
         sets = {found.id for each in report.reservations for found in each.sets}
-        with self._changed:
+        with self.changed:
             return {
                 name: taken.own.files
                 for name, version in self._versions.items()
@@ -301,7 +292,7 @@ class HomeRegister:
 
     def version_changed(self, record: VersionRecord) -> None:
         """Follow a version's state. Of one that is READY, nodes hold what ranks have written, if it is wanted there."""
-        with self._changed:
+        with self.changed:
             found = self._versions.get(record.name)
             if found is None or record.state not in (READY, ABORTED, RETIRED):
                 return
@@ -315,10 +306,10 @@ class HomeRegister:
 
     def nonces(self) -> NodeNonces:
         """Return where ranks find the nonces of nodes, and for which nodes no rank waits."""
-        with self._changed:
-            live = list(self._nodes.values())
+        with self.changed:
+            live = [node for node in self.nodes.values() if not node.lost]
             files = dict.fromkeys(
-                node.report.store.nonce_file for node in live if not node.drained and node.report.store.nonce_file
+                node.report.store.nonce_file for node in live if not node.departs and node.report.store.nonce_file
             )
             return NodeNonces(tuple(files), (*(nonce_id(node.report.store.nonce) for node in live), *self._lost.nonces()))
 
@@ -327,8 +318,10 @@ class HomeRegister:
         store = self._store
         if store is not None and store.shared and readable.get(str(store.nonce_file)) == store.nonce:
             return DAEMON
-        with self._changed:
-            return next((id for id, node in sorted(self._nodes.items()) if reads_nonce(readable, node.report)), None)
+        with self.changed:
+            return next(
+                (id for id, node in sorted(self.nodes.items()) if not node.lost and reads_nonce(readable, node.report)), None
+            )
 
     def reserve(
         self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
@@ -345,7 +338,7 @@ class HomeRegister:
         for file in files:
             if (node := homes.get(file.path)) is not None:
                 by_node[node] = (*by_node.get(node, ()), file)
-        with self._changed:
+        with self.changed:
             former = self._reservations.pop(publisher, None)
             if by_node:
                 found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered))
@@ -363,11 +356,11 @@ class HomeRegister:
             ranks: For each node, what the ranks that would write there have read last.
         """
         deadline = self._clock() + (LAYOUT_SECONDS if self._hold else ROOM_SECONDS)
-        with self._changed:
+        with self.changed:
             while any(self._is_coming(publisher, node, read, self._clock()) for node, read in ranks.items()):
                 if (left := deadline - self._clock()) <= 0:
                     break
-                self._changed.wait(left)
+                self.changed.wait(left)
             reservation = self._reservations.get(publisher)
             now = self._clock()
             free = {node: self._free(publisher, node, read, now) for node, read in ranks.items()}
@@ -387,13 +380,13 @@ class HomeRegister:
 
     def problem(self, version: str) -> str:
         """Return why a version cannot complete because it has lost a home; empty if it has not."""
-        with self._changed:
+        with self.changed:
             found = self._versions.get(version)
             return self._lost_home(found) if found is not None else ""
 
     def closed(self, version: str, files: Collection[str]) -> None:
         """Have the version's homes verify some of their files, which all ranks have closed, while ranks still write others."""
-        with self._changed:
+        with self.changed:
             found = self._versions.get(version)
             for node, taken in (
                 found.homes.items() if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING else ()
@@ -405,7 +398,7 @@ class HomeRegister:
 
     def verify(self, version: str) -> None:
         """Have the version's homes verify their files: all ranks have sealed."""
-        with self._changed:
+        with self.changed:
             found = self._versions.get(version)
             if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING:
                 found.state = node_pb2.FileSetOrder.VERIFYING
@@ -413,7 +406,7 @@ class HomeRegister:
 
     def hold(self, version: str) -> None:
         """Have the homes of a verified version hold it, before it is READY."""
-        with self._changed:
+        with self.changed:
             if (found := self._versions.get(version)) is not None:
                 found.held = True
                 self._notify(found.homes)
@@ -421,22 +414,27 @@ class HomeRegister:
     def proofs(self, version: str, seconds: float) -> Mapping[str, FileProof]:
         """Wait for the proofs of all homes, and return them by file. Raises HomeLost, also after `seconds`."""
         deadline = self._clock() + seconds
-        with self._changed:
+        with self.changed:
             while True:
-                found = self._live(version)
+                found = self._intact(version)
                 late = sorted(node for node, taken in found.homes.items() if taken.proof is None)
                 if not late:
                     return {path: proof for taken in found.homes.values() for path, proof in (taken.proof or {}).items()}
                 if (left := deadline - self._clock()) <= 0:
                     raise HomeLost(f"nodes/{late[0]} has not verified its files in {seconds:.0f} s")
-                self._changed.wait(min(left, 1.0))
+                self.changed.wait(min(left, 1.0))
 
     def suspend(self, node: str) -> None:
         """Take no files of a node for some time, because the daemon could not fetch from it."""
-        with self._changed:
+        with self.changed:
             self._suspend(node, self._clock())
 
     # With the lock; nothing waits or calls a node
+
+    def _live(self, id: str) -> KnownNode | None:
+        """Return a node that has a lease; None for any other."""
+        found = self.nodes.get(id)
+        return None if found is None or found.lost else found
 
     def _set_order(self, node: str, set: str, wanted: set[str]) -> node_pb2.FileSetOrder:
         """Return the order for a set that a version has taken."""
@@ -454,32 +452,35 @@ class HomeRegister:
 
     def _addresses(self, sources: Iterable[GatheredBoxes]) -> list[node_pb2.PartSource]:
         """Return each node from which boxes are gathered, with the address of its data port."""
-        found = sorted({each.node for each in sources} & self._nodes.keys())
-        address = {node: self._nodes[node].report.data_address for node in found}
-        return [node_pb2.PartSource(node=f"nodes/{node}", data_address=address[node]) for node in found]
+        found = {each.node: self._live(each.node) for each in sources}
+        return [
+            node_pb2.PartSource(node=f"nodes/{id}", data_address=node.report.data_address)
+            for id, node in sorted(found.items())
+            if node is not None
+        ]
 
     def _readers(self, reservation: ReservedHomes, node: str) -> tuple[str, ...]:
         """Return the identities, or certificates, of the nodes that gather boxes from a node."""
-        live = sorted(reservation.gatherers.get(node, set()) & self._nodes.keys() & reservation.admitted.keys())
-        found = [self._nodes[each] for each in live if self._nodes[each].caller == reservation.admitted[each]]
+        gatherers = sorted(reservation.gatherers.get(node, set()) & reservation.admitted.keys())
+        live = ((self._live(id), reservation.admitted[id]) for id in gatherers)
+        found = [each for each, caller in live if each is not None and each.caller == caller]
         names = ((each.caller.rpartition("@")[0], each.report.certificate) for each in found)
         admitted = (certificate if name.startswith("token:") else name for name, certificate in names)
         return tuple(name for name in admitted if name)
 
     def _check_caller(self, node: str, caller: str) -> None:
         """Raise ResourceNotFound (NODE_UNKNOWN) or PermissionDenied (NOT_ALLOWED) unless the caller owns a live node."""
-        found = self._nodes.get(node)
-        if found is None:
+        if (found := self._live(node)) is None:
             raise ResourceNotFound("NODE_UNKNOWN", f"node {node!r} is not live")
         if found.caller != caller:
             raise PermissionDenied("NOT_ALLOWED", f"node {node!r} belongs to {found.caller or 'a caller without a name'}")
 
     def _usable(self, publisher: str, node: str, read: Sequence[Readable], now: float) -> node_pb2.SyncNodeRequest | None:
         """Return the report of a node whose host the ranks are on; None of one that is drained or suspended."""
-        found, reservation = self._nodes.get(node), self._reservations.get(publisher)
+        found, reservation = self._live(node), self._reservations.get(publisher)
         if (
             found is None
-            or found.drained
+            or found.departs
             or reservation is None
             or node not in reservation.homes
             or not found.report.data_address
@@ -514,7 +515,7 @@ class HomeRegister:
 
     def _gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:
         """Return whether these nodes are all that have boxes for each other, and can fetch them."""
-        able = {node for node in nodes if self._nodes[node].report.gathers}
+        able = {node for node in nodes if self.nodes[node].report.gathers}
         return bool(reservation.gathered) and {*reservation.exchanging} <= able
 
     def _lost_home(self, version: WrittenVersion) -> str:
@@ -522,8 +523,7 @@ class HomeRegister:
         if version.state == node_pb2.FileSetOrder.READY:
             return ""
         for id, taken in version.homes.items():
-            node = self._nodes.get(id)
-            if node is None:
+            if (node := self._live(id)) is None:
                 return f"nodes/{id}, into whose files ranks wrote, is gone"
             if node.report.instance != taken.instance:
                 return f"nodes/{id}, into whose files ranks wrote, has restarted"
@@ -531,7 +531,7 @@ class HomeRegister:
                 return f"nodes/{id}: {taken.problem}"
         return ""
 
-    def _live(self, version: str) -> WrittenVersion:
+    def _intact(self, version: str) -> WrittenVersion:
         """Return a version that has lost no home. Raises HomeLost."""
         found = self._versions.get(version)
         if found is None:
@@ -542,7 +542,7 @@ class HomeRegister:
 
     def _suspend(self, node: str, now: float) -> None:
         """Take no files of a node for some time, twice as long each time, until it restarts."""
-        if (found := self._nodes.get(node)) is not None:
+        if (found := self._live(node)) is not None:
             instance, seconds, _ = self._suspended.get(node, ("", 0.0, 0.0))
             same = instance == found.report.instance
             seconds = min(2 * seconds, _LONGEST_SUSPENSION) if same else _FIRST_SUSPENSION
@@ -550,9 +550,8 @@ class HomeRegister:
 
     def _notify(self, nodes: Iterable[str]) -> None:
         """Notify nodes whose orders change, and all waiters."""
-        for node in {*nodes} & self._nodes.keys():
-            self._nodes[node].changed()
-        self._changed.notify_all()
+        notify(self.nodes[id] for id in {*nodes} & self.nodes.keys())
+        self.changed.notify_all()
 
 
 def _check_proof(files: Sequence[FileLayout], found: Mapping[str, FileProof]) -> None:

@@ -39,6 +39,11 @@ class KnownNode:
     follows: float = -inf
     """Time of orders that the last report is later than, because the node had them when it reported."""
 
+    @property
+    def departs(self) -> bool:
+        """Whether it gets no further versions: it is drained, or its process ends."""
+        return self.drained or self.report.ending
+
     def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
         """Add the servers and pieces of a request for a version, which becomes the last requested one."""
         self.wants[version] = self.wants.pop(version, set()).union(servers)

@@ -2,17 +2,20 @@
 
 A version is wanted on a node from the first request of a worker on its host until the version is retired, or until newer ones
 need the node's capacity. After a restart of the daemon, nodes report what they hold, and those versions are wanted again.
+
+With more than one replica, or where the daemon's host holds nothing, nodes also hold what `placement.py` gives them: before a
+version is READY, and afterwards what has become lost. They hold it as they hold what workers need, but it does not make way for
+other versions while it is planned.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from resharder.converters.storage.files import FileLayout
+import numpy as np
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.sources import PeerOffer
-from resharder.server.infra.change_signal import Waiting
+from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.nodes.homes import HomeRegister
@@ -33,15 +36,17 @@ from resharder.server.nodes.known_node import (
     wanted_of,
 )
 from resharder.server.nodes.pieces import PieceTable
+from resharder.server.nodes.placement import Counts, ReplicaNeed, ReplicaPlacement, ReplicasShort, place
 from resharder.server.nodes.records import DrainedNodes
-from resharder.server.nodes.replication import Replication
 from resharder.server.nodes.tracker import LONGEST, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.partial import PartialVersion
-from resharder.server.store.reader import VerifiedVersions
-from resharder.v1 import node_pb2, resources_pb2
+from resharder.server.store.partial import VerifiedVersion
+from resharder.v1 import node_pb2, operator_pb2, resources_pb2
+
+_FAILING_SECONDS = 60.0  # for a node that could not hold a version
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 0.25  # seconds between two looks at versions that wait
 
 
 class NodeRegistry:
@@ -55,11 +60,10 @@ class NodeRegistry:
         note: Function that adds an event.
         drained: Ids of drained nodes; by default kept in memory alone.
         homes: Register of the files on nodes into which ranks write.
-        partial: Function that returns what the daemon's store lacks of a READY version; None for a whole one.
+        verified: Function that returns a version that waits for READY or of which the daemon's store lacks pieces, else None.
         lose: Function that ends a version, pieces of which no node can deliver, with the reason. Raises DaemonError.
         replicas: Holders that each piece needs, the daemon among them.
-        replica_seconds: Time that a version waits for them before READY.
-        verified: Versions that holders fetch before READY.
+        replica_seconds: Time without a further piece after which a version that waits for its holders fails.
         hold: Whether the daemon's host holds versions.
     """
 
@@ -73,32 +77,42 @@ class NodeRegistry:
         note: Callable[[Kind, str, str, str], object],
         drained: DrainedNodes | None = None,
         homes: HomeRegister | None = None,
-        partial: Callable[[str, int], PartialVersion | None] = lambda model, number: None,
+        verified: Callable[[str, int], VerifiedVersion | None] = lambda model, number: None,
         lose: Callable[[str, int, str], object] = lambda model, number, reason: None,
         replicas: int = 1,
         replica_seconds: float = 60.0,
-        verified: VerifiedVersions | None = None,
         hold: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._manifest, self._record, self._verified = manifest, record, verified or VerifiedVersions()
+        self._manifest, self._record, self._verified = manifest, record, verified
         self.lease_seconds, self._note = lease_seconds, note
         self._forget_seconds, self._drained, self.homes = forget_seconds, drained or DrainedNodes(), homes or HomeRegister()
         self._clock, self._wall = clock, wall
         self._longest = min(LONGEST, lease_seconds / 3)  # seconds between two reports of a node
-        self._lock = threading.Lock()
-        self._nodes: dict[str, KnownNode] = {}
+        self._lock, self._nodes = self.homes.changed, self.homes.nodes
         self._tracker = Tracker(PieceTable())
         self._numberings: dict[str, PieceNumbering] = {}
         self._readers: dict[str, set[str]] = {}
-        self._partial, self._lose = partial, lose
+        self._lose = lose
         self._table = self._tracker.table
-        shared = self._nodes, self._numberings, self._readers, self._table, self.homes, self._lock
-        self._hold_all = hold
-        self.replication = Replication(
-            *shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, hold, clock
-        )
+        self.replicas, self._replica_seconds, self._hold_all = replicas, replica_seconds, hold
+        self._plans, self._closed = replicas > 1 or not hold, False
+        self._settles = clock() + lease_seconds
+        """When nodes have reported what they hold: before, no replica of a READY version is made up."""
+        self._placements: dict[str, ReplicaPlacement] = {}
+        self._failing: dict[tuple[str, str, str], tuple[float, str]] = {}  # by version, node and instance: until, and why
+        self._changed = ChangeSignal()
+        """Emitted when a holder has reported, or may have more."""
+
+    def start(self, versions: Iterable[str]) -> None:
+        """Watch over the replicas of versions that were READY before the daemon's start."""
+        for version in versions if self._plans else ():
+            self._known(version)
+
+    def close(self) -> None:
+        """End the wait for holders. Versions that wait fail."""
+        self._closed = True
 
     # Calls of nodes
 
@@ -138,7 +152,7 @@ class NodeRegistry:
                 return
             del self._nodes[node]
             self._tracker.remove_node(node)
-            self.homes.gone(node)
+            self.homes.gone(found)
         found.changed.emit()
         self._note("node", f"nodes/{node}", "left", "")
 
@@ -170,7 +184,7 @@ class NodeRegistry:
             InvalidArgument: NODE: a bitmap of another number of pieces.
         """
         numbering = self._known(version)
-        if numbering is None or self.replication.waits(version):
+        if numbering is None or self.waits(version):
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
         pieces = wanted_of(numbering.count, version, needed)
         with self._lock:
@@ -184,6 +198,71 @@ class NodeRegistry:
                     found.want(version, {server}, pieces)
             found.changed.emit()
         return self._host_copy(found, version, pieces)
+
+    # Versions that wait for holders
+
+    def waits(self, version: str) -> bool:
+        """Return whether a known version waits for READY."""
+        return self._record(*parse_name(version, "versions")).state == UPLOADING
+
+    def begin(self, versions: Iterable[VerifiedVersion]) -> None:
+        """Let holders fetch verified versions. No worker learns of them until they are READY."""
+        for each in versions:
+            self._hold_written(each.name)
+            self.homes.hold(each.name)
+
+    def problem(self, versions: Iterable[VerifiedVersion], stopped: Callable[[], bool]) -> str:
+        """Return why versions that wait for holders cannot be READY; empty if they can."""
+        if self._closed:
+            return "the daemon is shutting down"
+        lost = filter(None, (self.homes.problem(each.name) for each in versions))
+        return next(lost, "the version is aborted" if stopped() else "")
+
+    def await_holders(self, versions: Sequence[VerifiedVersion], stopped: Callable[[], bool]) -> None:
+        """Have nodes hold verified versions, and wait until each piece has its holders, which have reported it.
+
+        Args:
+            versions: The versions, after `begin`.
+            stopped: Returns whether one of the versions is aborted.
+
+        Raises:
+            ReplicasShort: Too few nodes hold a version and no further piece arrives, or one of its homes is gone.
+            OSError: The daemon's store cannot hold a piece.
+        """
+        names, lacking, since = {each.name for each in versions}, 0, self._clock()
+        while True:
+            seen = self._changed.count
+            if why := self.problem(versions, stopped):
+                raise ReplicasShort(why)
+            if failed := next((each.failure for each in versions if each.failure), None):
+                raise failed
+            self._plan()
+            (holders, why), silent = self._late(names), self._silent(names)
+            if not holders and not silent:
+                return
+            if lacking != (lacking := holders + len(silent)):
+                since = self._clock()
+            elif self._clock() - since >= self._replica_seconds:
+                why = why or f"nodes/{silent[0]} does not hold what ranks have written there"
+                raise ReplicasShort(f"{why}: nothing has changed for {self._replica_seconds:g} s")
+            time.sleep(_SHORTEST_LOOK)
+            self._changed.wait(seen, _LONGEST_LOOK)
+
+    def shortages(self) -> list[operator_pb2.ReplicaShortage]:
+        """Return the versions with pieces of too few holders, by name."""
+        with self._lock:
+            return [
+                operator_pb2.ReplicaShortage(
+                    version=name,
+                    short_pieces=found.short,
+                    pieces=self._numberings[name].count,
+                    replicas=self.replicas,
+                    waits=self.waits(name),
+                    problem=self._problem(name, found),
+                )
+                for name, found in sorted(self._placements.items())
+                if found.short and name in self._numberings
+            ]
 
     # Operators
 
@@ -205,7 +284,7 @@ class NodeRegistry:
                 raise ResourceNotFound("NODE_UNKNOWN", f"there is no node {id!r}; the daemon has {sorted(self._nodes)}")
             self._drained.change(id, drained)
             node.drained = drained
-            self.homes.reported(node.report, node.caller, drained or node.report.ending, node.changed.emit)
+            self.homes.reported(node)
             view = self._view(node)
         node.changed.emit()
         return view
@@ -221,7 +300,7 @@ class NodeRegistry:
                     node.lost = True
                     self._tracker.remove_node(id)
                     lost.append((id, node))
-            self.homes.gone(*(id for id, _ in lost))
+            self.homes.gone(*(node for _, node in lost))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
         for id, node in lost:
@@ -235,19 +314,19 @@ class NodeRegistry:
         notify(changed)
         for version, reason in gone:
             self._lose(*parse_name(version, "versions"), reason)
-        self.replication.renew()
+        self._plan()
 
     def count_own(self) -> None:
         """Record the pieces that the daemon's store holds now."""
         with self._lock:
             versions = self._table.lacking(DAEMON)
         for version in versions:
-            partial = self._partial(*parse_name(version, "versions"))
+            found = self._verified(*parse_name(version, "versions"))
             with self._lock:
                 if version in self._table:
-                    held = partial.held() if partial is not None else Bitmap.full(self._table[version].count)
+                    held = found.held() if found is not None else Bitmap.full(self._table[version].count)
                     self._table.report(version, DAEMON, held)
-        self.replication.changed.emit()
+        self._changed.emit()
 
     def missing(self) -> int:
         """Return the number of pieces of READY versions that the daemon's store is to hold and lacks."""
@@ -269,13 +348,11 @@ class NodeRegistry:
 
     def version_changed(self, record: VersionRecord) -> None:
         """Count and retain the pieces that nodes hold of a READY version; forget any other version."""
-        for id, files in self.homes.written(record.name).items() if record.state == READY else ():
-            self._hold(record.name, id, files)
+        if record.state == READY and self.homes.written(record.name):
+            self._hold_written(record.name)
         self.homes.version_changed(record)
-        if record.state != UPLOADING:
-            self.replication.version_changed(record.name)
         if record.state == READY:
-            if self.replication.plans or self._partial(record.model, record.number) is not None:
+            if self._plans or self._verified(record.model, record.number) is not None:
                 self._known(record.name)
             return
         with self._lock:
@@ -284,17 +361,15 @@ class NodeRegistry:
             changed = [node for node in self._nodes.values() if node.forget(record.name)]
         notify(changed)
 
-    def _hold(self, version: str, id: str, files: Iterable[FileLayout]) -> None:
-        """Let a node hold the verified files of a version that its ranks have written."""
-        if (numbering := self._known(version)) is None:
-            return
-        pieces = pieces_of(numbering, files)
+    def _hold_written(self, version: str) -> None:
+        """Let nodes hold the verified files of a version that their ranks have written."""
+        self._known(version)
         with self._lock:
-            node = self._nodes.get(id)
-            if node is None or node.lost or version not in self._numberings:
-                return
-            node.want(version, (), pieces)
-        node.changed.emit()
+            found = [(self._nodes[id], pieces) for id, pieces in self._written(version).items() if id in self._nodes]
+            for node, pieces in found:
+                if not node.lost:
+                    node.want(version, (), pieces)
+        notify(node for node, _ in found)
 
     def _known(self, version: str) -> PieceNumbering | None:
         """Return the numbering of a READY version's pieces, and add it to the table; None for any other version."""
@@ -303,22 +378,20 @@ class NodeRegistry:
                 return known
         try:
             name, number = parse_name(version, "versions")
-            found = self._verified.get(name, number)
-            numbering = number_pieces((found.manifest if found is not None else self._manifest(name, number)).files)
+            found = self._verified(name, number)
+            numbering = found.numbering if found is not None else number_pieces(self._manifest(name, number).files)
         except DaemonError:
             return None
-        partial = self._partial(name, number)
-        held = partial.held() if partial is not None else Bitmap.full(numbering.count)
+        held, awaited = (found.held(), found.nodes) if found is not None else (Bitmap.full(numbering.count), ())
         with self._lock:
             self._numberings[version] = numbering
-            awaited = partial.nodes if partial is not None else ()
-            self._table.add_version(version, numbering.count, ready=partial is not None, awaited=awaited, now=self._clock())
+            self._table.add_version(version, numbering.count, ready=found is not None, awaited=awaited, now=self._clock())
             self._table.add_source(version, DAEMON)
             self._table.report(version, DAEMON, held)
-            for id, files in self.homes.written(version).items():
+            for id, pieces in self._written(version).items():
                 if id in self._nodes and not self._nodes[id].lost:
-                    self._table.report(version, id, pieces_of(numbering, files))
-            changed = list(self._nodes.values()) if partial is not None else []
+                    self._table.report(version, id, pieces)
+            changed = list(self._nodes.values()) if found is not None else []
         notify(changed)
         if (record := self._record(name, number)).state != READY and not (record.state == UPLOADING and found):
             self.version_changed(record)  # retired in the meantime, perhaps before the table had it
@@ -331,7 +404,7 @@ class NodeRegistry:
             node = self._nodes.get(id)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[id] = KnownNode(report, caller, 0.0, 0.0, drained=id in self._drained)
+                node = KnownNode(report, caller, 0.0, 0.0, drained=id in self._drained)
             elif report.instance in node.former:
                 raise node.replaced()
             elif caller != node.caller and not node.lost:
@@ -351,9 +424,9 @@ class NodeRegistry:
             for copy in report.versions if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
-            self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
+            self.homes.reported(node)
         notify(changed)
-        self.replication.changed.emit()
+        self._changed.emit()
         if joined:
             node.changed.emit()  # an earlier process of this id may wait
             self._note("node", report.node, "joined", "")
@@ -400,7 +473,7 @@ class NodeRegistry:
 
     def _awaits(self, version: str, id: str) -> bool:
         """Return whether a version cannot be READY without a node, into whose files ranks wrote."""
-        return self.replication.waits(version) and id in self.homes.written(version)
+        return self.waits(version) and id in self.homes.written(version)
 
     def _copy_order(self, id: str, node: KnownNode, version: str) -> tuple[node_pb2.NodeOrder, float]:
         held, wanted = self._table.bitmap(version, id), node.pieces[version]
@@ -433,3 +506,101 @@ class NodeRegistry:
             copy = resources_pb2.NodeCopy(version=version, wanted_pieces=wanted, pieces=pieces, wanted=True, uploading=True)
             copies.append(copy)
         return shown(node, state, copies)
+
+    # Replicas
+
+    def _plan(self) -> None:
+        """Plan all replicas anew, and notify the nodes whose orders change. Takes the lock."""
+        if not self._plans:
+            return
+        with self._lock:
+            changed = self._place()
+        notify(changed)
+
+    def _late(self, versions: Iterable[str]) -> tuple[int, str]:
+        """Return how many holders pieces of versions lack, and why; 0 and an empty text if they lack none. Takes the lock."""
+        with self._lock:
+            short = [(name, found) for name in versions if (found := self._placements.get(name)) is not None and found.short]
+            problem = self._problem(*short[0]) if short and short[0][0] in self._numberings else ""
+            return sum(found.lacking for _, found in short), problem
+
+    def _problem(self, version: str, found: ReplicaPlacement) -> str:
+        count = self._numberings[version].count
+        text = f"{found.short} of {count} pieces have fewer than {self.replicas} holders"
+        if not found.unplaced:
+            return text
+        live = sorted(id for id, node in self._nodes.items() if not node.lost)
+        why = {id: "drained" for id in live if self._nodes[id].drained}
+        why |= {id: reason for (name, id, _), (_, reason) in self._failing.items() if name == version and id in live}
+        reasons = "".join(f"; nodes/{id}: {reason}" for id, reason in sorted(why.items())[:8])
+        return f"{text}, and no node is left for {found.unplaced} of them among {len(live)} live ones{reasons}"
+
+    def _silent(self, versions: Iterable[str]) -> list[str]:
+        """Return the homes of versions that have not reported yet that they hold what ranks have written. Takes the lock."""
+        with self._lock:
+            return [
+                id for name in versions for id, pieces in self._written(name).items() if not self._has_reported(id, name, pieces)
+            ]
+
+    def _has_reported(self, id: str, version: str, pieces: Bitmap) -> bool:
+        copies = self._nodes[id].report.versions if id in self._nodes else ()
+        return any(copy.version == version and not len(pieces - bitmap_of(pieces.count, copy)) for copy in copies)
+
+    def _written(self, version: str) -> dict[str, Bitmap]:
+        """Return the pieces of a version that ranks have written on nodes, by node."""
+        numbering = self._numberings.get(version)
+        return {id: pieces_of(numbering, files) for id, files in self.homes.written(version).items()} if numbering else {}
+
+    def _place(self) -> Iterable[KnownNode]:
+        now = self._clock()
+        staying = {id: node for id, node in self._nodes.items() if not (node.lost or node.departs)}
+        live = {id: node for id, node in staying.items() if node.report.data_address}
+        self._note_problems(live, now)
+        order = sorted(self._numberings, key=lambda name: (not self.waits(name), -int(name.rpartition("/")[2]), name))
+        needs = [self._need(name, live, now > self._settles) for name in order]
+        free = {id: node.report.capacity_bytes - self.homes.reserved_bytes(id) for id, node in live.items()}
+        self._placements = place(needs, free)
+        changed = []
+        for id, node in self._nodes.items():
+            wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
+            if wanted != node.replicas:
+                for name in node.replicas.keys() - wanted.keys():
+                    if self.waits(name) and not node.wants.get(name) and id not in self.homes.written(name):
+                        node.forget(name)
+                for name, pieces in wanted.items():
+                    if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
+                        node.want(name, (), pieces)
+                node.replicas = wanted
+                changed.append(node)
+        return changed
+
+    def _note_problems(self, live: Mapping[str, KnownNode], now: float) -> None:
+        """Place further pieces of a version on a node that reports a problem with it last, for some time."""
+        for id, node in live.items():
+            for copy in node.report.versions:
+                if copy.problem and copy.version in node.replicas:
+                    self._failing[copy.version, id, node.report.instance] = now + _FAILING_SECONDS, copy.problem
+        self._failing = {key: found for key, found in self._failing.items() if found[0] > now and key[0] in self._numberings}
+
+    def _need(self, version: str, live: Mapping[str, KnownNode], settled: bool) -> ReplicaNeed:
+        numbering, waits = self._numberings[version], self.waits(version)
+        own = self._table.bitmap(version, DAEMON)
+        holders: Counts = self.replicas - own.flags().astype(np.int64)
+        written = self._written(version) if waits else {}
+        for pieces in written.values():
+            holders -= pieces.flags()
+        rows = {id: self._table.bitmap(version, id) - written.get(id, Bitmap(numbering.count)) for id in live}
+        failing = {id for id, node in live.items() if (version, id, node.report.instance) in self._failing}
+        names = self._readers.get(model_of(version), set())
+        return ReplicaNeed(
+            version,
+            numbering,
+            holders,
+            (Bitmap.full(numbering.count) if self._hold_all else own) - own,
+            {id: held for id, held in rows.items() if len(held)},
+            written,
+            [id for id, node in live.items() if version in node.replicas],
+            failing,
+            live.keys() if not settled and not waits else (),
+            [id for id, node in live.items() if node.caller.rpartition("@")[0] in names],
+        )

@@ -17,12 +17,13 @@ from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.swarm import PieceOffers, Swarm
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
+from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.nodes.registry import NodeRegistry
-from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.state.errors import DaemonError
+from resharder.server.state.version import UPLOADING
 from resharder.server.store.lifecycle import VersionLifecycle
-from resharder.server.store.partial import PartialVersion, VerifiedVersion
-from resharder.server.store.reader import Borrow, VerifiedVersions
+from resharder.server.store.partial import VerifiedVersion
+from resharder.server.store.reader import Borrow
 
 _STEP_SECONDS = 0.25
 _PATIENCE = 10.0  # seconds without a piece, before a version is READY
@@ -36,7 +37,6 @@ class StoreFetcher:
 
     Args:
         lifecycle: The store's versions, some of which lack pieces.
-        verified: Versions that are soon READY.
         nodes: The register of nodes.
         transfer: Fetcher of pieces.
         borrow: Brings bytes that are read, if the store holds no versions; None if it holds them.
@@ -45,16 +45,15 @@ class StoreFetcher:
     def __init__(
         self,
         lifecycle: VersionLifecycle,
-        verified: VerifiedVersions,
         nodes: NodeRegistry,
         transfer: HttpTransfer,
         borrow: Borrow | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lifecycle, self._verified, self._nodes, self._borrow, self._clock = lifecycle, verified, nodes, borrow, clock
+        self._lifecycle, self._nodes, self._borrow, self._clock = lifecycle, nodes, borrow, clock
         self._changed = threading.Condition()
         self._ended = self._woken = False
-        self._partials: dict[str, PartialVersion] = {}
+        self._partials: dict[str, VerifiedVersion] = {}
         self._retries: dict[str, tuple[float, int]] = {}  # when the next attempt to make a version whole is due, and failures
         self._swarm = Swarm(transfer, ReceivedBytes(), self._wake, replace(LIMITS, longest=_LONGEST_PAUSE))
         self._thread = threading.Thread(target=self._loop, name="store-pieces", daemon=True)
@@ -84,56 +83,48 @@ class StoreFetcher:
             ReplicasShort: The daemon does not reach a home, or no further piece arrives, or the versions are aborted.
             OSError: The store cannot hold a piece.
         """
-        replication = self._nodes.replication
-        if replication.replicas == 1 and not any(each.partial for each in versions):
+        if self._nodes.replicas == 1 and not any(each.is_partial for each in versions):
             return
-        try:
-            replication.begin(versions)
-            for each in versions:
-                self._reach(each, lambda: replication.problem(versions, stopped))
-            for each in versions if replication.replicas > 1 and self._borrow is None else ():
-                if each.partial is not None:
-                    each.partial.want(Bitmap.full(each.partial.numbering.count))
-            self._wake()
-            replication.replicate(versions, stopped)
-        except BaseException:
-            for each in versions:  # which may be aborted already
-                replication.version_changed(each.name)
-            raise
+        self._nodes.begin(versions)
+        for each in versions:
+            self._reach(each, lambda: self._nodes.problem(versions, stopped))
+        for each in versions if self._nodes.replicas > 1 and self._borrow is None else ():
+            each.want(Bitmap.full(each.numbering.count))
+        self._wake()
+        self._nodes.await_holders(versions, stopped)
 
     def _reach(self, version: VerifiedVersion, problem: Callable[[], str]) -> None:
         """Fetch the shortest piece of each home. A node that does not deliver it is no home for some time."""
-        partial = version.partial
-        if partial is None:
+        if not version.is_partial:
             return
         if self._borrow is not None:
             homes = self._nodes.homes.written(version.name).values()
             shortest = [min(files, key=lambda file: (file.size - 1) % PIECE_BYTES) for files in homes]
-            with self._borrow(partial, [PieceSpan(file.path, file.size - 1, file.size) for file in shortest]):
+            with self._borrow(version, [PieceSpan(file.path, file.size - 1, file.size) for file in shortest]):
                 return
         for files in self._nodes.homes.written(version.name).values():
-            pieces = pieces_of(partial.numbering, files)
-            partial.want(min((Bitmap.of(pieces.count, [piece]) for piece in pieces), key=partial.numbering.size_of))
+            pieces = pieces_of(version.numbering, files)
+            version.want(min((Bitmap.of(pieces.count, [piece]) for piece in pieces), key=version.numbering.size_of))
         self._wake()
-        held, since = partial.held(), self._clock()
-        while len(missing := partial.wanted() - held):
+        held, since = version.held(), self._clock()
+        while len(missing := version.wanted() - held):
             if why := problem():
                 raise ReplicasShort(why)
-            if partial.failure is not None:
-                raise partial.failure
-            before, held = held, partial.await_more(held, _STEP_SECONDS)
+            if version.failure is not None:
+                raise version.failure
+            before, held = held, version.await_more(held, _STEP_SECONDS)
             if held is not before:
                 since = self._clock()
             elif self._clock() - since > _PATIENCE:
-                raise self._unreached(partial, missing)
+                raise self._unreached(version, missing)
 
-    def _unreached(self, partial: PartialVersion, missing: Bitmap) -> ReplicasShort:
+    def _unreached(self, version: VerifiedVersion, missing: Bitmap) -> ReplicasShort:
         """Suspend a home that does not deliver a piece, and return the error that names it."""
-        written = self._nodes.homes.written(partial.name).items()
-        homes = ((node, pieces_of(partial.numbering, files) & missing) for node, files in written)
+        written = self._nodes.homes.written(version.name).items()
+        homes = ((node, pieces_of(version.numbering, files) & missing) for node, files in written)
         node, lacked = next((node, lacked) for node, lacked in homes if len(lacked))
         self._nodes.homes.suspend(node)
-        file, start, end = partial.numbering.span(next(iter(lacked)))
+        file, start, end = version.numbering.span(next(iter(lacked)))
         problems = {link.peer: link.problem for link in self._swarm.links.all()}
         why = problems.get(f"nodes/{node}") or f"nothing has arrived for {_PATIENCE:g} s"
         return ReplicasShort(f"nodes/{node}: {file}, bytes {start} to {end}: {why}")
@@ -152,8 +143,7 @@ class StoreFetcher:
             del self._partials[name]
             self._retries.pop(name, None)
             self._swarm.forget(name)
-        soon = [each.partial for each in self._verified.all() if each.partial is not None]
-        for partial in [*soon, *ready.values()]:
+        for partial in [*self._lifecycle.partials(UPLOADING), *ready.values()]:
             if len(partial.missing()):
                 self._swarm.fill(partial, PieceOffers.of(self._nodes.own_order(partial.name), partial.numbering.count, ""))
         self._nodes.count_own()

@@ -119,7 +119,7 @@ class OperatorService:
         """List nodes by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
         nodes = [(node.name, node) for node in self._nodes.views()]
         page, token = page_of(nodes, request.page_size, request.page_token)
-        shortages = () if request.page_token else self._nodes.replication.shortages()
+        shortages = () if request.page_token else self._nodes.shortages()
         return operator_pb2.ListNodesResponse(nodes=page, next_page_token=token, shortages=shortages)
 
     def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:

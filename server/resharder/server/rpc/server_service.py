@@ -100,7 +100,7 @@ class ServerService:
     def GetManifest(self, request: server_pb2.GetManifestRequest, call: Call) -> server_pb2.Manifest:
         """Return the tensors, files and digests of a READY version, or of one that nodes replicate before it is READY."""
         model, number = parse_name(request.version, "versions")
-        verified = self._store.reader.verified.get(model, number) if request.replica else None
+        verified = self._store.reader.waiting(model, number) if request.replica else None
         manifest = verified.manifest if verified is not None else self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
         return self._manifests.message(version, manifest, self._data_address, self._store.reader.config(model, number))

@@ -24,7 +24,7 @@ from resharder.server.state.version import (
     VersionRecord,
     check_model_name,
 )
-from resharder.server.store.partial import PartialVersion
+from resharder.server.store.partial import VerifiedVersion
 
 _SWEPT = ("pool", "staging", "retired")
 _HISTORY = 1000  # RETIRED and ABORTED versions listed of a model
@@ -85,7 +85,8 @@ class StoredModel:
     number: int = 0  # the last version number assigned
     epoch: int = 0
     records: dict[int, VersionRecord] = field(default_factory=dict)
-    partial: dict[int, PartialVersion] = field(default_factory=dict)  # READY versions that lack pieces; replaced, never modified
+    verified: dict[int, VerifiedVersion] = field(default_factory=dict)
+    """UPLOADING versions that wait for READY, and READY ones that lack pieces; replaced, never modified."""
     holders: dict[int, frozenset[str]] = field(default_factory=dict)
     reservation: Reservation | None = None
     yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) of pins that end when capacity is needed
@@ -104,10 +105,10 @@ class StoredModel:
         """Return the records in a state."""
         return [record for record in self.records.values() if record.state == state]
 
-    def put_partial(self, number: int, partial: PartialVersion | None) -> None:
-        """Add a READY version that lacks pieces, or with None remove one that is whole or no longer READY."""
-        others = {n: other for n, other in self.partial.items() if n != number}
-        self.partial = others | {number: partial} if partial is not None else others
+    def put_verified(self, number: int, found: VerifiedVersion | None) -> None:
+        """Add a version that waits for READY or lacks pieces, or with None remove one."""
+        others = {n: other for n, other in self.verified.items() if n != number}
+        self.verified = others | {number: found} if found is not None else others
 
     def reserved(self, epoch: int) -> Reservation:
         """Return the reservation of the epoch. Raises FailedPrecondition (STALE_EPOCH) if a later one has replaced it."""
@@ -132,7 +133,7 @@ class StoredModel:
 
     def used(self) -> int:
         """Return the bytes that the model occupies."""
-        ready = sum(record.size_bytes for record in self.of(READY) if self.hold or record.number not in self.partial)
+        ready = sum(record.size_bytes for record in self.of(READY) if self.hold or record.number not in self.verified)
         return ready + self.unpublished() + self.held() + self.leaving + sum(self.stuck.values()) + self.arriving
 
     def held(self) -> int:

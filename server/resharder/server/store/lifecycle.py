@@ -6,8 +6,8 @@ publisher or `adopt` from an archive. It is RETIRED by retention, for capacity, 
 
 import errno
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from resharder.server.store.file_pool import FilePool
 from resharder.server.store.folder import StoreFolder, sync_or_undo
 from resharder.server.store.history import History
 from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest, ManifestCache
-from resharder.server.store.partial import MissingPieces, PartialVersion, VerifiedVersion, remove_leftovers
+from resharder.server.store.partial import MissingPieces, VerifiedVersion, remove_leftovers
 from resharder.server.store.renames import rename_together
 from resharder.server.store.retention import Capacity, Retention
 
@@ -232,31 +232,53 @@ class VersionLifecycle:
         proven = (ProvenVersion(record, digests, slots, missing), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
         verified = [self._verified(each, done) for each, done in zip(proven, ready, strict=True)]
-        before_ready(verified)
-        partial = [self._settled(each.partial) for each in verified]
-        with self._changed, ExitStack() as moving:
-            models = [self._catalogue.model(each.record.model) for each in proven]
-            for model, each in zip(models, proven, strict=True):
-                current = model.records[each.record.number]
-                if current.state != UPLOADING:
-                    raise FailedPrecondition("VERSION_ABORTED", f"{current.name} was aborted: {current.reason}")
-            path = self._folder.path
-            for found, done in zip(verified, ready, strict=True):
-                if found.partial is not None:
-                    moving.enter_context(found.partial.moving(path(done)))
-            rename_together(self._folder.root, [(path(each.record), path(r)) for each, r in zip(proven, ready, strict=True)])
-            for model, done, lacking in zip(models, ready, partial, strict=True):
-                model.put(done)
-                model.put_partial(done.number, lacking)
-            retired = list[VersionRecord]()
-            for model, done in zip(models, ready, strict=True):
-                self._history.add(done)
-                failpoint("commit.after-history")
-                retired += self._retain(model)
-            self._changed.notify_all()
-        for record in [*ready, *retired]:
-            self._catalogue.version_changed.emit(record)
+        path = self._folder.path
+        with self._waiting(verified):
+            before_ready(verified)
+            lacking = [self._settled(each) for each in verified]
+            with self._changed, ExitStack() as moving:
+                models = self._uploading(verified)
+                for each in verified:
+                    moving.enter_context(each.moving(path(each.record)))
+                moves = [(path(each.record), path(done)) for each, done in zip(proven, ready, strict=True)]
+                rename_together(self._folder.root, moves)
+                for model, done, left in zip(models, ready, lacking, strict=True):
+                    model.put(done)
+                    model.put_verified(done.number, left)
+                retired = list[VersionRecord]()
+                for model, done in zip(models, ready, strict=True):
+                    self._history.add(done)
+                    failpoint("commit.after-history")
+                    retired += self._retain(model)
+                self._changed.notify_all()
+        for done in [*ready, *retired]:
+            self._catalogue.version_changed.emit(done)
         return ready[0]
+
+    @contextmanager
+    def _waiting(self, verified: Sequence[VerifiedVersion]) -> Iterator[None]:
+        """Let holders read verified versions until they are READY, or the body raises."""
+        with self._changed:
+            for model, each in zip(self._uploading(verified), verified, strict=True):
+                model.put_verified(each.record.number, each)
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                for each in verified:
+                    model = self._catalogue.model(each.record.model)
+                    if model.records[each.record.number].state == UPLOADING:
+                        model.put_verified(each.record.number, None)
+            raise
+
+    def _uploading(self, versions: Iterable[VerifiedVersion]) -> list[StoredModel]:
+        """Return the models of UPLOADING versions. Raises FailedPrecondition (VERSION_ABORTED). Callers hold the lock."""
+        found = list[StoredModel]()
+        for each in versions:
+            found.append(self._catalogue.model(each.record.model))
+            if (current := found[-1].records[each.record.number]).state != UPLOADING:
+                raise FailedPrecondition("VERSION_ABORTED", f"{current.name} was aborted: {current.reason}")
+        return found
 
     def _write_manifest(self, folder: Path, proven: ProvenVersion) -> VersionRecord:
         """Sync the version's files, write its manifest, and return the READY record."""
@@ -282,26 +304,27 @@ class VersionLifecycle:
         """Return a version whose manifest is written, in the folder that it has until it is READY."""
         folder, missing = self._folder.path(proven.record), proven.missing
         found = Manifest(ready, self.layouts(proven.record), dict(proven.digests), (), whole=missing is None)
-        partial = None if missing is None else PartialVersion(folder, found, missing, durable=False)
-        return VerifiedVersion(found, folder, partial)
+        return VerifiedVersion(folder, found, missing, durable=False)
 
-    def _settled(self, partial: PartialVersion | None) -> PartialVersion | None:
-        """Make the pieces of an UPLOADING version durable, and return what it lacks; None if it is whole."""
-        if partial is None:
+    def _settled(self, version: VerifiedVersion) -> VerifiedVersion | None:
+        """Make the pieces of an UPLOADING version durable, and return it if it lacks some; None if it is whole."""
+        if not version.is_partial:
             return None
-        partial.make_durable()
-        if not partial.is_whole():
-            return partial
-        partial.complete()
-        remove_leftovers(partial.folder, partial.whole)
+        version.make_durable()
+        if not version.is_whole():
+            return version
+        version.complete()
+        remove_leftovers(version.folder)
         return None
 
-    def partials(self) -> list[PartialVersion]:
-        """Return the READY versions that lack pieces, the one that became READY last first."""
-        found = [partial for model in self._catalogue.stored() for partial in model.partial.values()]
-        return sorted(found, key=lambda partial: (partial.record.ready_time, partial.record.number), reverse=True)
+    def partials(self, state: str = READY) -> list[VerifiedVersion]:
+        """Return the READY or UPLOADING versions that lack pieces, the one that was verified last first."""
+        models = self._catalogue.stored()
+        found = [(model.records[number], each) for model in models for number, each in model.verified.items() if each.is_partial]
+        lacking = [each for record, each in found if record.state == state]
+        return sorted(lacking, key=lambda each: (each.record.ready_time, each.record.number), reverse=True)
 
-    def settle(self, partial: PartialVersion) -> bool:
+    def settle(self, partial: VerifiedVersion) -> bool:
         """Make a READY version whole whose pieces have all arrived. Returns whether it is settled.
 
         A version whose files do not have their headers is lost (`lose`). Raises OSError, DaemonError; the next call repeats what
@@ -319,11 +342,11 @@ class VersionLifecycle:
             model = self._catalogue.model(record.model)
             if model.records[record.number].state != READY:
                 return True
-            model.put_partial(record.number, None)
+            model.put_verified(record.number, None)
             self._changed.notify_all()
         _log.info("version_whole", version=record.name)
         try:
-            remove_leftovers(partial.folder, partial.whole)
+            remove_leftovers(partial.folder)
         except OSError as error:  # the next start removes them
             _log.warning("not_removed", version=record.name, error=str(error))
         return True
@@ -419,7 +442,7 @@ class VersionLifecycle:
         model.put(record)
         model.expected = False
         self._history.add(record)
-        if record in self._retention.surplus(ready, partial=model.partial):
+        if record in self._retention.surplus(ready, partial=model.verified):
             self.pin(model.name, record.number, RESTORED, yielding=True)
 
     def pin(self, name: str, number: int, holder: str, *, yielding: bool = False) -> VersionRecord:
@@ -509,7 +532,7 @@ class VersionLifecycle:
         """
         with self._changed:
             model, record = self._catalogue.model(name), self._catalogue.get(name, number)
-            if number not in model.partial:
+            if record.state != READY or number not in model.verified:
                 return record
             done = self._retired(record, f"{LOST}: {reason}")
             self._end(model, record, done)
@@ -542,7 +565,7 @@ class VersionLifecycle:
     def _drop_surplus(self, model: StoredModel, retired: list[VersionRecord], *, despite_yielding: bool = False) -> None:
         pins = {(number, holder) for number, holders in model.holders.items() for holder in holders}
         pinned = {number for number, _ in (pins - model.yielding if despite_yielding else pins)}
-        surplus = self._retention.surplus(model.of(READY), pinned, model.partial)
+        surplus = self._retention.surplus(model.of(READY), pinned, model.verified)
         model.put(*(replace(record, reason="") for record in model.of(READY) if record.reason and record not in surplus))
         for record in surplus:
             done = self._retired(record, "newer versions took its place")
@@ -587,9 +610,9 @@ class VersionLifecycle:
             path = self._folder.path(record)
         failpoint("leave.after-rename")
         model.put(done)
-        if (partial := model.partial.get(done.number)) is not None:
-            model.put_partial(done.number, None)
-            partial.end()
+        if (verified := model.verified.get(done.number)) is not None:
+            model.put_verified(done.number, None)
+            verified.end()
         model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
         self._manifests.remove(model.name, done.number)
         self._history.add(done)

@@ -1,10 +1,11 @@
-"""READY versions of which the store lacks pieces, because nodes hold them.
+"""Verified versions and the pieces of them that the store holds: those that wait for READY, and READY ones that lack pieces.
 
     versions/<number>/    held           packed bitmap of the pieces that the store holds, as nodes write it
                           pieces.json    checksums of all pieces, and the nodes that held the missing ones at the commit
                           resharder.json in format 3
 
-Files have their full size and headers, and any bytes in missing pieces: those of an earlier version, if the files were recycled.
+Nodes hold the pieces that the store lacks. Files have their full size and headers, and any bytes in missing pieces: those of an
+earlier version, if the files were recycled.
 A piece is checked, written, synced, and then added to `held`. Once all are held, the manifest is replaced by one of format 2,
 which makes the version whole; only then are the other two files removed.
 """
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from blake3 import blake3
 from resharder.converters.json_input import is_text, parse_json
@@ -24,6 +25,7 @@ from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.infra.filesystem import sync, touching, write_file
 from resharder.server.state.errors import DaemonError, ResourceNotFound, Unavailable
+from resharder.server.state.version import VersionRecord
 from resharder.server.store import manifest
 from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest
 
@@ -84,32 +86,43 @@ def read_missing(folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
     return MissingPieces(held, found.checksums, found.nodes)
 
 
-def remove_leftovers(folder: Path, whole: Manifest) -> None:
-    """Remove what a daemon that was killed has left of a version that is whole. Raises MediumRefused."""
+def remove_leftovers(folder: Path, kept: Collection[str] = ()) -> None:
+    """Remove the files about pieces of a version that is whole, but for files of its own. Raises MediumRefused."""
     for name in (HELD_FILE, PIECES_FILE):
-        if name not in whole.other_files:
+        if name not in kept:
             with touching(folder / name, "removing"):
                 (folder / name).unlink(missing_ok=True)
 
 
-class PartialVersion(HeldFiles):
-    """A verified version of which the store lacks pieces: READY, or soon READY. From READY on, held pieces are durable.
+class VerifiedVersion(HeldFiles):
+    """A version whose bytes are verified, in the store and on nodes together. From READY on, its held pieces are durable.
+
+    Attributes:
+        manifest: Its manifest, as of the READY version.
+        is_partial: Whether the store lacked pieces at first, so that the manifest is of format 3 until `complete`.
+        nodes: Ids of the nodes that held the pieces which the store lacked at first.
 
     Args:
         folder: Its folder.
-        found: Its manifest, as of the READY version.
-        missing: Its pieces.
+        found: Its manifest.
+        missing: Its pieces; None for a version of which the store has all.
         durable: Whether it is READY.
     """
 
-    def __init__(self, folder: Path, found: Manifest, missing: MissingPieces, *, durable: bool = True) -> None:
+    def __init__(self, folder: Path, found: Manifest, missing: MissingPieces | None = None, *, durable: bool = True) -> None:
         numbering, sizes = number_pieces(found.files), {file.path: file.size for file in found.files}
-        parts = (part for piece in range(numbering.count) for part in numbering.parts(piece))
-        checksums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums, strict=True)}
+        parts = [part for piece in range(numbering.count) for part in numbering.parts(piece)] if missing is not None else []
+        sums = {(part.file, part.start): value for part, value in zip(parts, missing.checksums if missing else (), strict=True)}
+        held = missing.held if missing is not None else Bitmap.full(numbering.count)
         given = found.record.name, found.record.fingerprint, folder, sizes, numbering
-        super().__init__(*given, held=missing.held, checksums=checksums, synced=durable, point="gather.write")
-        self.record, self.nodes, self.files = found.record, missing.nodes, found.files
-        self._ended = False
+        super().__init__(*given, held=held, checksums=sums, synced=durable, point="gather.write")
+        self.manifest, self.nodes = found, missing.nodes if missing is not None else frozenset()
+        self.is_partial, self._ended = missing is not None, False
+
+    @property
+    def record(self) -> VersionRecord:
+        """Its record, as of the READY version."""
+        return self.manifest.record
 
     # Pieces that arrive
 
@@ -136,11 +149,6 @@ class PartialVersion(HeldFiles):
         with self._changed:
             yield
             self.folder = folder
-
-    @property
-    def whole(self) -> Manifest:
-        """Its manifest, once it is whole."""
-        return Manifest(self.record, self.files, {}, ())
 
     def is_whole(self) -> bool:
         """Return whether all pieces are held."""
@@ -198,21 +206,6 @@ class PartialVersion(HeldFiles):
             f"{self.name}: the daemon holds {held} of {count} pieces and fetches the others; nodes that held them: {nodes}; "
             "try again",
         )
-
-
-class VerifiedVersion(NamedTuple):
-    """An UPLOADING version whose bytes are verified and whose manifest, as of the READY version, is written in `folder`.
-
-    `partial` has the pieces that the store lacks; None if it has all.
-    """
-
-    manifest: Manifest
-    folder: Path
-    partial: PartialVersion | None = None
-
-    @property
-    def name(self) -> str:
-        return self.manifest.record.name
 
 
 def _hash(content: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
-"""Reads of READY versions and of models' small files, and the verified versions that nodes read before."""
+"""Reads of READY versions, of verified ones that nodes read before, and of models' small files."""
 
 import secrets
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,47 +14,17 @@ from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.infra.filesystem import touching
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import DaemonError, ResourceNotFound
-from resharder.server.state.version import READY, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
 from resharder.server.store.lifecycle import VersionLifecycle
 from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache
-from resharder.server.store.partial import PartialVersion, VerifiedVersion
+from resharder.server.store.partial import VerifiedVersion
 
 PATIENCE = 5.0
-Borrow = Callable[[PartialVersion, Collection[PieceSpan]], AbstractContextManager[None]]
+Borrow = Callable[[VerifiedVersion, Collection[PieceSpan]], AbstractContextManager[None]]
 """Function that has bytes of a version in its files meanwhile. Raises Unavailable (PIECES_ELSEWHERE)."""
-
-
-class VerifiedVersions:
-    """Verified versions that are not READY yet: holders fetch them now. No call names them to a worker. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock, self._found = threading.Lock(), dict[str, VerifiedVersion]()
-
-    def __contains__(self, name: str) -> bool:
-        with self._lock:
-            return name in self._found
-
-    def all(self) -> list[VerifiedVersion]:
-        with self._lock:
-            return list(self._found.values())
-
-    def get(self, model: str, number: int) -> VerifiedVersion | None:
-        """Return a version; None for any other, also once it is READY."""
-        with self._lock:
-            return self._found.get(f"models/{model}/versions/{number}")
-
-    def add(self, version: VerifiedVersion) -> None:
-        """Let nodes read a version until it is removed."""
-        with self._lock:
-            self._found[version.name] = version
-
-    def remove(self, name: str) -> None:
-        """Remove a version that is READY or ABORTED. A no-op for any other."""
-        with self._lock:
-            self._found.pop(name, None)
 
 
 class VersionReader:
@@ -76,7 +45,6 @@ class VersionReader:
         self._patience = patience
         self.borrow: Borrow | None = None
         """Brings bytes that a store which holds no versions lacks; None for a store that holds them."""
-        self.verified = VerifiedVersions()
 
     @medium_errors()
     def manifest(self, name: str, number: int) -> Manifest:
@@ -133,12 +101,20 @@ class VersionReader:
         if (partial := self.partial(name, number)) is not None and self.borrow is None:
             partial.await_bytes(None, self._patience)
 
-    def partial(self, name: str, number: int) -> PartialVersion | None:
-        """Return a version of which the store lacks pieces, READY or verified; None for any other."""
-        if (verified := self.verified.get(name, number)) is not None:
-            return verified.partial
+    def verified(self, name: str, number: int) -> VerifiedVersion | None:
+        """Return a version that waits for READY, or a READY one that lacks pieces; None for any other."""
         model = self._catalogue.find(name)
-        return model.partial.get(number) if model is not None else None
+        return model.verified.get(number) if model is not None else None
+
+    def waiting(self, name: str, number: int) -> VerifiedVersion | None:
+        """Return a version that waits for READY, which holders fetch now; None for any other."""
+        found = self.verified(name, number)
+        return found if found is not None and self._catalogue.get(name, number).state == UPLOADING else None
+
+    def partial(self, name: str, number: int) -> VerifiedVersion | None:
+        """Return a version of which the store lacks pieces, READY or soon READY; None for any other."""
+        found = self.verified(name, number)
+        return found if found is not None and found.is_partial else None
 
     @contextmanager
     def folder(self, name: str, number: int) -> Iterator[tuple[Manifest, Path]]:

@@ -13,7 +13,7 @@ from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import StoredModel, parse_claim
 from resharder.server.store.history import read_history
 from resharder.server.store.manifest import redigest
-from resharder.server.store.partial import PartialVersion, read_missing, remove_leftovers
+from resharder.server.store.partial import VerifiedVersion, read_missing, remove_leftovers
 from resharder.server.store.renames import complete_decision
 
 _log = structlog.get_logger("resharder.store")
@@ -45,7 +45,7 @@ def restore_models(root: Path, *, hold: bool = True) -> dict[str, StoredModel]:
 
 def _remove_leftovers(folder: Path, found: manifest.Manifest) -> None:
     try:
-        remove_leftovers(folder, found)
+        remove_leftovers(folder, found.other_files)
     except OSError as error:  # nothing reads them
         _log.warning("not_removed", folder=str(folder), error=str(error))
 
@@ -80,7 +80,7 @@ def _restore_model(folder: Path, hold: bool) -> StoredModel:
             if found.whole:
                 _remove_leftovers(version, found)
             else:
-                model.put_partial(record.number, PartialVersion(version, found, read_missing(version, found.files)))
+                model.put_verified(record.number, VerifiedVersion(version, found, read_missing(version, found.files)))
             model.put(record)
         except ValueError as error:
             _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))
