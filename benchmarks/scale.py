@@ -1,6 +1,6 @@
 """A version to many hosts, simulated: `python -m benchmarks.scale [--hosts N] [--gigabytes N] [--gigabits N] …`.
 
-The daemon's tracker and the nodes' choice are the real code; the network is simulated (benchmarks/swarm.py), in its own time.
+The daemon's tracker and the nodes' requests are the real code; the network is simulated (benchmarks/swarm.py), in its own time.
 Without arguments: 1,000 hosts, 1 TB, links of 100 Gb/s, 1 % of the hosts die. Half an hour on one core.
 """
 

@@ -1,4 +1,4 @@
-"""Simulated network of hosts that pass a version on to each other: the daemon's tracker and the nodes' choice are the real code.
+"""Simulated network of hosts that pass a version on: the daemon's tracker and the nodes' requests are the real code.
 
 A discrete-event simulation in its own time. A link carries each of its transfers at an equal share of its rate; a transfer has
 the smaller share of its two ends, which is less than a fair network gives. A dead host sends nothing and closes no connection.
@@ -7,6 +7,7 @@ the smaller share of its two ends, which is less than a fair network gives. A de
 import heapq
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,7 +17,6 @@ from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.sources import (
     LIMITS,
     UPLOADS,
-    PeerOffer,
     PeerRecord,
     PieceRequest,
     RequestLimits,
@@ -25,6 +25,7 @@ from resharder.server.holding.sources import (
     after_failure,
     choose,
 )
+from resharder.server.node.agent import EARLY, FEW
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.tracker import SHORTEST, Tracker, TrackerAnswer
 
@@ -136,9 +137,12 @@ class Host:
     needs: Bitmap
     held: Bitmap
     chance: np.random.Generator
-    scarce: Bitmap
-    granted: tuple[int, ...] = ()
-    offers: tuple[PeerOffer, ...] = ()
+    named: dict[str, Bitmap] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    interval: float = SHORTEST
+    reported: float = -math.inf
+    reported_pieces: int = 0
+    reports_early: bool = False
     records: dict[str, PeerRecord] = field(default_factory=dict)
     sending: list[Flow] = field(default_factory=list)
     receiving: list[Flow] = field(default_factory=list)
@@ -169,7 +173,7 @@ class Swarm:
 
     def _host(self, name: str, needs: Bitmap, held: Bitmap) -> Host:
         chance = np.random.default_rng(int(self._chance.integers(1 << 32)))
-        return Host(name, needs, held, chance, Bitmap(held.count))
+        return Host(name, needs, held, chance)
 
     def run(self) -> Outcome:
         """Run until every living host holds the version. Raises RuntimeError when nothing more happens before."""
@@ -199,22 +203,25 @@ class Swarm:
 
     # Reports
 
-    def _report(self, host: Host) -> None:
+    def _report(self, host: Host, early: bool = False) -> None:
         if host.alive:
+            host.reported, host.reports_early = self._now, host.reports_early and not early
             held = Bitmap(host.held.count, host.held.bits.copy())
-            self._at(self._now + self._network.latency, self._answer, host, held, len(host.sending))
+            host.reported_pieces = len(held)
+            self._at(self._now + self._network.latency, self._answer, host, held, dict(host.failures), early)
 
-    def _answer(self, host: Host, held: Bitmap, load: int) -> None:
+    def _answer(self, host: Host, held: Bitmap, failures: dict[str, int], early: bool) -> None:
         before = time.process_time()
-        answer = self._tracker.report(VERSION, host.name, held, host.needs, load, self._now)
+        answer = self._tracker.report(VERSION, host.name, held, host.needs, failures, self._now)
         self._outcome.cpu += time.process_time() - before
         self._outcome.reports += 1
-        self._answered += sum(offer.held.bits.nbytes for offer in answer.offers) + answer.scarce.bits.nbytes
-        self._at(self._now + self._network.latency, self._answered_to, host, answer)
+        self._answered += sum(pieces.bits.nbytes for pieces in answer.named.values())
+        self._at(self._now + self._network.latency, self._answered_to, host, answer, early)
 
-    def _answered_to(self, host: Host, answer: TrackerAnswer) -> None:
-        host.offers, host.scarce, host.granted = answer.offers, answer.scarce, answer.granted
-        self._at(self._now + answer.interval, self._report, host)
+    def _answered_to(self, host: Host, answer: TrackerAnswer, early: bool) -> None:
+        host.named, host.interval = dict(answer.named), answer.interval
+        if not early:
+            self._at(self._now + answer.interval, self._report, host)
         self._fill(host)
 
     # Requests
@@ -225,9 +232,14 @@ class Swarm:
             return
         requests = [PieceRequest(flow.piece, flow.source.name, flow.started, network.piece_bytes) for flow in host.receiving]
         before = time.process_time()
-        known = host.offers, host.scarce, host.granted
-        chosen = choose(host.held, host.needs, *known, host.records, requests, self._now, host.chance, network.limits)
+        named = [(peer, pieces, peer == ORIGIN) for peer, pieces in host.named.items()]
+        missing = host.needs - host.held
+        chosen = choose(missing, named, host.records, requests, self._now, network.limits)
+        few = sum(len(pieces & missing) for _, pieces, _ in named) <= FEW
         self._outcome.choosing += time.process_time() - before
+        if few and not host.reports_early and len(host.held) > host.reported_pieces:
+            host.reports_early = True
+            self._at(max(self._now, host.reported + EARLY * host.interval), self._report, host, True)
         for piece, peer in chosen:
             flow = Flow(piece, self._by_name[peer], host, self._now, network.piece_bytes, self._now)
             host.receiving.append(flow)
@@ -317,5 +329,6 @@ class Swarm:
             host = flow.target
             record = host.records.get(flow.source.name, PeerRecord())
             host.records[flow.source.name] = after_failure(record, self._now, self._network.limits)
+            host.failures[flow.source.name] += 1
             self._end(flow)
             self._fill(host)

@@ -54,10 +54,8 @@ class Nodes:
 
     addresses: list[str] = field(default_factory=list)
 
-    def own_order(self, version: str) -> node_pb2.NodeOrder:
-        held = Bitmap.full(NUMBERING.count).to_bytes()
-        peers = [node_pb2.NodePeer(node=a, data_address=a, held=held, transfers=i) for i, a in enumerate(self.addresses)]
-        return node_pb2.NodeOrder(version=version, peers=peers)
+    def holders(self, version: str, piece: int) -> list[node_pb2.NodePeer]:
+        return [node_pb2.NodePeer(node=address, data_address=address) for address in self.addresses]
 
 
 class World:

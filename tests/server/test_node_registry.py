@@ -103,8 +103,8 @@ def test_a_node_is_told_what_workers_on_its_host_need_the_newest_request_first(w
     orders = world.sync(report())
     assert ordered(orders) == [NAMES[1], NAMES[0]]
     (source,) = orders.versions[0].peers
-    assert (source.source, source.data_address, source.held) == (True, "", Bitmap.full(PIECES).to_bytes())
-    assert len(orders.versions[0].granted) > 0
+    assert (source.source, source.data_address) == (True, "")
+    assert pieces_at(orders.versions[0], PIECES)["daemon"] == sorted(orders.versions[0].granted) != []
     assert world.sync(report(), seen=orders.revision, wait=5.0) == orders, "once the time has passed"
 
 
@@ -134,12 +134,11 @@ def test_a_worker_learns_of_the_nonce_files_and_then_of_its_own_hosts_node(world
     assert (found.folder, found.whole, found.problem) == ("/two/v1", True, "")
 
 
-def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: World) -> None:
+def test_a_node_is_named_for_pieces_that_it_holds_until_it_is_lost(world: World) -> None:
     world.sync(report("one", v1=Bitmap.full(PIECES)))
     world.sync(report("two"))
     world.want(NAMES[0], "two")
-    offered = world.sync(report("two")).versions[0].peers
-    assert {source.data_address for source in offered} == {"", "one:7679"}
+    assert [source.data_address for source in world.sync(report("two")).versions[0].peers] == ["one:7679"]
     world.now += LEASE + 1
     world.sync(report("two"))
     world.nodes.expire()
@@ -155,13 +154,13 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
 
 def test_other_nodes_learn_where_a_transfer_engine_has_a_version(world: World) -> None:
     world.sync(report("two"))
-    world.want(NAMES[0], "two")
     for session, addresses in (("nixl/one:15001/a", (1 << 40,)), ("nixl/one:15001/b", ()), ("", (1 << 40,))):
         held = copy_of(NAMES[0], "/one/v1", Bitmap.full(PIECES), addresses=addresses)
         world.sync(with_values(report("one"), session=session, versions=[held]))
+        world.want(NAMES[0], "two")
         (order,) = world.sync(report("two")).versions
         found = {source.node: (source.session, tuple(source.addresses)) for source in order.peers}
-        assert found == {"nodes/one": (session, addresses if session else ()), "daemon": ("", ())}
+        assert found == {"nodes/one": (session, addresses if session else ())}
 
 
 def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None:
@@ -170,7 +169,7 @@ def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None
     assert ordered(world.sync(held)) == [NAMES[1]]
     world.sync(report("two"))
     world.want(NAMES[1], "two")
-    assert "one:7679" in {source.data_address for source in world.sync(report("two")).versions[0].peers}
+    assert [source.data_address for source in world.sync(report("two")).versions[0].peers] == ["one:7679"]
 
 
 def test_a_drained_node_is_drained_after_restarts_of_daemon_and_node(world: World) -> None:
@@ -310,7 +309,7 @@ def test_a_node_of_the_name_daemon_takes_no_pieces_from_the_daemons_row(world: W
     world.sync(report())
     world.want(NAMES[0])
     (source,) = world.sync(report()).versions[0].peers
-    assert (source.source, source.data_address, source.held) == (True, "", Bitmap.full(PIECES).to_bytes())
+    assert (source.source, source.data_address) == (True, "")
 
 
 def link(peer: str, size: int, seconds: float, failures: int, problem: str = "") -> resources_pb2.NodeLink:
@@ -452,20 +451,25 @@ def test_a_node_keeps_pieces_that_the_daemon_lacks_also_when_it_is_drained_or_fu
     assert ordered(world.sync(small)) == [NAMES[2]]
     world.nodes.set_drained("one", True)
     assert ordered(world.sync(small)) == [NAMES[2]]
-    order = world.nodes.own_order(NAMES[2])
-    assert ([peer.data_address for peer in order.peers], pieces_at(order, PIECES)) == (["one:7679"], {"nodes/one": [0, 1]})
+    found.want(Bitmap.full(PIECES))
+    order = world.nodes.own_order(found, ())
+    assert ([peer.data_address for peer in order.peers], pieces_at(order, PIECES)) == (["one:7679"], {"nodes/one": [1]})
+    assert [peer.node for peer in world.nodes.holders(NAMES[2], 0)] == ["nodes/one"]
+    assert world.nodes.holders(NAMES[2], 2) == []
     found._held = Bitmap.full(PIECES)
     world.nodes.count_own()
     assert ordered(world.sync(small)) == []
-    assert not world.nodes.own_order(NAMES[2]).peers
+    assert not world.nodes.own_order(found, ()).peers
 
 
-def test_the_daemon_offers_other_nodes_the_pieces_alone_that_it_has(world: World) -> None:
+def test_the_daemon_is_named_for_the_pieces_alone_that_it_has(world: World) -> None:
     lacking(world, Bitmap.of(PIECES, [0]), ("one",))
     world.nodes.version_changed(world.records[3])
-    world.sync(report("one", v3=Bitmap.of(PIECES, [1])))
+    held = with_values(
+        report(), versions=[copy_of(NAMES[2], "/one/v3", Bitmap.of(PIECES, [1]), wanted=Bitmap.of(PIECES, [1]).to_bytes())]
+    )
+    world.sync(held)
     world.sync(report("two"))
     world.want(NAMES[2], "two")
-    world.sync(report("two"))
     (order,) = world.sync(report("two")).versions
     assert pieces_at(order, PIECES) == {"daemon": [0], "nodes/one": [1]}

@@ -1,4 +1,4 @@
-"""The choice of sources, grants and peers by their rules, and 8 and 40 simulated hosts within their bounds."""
+"""Which pieces nodes fetch from whom, by the rules, and 8 and 40 simulated hosts within their bounds."""
 
 from collections import Counter
 
@@ -9,92 +9,55 @@ from hypothesis import strategies as st
 from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.sources import (
     LIMITS,
-    PeerOffer,
     PeerRecord,
-    PieceChoice,
     PieceRequest,
     after_answer,
     after_busy,
     after_failure,
     choose,
 )
-from resharder.server.nodes.tracker import LATE, LEAST, STREAMS, SourceGrants, neighbours
+from resharder.server.holding.swarm import named_in
+from resharder.server.nodes.pieces import PieceTable
+from resharder.server.nodes.tracker import AHEAD, ALONE, LATE, SENDING, STREAMS, Tracker
+from resharder.v1 import node_pb2
 
 from benchmarks.swarm import Network, Swarm
 
 COUNT = 20
 NOTHING, ALL = Bitmap(COUNT), Bitmap.full(COUNT)
-
-
-def chosen(
-    *offers: PeerOffer,
-    held: Bitmap = NOTHING,
-    wanted: Bitmap = ALL,
-    scarce: Bitmap = NOTHING,
-    granted: tuple[int, ...] = (),
-    records: dict[str, PeerRecord] | None = None,
-    requests: tuple[PieceRequest, ...] = (),
-    now: float = 0.0,
-    seed: int = 1,
-) -> list[PieceChoice]:
-    chance = np.random.default_rng(seed)
-    return choose(held, wanted, offers, scarce, granted, records or {}, requests, now, chance)
+VERSION = "v"
 
 
 some = st.sets(st.integers(0, COUNT - 1)).map(lambda pieces: Bitmap.of(COUNT, pieces))
-offers = st.lists(
-    st.builds(PeerOffer, st.sampled_from("abcdef"), some, st.integers(0, 9), st.booleans()), unique_by=lambda o: o.peer
-)
+named = st.lists(st.tuples(st.sampled_from("abcdef"), some, st.booleans()), unique_by=lambda each: each[0])
 
 
-@given(offers, some, some, some, st.sets(st.integers(0, COUNT - 1), max_size=4), st.integers(0, 9), st.integers(0, 99))
-def test_a_choice_is_missing_wanted_offered_and_within_the_limits(
-    offers: list[PeerOffer], held: Bitmap, wanted: Bitmap, scarce: Bitmap, granted: set[int], flying: int, seed: int
+@given(named, some, st.integers(0, 9))
+def test_requests_are_for_missing_named_pieces_and_within_the_limits(
+    named: list[tuple[str, Bitmap, bool]], missing: Bitmap, flying: int
 ) -> None:
     requests = tuple(PieceRequest(piece, "abcdef"[piece % 6], 0.0, 1) for piece in range(flying))
-    granted_list = tuple(sorted(granted & set(scarce)))
-    found = chosen(*offers, held=held, wanted=wanted, scarce=scarce, granted=granted_list, requests=requests, now=0.0, seed=seed)
-    by_peer = {offer.peer: offer for offer in offers}
+    found = choose(missing, named, {}, requests, 0.0)
+    by_peer = {peer: (pieces, is_source) for peer, pieces, is_source in named}
     assert len(found) <= max(0, LIMITS.requests - flying)
     assert len({choice.piece for choice in found}) == len(found)
     for piece, peer in found:
-        assert piece in wanted
-        assert piece not in held
+        assert piece in missing
         assert piece >= flying  # not in flight
-        assert piece in by_peer[peer].held
-        assert piece not in scarce or piece in granted_list
-        others = [offer for offer in offers if piece in offer.held and not offer.is_source]
-        assert not by_peer[peer].is_source or (piece in granted_list and not others)
+        assert piece in by_peer[peer][0]
     mine = Counter(request.peer for request in requests)
     for peer, count in Counter(choice.peer for choice in found).items():
-        limit = LIMITS.per_source if by_peer[peer].is_source else LIMITS.per_peer
-        assert mine[peer] + count <= limit
+        assert mine[peer] + count <= (LIMITS.per_source if by_peer[peer][1] else LIMITS.per_peer)
 
 
-def test_pieces_that_few_peers_have_come_first() -> None:
-    rare = PeerOffer("rare", ALL)
-    others = [PeerOffer(f"p{i}", Bitmap.of(COUNT, range(2, COUNT))) for i in range(3)]
-    firsts = Counter(chosen(rare, *others, seed=seed)[0].piece for seed in range(40))
-    assert set(firsts) <= {0, 1}
-
-
-def test_of_two_sources_the_one_with_less_load_or_a_higher_rate_is_chosen() -> None:
-    piece = Bitmap.of(COUNT, [3])
-    assert chosen(PeerOffer("a", ALL, load=4), PeerOffer("b", ALL), wanted=piece) == [(3, "b")]
-    records = {"a": PeerRecord(rate=100.0), "b": PeerRecord(rate=10.0)}
-    assert chosen(PeerOffer("a", ALL), PeerOffer("b", ALL), wanted=piece, records=records) == [(3, "a")]
-
-
-def test_a_peer_that_fails_is_left_alone_for_twice_as_long_each_time_and_a_source_takes_its_place() -> None:
+def test_a_peer_that_fails_is_left_alone_for_twice_as_long_each_time() -> None:
     record, pauses = PeerRecord(rate=5.0), []
     for _ in range(8):
         record = after_failure(record, 100.0)
         pauses.append(record.retry_at - 100.0)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    relay, source = PeerOffer("relay", ALL), PeerOffer("source", ALL, is_source=True)
-    assert {peer for _, peer in chosen(relay, source, now=100.0)} == {"relay"}
-    assert {peer for _, peer in chosen(relay, source, records={"relay": record}, now=100.0)} == {"source"}
-    assert {peer for _, peer in chosen(relay, source, records={"relay": record}, now=200.0)} == {"relay"}
+    assert choose(ALL, [("a", ALL, False)], {"a": record}, (), 100.0) == []
+    assert choose(ALL, [("a", ALL, False)], {"a": record}, (), 200.0)
     assert after_answer(record, 10, 2.0) == PeerRecord(rate=5.0)
 
 
@@ -102,59 +65,134 @@ def test_a_busy_peer_is_asked_again_soon_and_counts_no_failure() -> None:
     record = after_busy(PeerRecord(rate=100.0), 50, 10.0, np.random.default_rng(1))
     assert 10.25 <= record.retry_at <= 10.75
     assert record.failures == 0
-    relay, source = PeerOffer("relay", ALL), PeerOffer("source", ALL, is_source=True)
-    assert chosen(relay, source, records={"relay": record}, now=10.0) == []
 
 
-def test_a_slow_request_is_repeated_elsewhere_once_nothing_else_is_missing() -> None:
-    records, request = {"a": PeerRecord(rate=10.0), "b": PeerRecord(rate=10.0)}, PieceRequest(0, "a", 0.0, 10)
-    offers, last = (PeerOffer("a", ALL), PeerOffer("b", ALL)), Bitmap.of(COUNT, [0])
-    ask = {"records": records, "requests": (request,), "wanted": last}
-    assert chosen(*offers, **ask, now=1.5) == []
-    assert chosen(*offers, **ask, now=3.5) == [(0, "b")]
-    twice = (request, PieceRequest(0, "b", 3.5, 10))
-    assert chosen(*offers, records=records, requests=twice, wanted=last, now=99.0) == []
-    assert {piece for piece, _ in chosen(*offers, records=records, requests=(request,), now=99.0)}.isdisjoint({0})
+def test_a_piece_that_is_named_twice_is_requested_a_second_time_after_a_while() -> None:
+    piece, request = Bitmap.of(COUNT, [0]), (PieceRequest(0, "a", 0.0, 10),)
+    both = [("a", piece, False), ("b", piece, False)]
+    assert choose(ALL, both, {}, request, LIMITS.repeated) == []
+    assert choose(ALL, both, {}, request, LIMITS.repeated + 0.1) == [(0, "b")]
 
 
-def test_each_piece_is_granted_to_one_node_and_few_nodes_have_grants() -> None:
-    grants, copies = SourceGrants(), np.ones(200, np.int32)
-    nothing, all_pieces = Bitmap(200), Bitmap.full(200)
-    first = {f"n{i}": grants.give(f"n{i}", 0.0, nothing, all_pieces, copies) for i in range(40)}
-    pieces = [piece for mine in first.values() for piece in mine]
-    assert len(pieces) == len(set(pieces)) == STREAMS * LEAST
-    assert sum(map(bool, first.values())) == STREAMS
-    assert grants.give("n0", 1.0, nothing, all_pieces, copies) == first["n0"]
-    grants.forget("n0")
-    freed = [grants.give(f"m{i}", 1.0, nothing, all_pieces, copies) for i in range(3)]
-    assert [len(mine) for mine in freed] == [LEAST, 0, 0]
+def test_what_an_earlier_daemon_sends_is_followed_but_for_pieces_that_are_not_granted() -> None:
+    order = node_pb2.NodeOrder(scarce=Bitmap.of(COUNT, [0, 1]).to_bytes(), granted=[1])
+    order.peers.add(node="daemon", held=ALL.to_bytes(), source=True)
+    order.peers.add(node="nodes/a", data_address="a:1", held=Bitmap.of(COUNT, [0, 2]).to_bytes())
+    found = named_in(order, COUNT, "daemon:1")
+    assert [(each.peer, each.source.address, each.source.daemon) for each in found] == [
+        ("daemon", "daemon:1", True),
+        ("nodes/a", "a:1", False),
+    ]
+    assert [list(each.pieces) for each in found] == [[1, *range(2, COUNT)], [2]]
 
 
-def test_a_node_that_uses_its_grants_gets_others_and_an_unused_one_passes_on() -> None:
-    grants, copies = SourceGrants(), np.ones(3, np.int32)
-    nothing, all_pieces = Bitmap(3), Bitmap.full(3)
-    slow = grants.give("slow", 0.0, nothing, all_pieces, copies)
-    last = grants.give("fast", 0.0, nothing, all_pieces, copies)
-    assert sorted(slow + last) == [0, 1, 2]
-    copies[last] = 2
-    held = Bitmap.of(3, last)
-    assert grants.give("fast", 1.0, held, all_pieces, copies) == []
-    assert sorted(grants.give("fast", LATE + 1.0, held, all_pieces, copies)) == sorted(slow)
-    assert grants.give("slow", LATE + 1.0, nothing, all_pieces, copies) == []
+class Nodes:
+    """A tracker over a version of `COUNT` pieces that the source `s` holds, and what nodes have."""
+
+    def __init__(self) -> None:
+        self.tracker, self.held, self.now = Tracker(PieceTable()), dict[str, Bitmap](), 0.0
+        self.tracker.table.add_version(VERSION, COUNT)
+        self.tracker.table.add_source(VERSION, "s")
+        self.tracker.table.report(VERSION, "s", ALL)
+
+    def report(self, node: str, *pieces: int, wanted: Bitmap = ALL, **failures: int) -> dict[str, list[int]]:
+        """The pieces that are named to a node which has further pieces, by holder."""
+        self.held[node] = self.held.get(node, NOTHING) | Bitmap.of(COUNT, pieces)
+        answer = self.tracker.report(VERSION, node, self.held[node], wanted, failures, self.now)
+        return {holder: list(found) for holder, found in answer.named.items()}
 
 
-def test_every_node_is_a_peer_of_as_many_others_and_all_nodes_are_reached_in_few_steps() -> None:
-    for nodes in (1, 2, 8, 25, 300):
-        found = {row: neighbours(row, nodes, period=5) for row in range(nodes)}
-        size = min(nodes - 1, 24)
-        assert all(len(set(peers)) == size and row not in peers for row, peers in found.items())
-        assert set(Counter(peer for peers in found.values() for peer in peers).values()) <= {size}
-        reached = {0}
-        for _ in range(3):
-            reached |= {peer for row in reached for peer in found[row]}
-        assert len(reached) == nodes
-    changed = set(neighbours(7, 300, 5)) - set(neighbours(7, 300, 6))
-    assert 0 < len(changed) <= 6
+def test_a_piece_that_a_source_has_alone_is_named_to_one_node_and_few_nodes_have_some() -> None:
+    nodes = Nodes()
+    first = {f"n{i}": nodes.report(f"n{i}") for i in range(COUNT)}
+    pieces = [piece for found in first.values() for piece in found.get("s", ())]
+    assert len(pieces) == len(set(pieces)) == STREAMS
+    assert [len(found.get("s", ())) for found in first.values()] == [ALONE] * (STREAMS // ALONE) + [0] * (
+        COUNT - STREAMS // ALONE
+    )
+    assert nodes.report("n0") == first["n0"], "until they have arrived"
+    nodes.tracker.remove_node("n0")
+    assert len(nodes.report("n19")["s"]) == ALONE, "those of a node that is gone are named to others"
+
+
+def test_a_piece_comes_from_the_node_that_has_it_and_from_the_source_once_that_one_fails() -> None:
+    nodes = Nodes()
+    (piece, _) = nodes.report("a")["s"]
+    nodes.report("a", piece)
+    only = Bitmap.of(COUNT, [piece])
+    assert nodes.report("b", wanted=only) == {"a": [piece]}
+    assert nodes.report("b", wanted=only, a=1) == {"s": [piece]}
+    assert nodes.report("c", wanted=only) == {"a": [piece]}, "it has failed for the other node alone"
+    nodes.report("b", piece, wanted=only)
+    assert nodes.report("d", wanted=only) == {"b": [piece]}, "the one that has least to send"
+
+
+def test_a_piece_that_does_not_arrive_is_named_to_another_node() -> None:
+    nodes = Nodes()
+    slow = nodes.report("slow", wanted=Bitmap.of(COUNT, [0, 1]))
+    assert slow == {"s": [0, 1]}
+    assert nodes.report("other", wanted=Bitmap.of(COUNT, [0, 1])) == {}
+    nodes.now = LATE + 1
+    assert nodes.report("slow", wanted=Bitmap.of(COUNT, [0, 1])) == {"s": [0, 1]}, "it may still arrive"
+    assert nodes.report("other", wanted=Bitmap.of(COUNT, [0, 1])) == {"s": [0, 1]}
+    assert nodes.report("third", wanted=Bitmap.of(COUNT, [0, 1])) == {}
+
+
+def test_a_node_that_cannot_fetch_keeps_few_pieces_from_others() -> None:
+    nodes = Nodes()
+    for second in range(60):
+        nodes.now = float(second)
+        stuck = nodes.report("stuck")
+    assert stuck == {"s": stuck["s"]}
+    assert len(stuck["s"]) == ALONE
+
+
+def test_a_slow_link_is_learned_and_its_pieces_are_not_late_any_longer() -> None:
+    nodes = Nodes()
+    for piece in range(COUNT - 1):
+        nodes.now += 10.0
+        wanted = Bitmap.of(COUNT, [piece])
+        assert nodes.report("n", wanted=wanted) == {"s": [piece]}
+        nodes.now += 10.0
+        nodes.report("n", piece, wanted=wanted)
+    nodes.report("n", wanted=Bitmap.of(COUNT, [COUNT - 1]))
+    nodes.now += LATE + 1
+    nodes.report("n", wanted=Bitmap.of(COUNT, [COUNT - 1]))
+    assert nodes.report("other", wanted=Bitmap.of(COUNT, [COUNT - 1])) == {}
+
+
+def test_pieces_that_will_have_fewest_holders_come_first_and_no_holder_has_much_to_send() -> None:
+    nodes = Nodes()
+    nodes.report("a", *range(COUNT))
+    nodes.report("b", *range(2, COUNT), wanted=NOTHING)
+    assert {0, 1} <= {piece for found in nodes.report("c").values() for piece in found}
+    for i in range(10):
+        nodes.report(f"n{i}")
+    load = Counter(holder for i in range(10) for holder, found in nodes.report(f"n{i}").items() for _ in found)
+    assert max(load.values()) <= max(SENDING, AHEAD)
+
+
+def test_a_node_gets_more_pieces_ahead_the_more_it_fetches_between_reports() -> None:
+    nodes = Nodes()
+    for holder in "abcdefgh":
+        nodes.report(holder, *range(COUNT))
+    found = nodes.report("n")
+    assert sum(map(len, found.values())) == AHEAD
+    nodes.report("n", *(piece for pieces in found.values() for piece in pieces))
+    found = nodes.report("n")
+    assert sum(map(len, found.values())) >= AHEAD
+
+
+def test_a_slow_piece_is_named_a_second_time_once_nothing_else_is_missing() -> None:
+    nodes = Nodes()
+    nodes.report("a", 0, 1)
+    nodes.report("b", 0, 1)
+    nodes.report("n", wanted=Bitmap.of(COUNT, [0]))
+    nodes.now = 1.0
+    nodes.report("n", 0, wanted=Bitmap.of(COUNT, [0, 1]))
+    assert sum(map(len, nodes.report("n", wanted=Bitmap.of(COUNT, [0, 1])).values())) == 1
+    nodes.now = 4.0
+    assert nodes.report("n", wanted=Bitmap.of(COUNT, [0, 1])) == {"a": [1], "b": [1]}
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ class Nodes:
     def suspend(self, node: str) -> None:
         self.suspended.append(node)
 
-    def own_order(self, version: str) -> node_pb2.NodeOrder:
-        held = {node: pieces_of(NUMBERING, files).to_bytes() for node, files in self.written(version).items()}
+    def own_order(self, version: VerifiedVersion, links: object) -> node_pb2.NodeOrder:
+        held = {node: pieces_of(NUMBERING, files).to_bytes() for node, files in self.written(version.name).items()}
         peers = [node_pb2.NodePeer(node=f"nodes/{n}", data_address=a, held=held[n]) for n, a in self.addresses.items()]
-        return node_pb2.NodeOrder(version=version, peers=peers)
+        return node_pb2.NodeOrder(version=version.name, peers=peers)
 
     def count_own(self) -> None: ...
 

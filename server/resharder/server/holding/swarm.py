@@ -1,12 +1,12 @@
-"""The fetching of versions: which piece comes next and from where (`sources.py`), requests in flight, and the record of links."""
+"""The fetching of versions: the pieces that the daemon has named, requests in flight, and the record of links."""
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -16,7 +16,6 @@ from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.sources import (
     LIMITS,
-    PeerOffer,
     PeerRecord,
     PieceChoice,
     PieceRequest,
@@ -82,37 +81,37 @@ class LinkLog:
 _log = structlog.get_logger("resharder.node")
 
 
-@dataclass(frozen=True)
-class PieceOffers:
-    """The daemon's answer about one version. `sources` has where each peer is reached."""
+class NamedSource(NamedTuple):
+    """A peer that the daemon has named, the pieces to fetch from it, and where it is reached."""
 
-    peers: tuple[PeerOffer, ...]
-    sources: Mapping[str, PieceSource]
-    scarce: Bitmap
-    granted: tuple[int, ...]
+    peer: str
+    pieces: Bitmap
+    source: PieceSource
 
-    @staticmethod
-    def of(order: node_pb2.NodeOrder, pieces: int, daemon_address: str) -> "PieceOffers":
-        """Return the peers and grants of an order.
 
-        Raises ValueError for pieces of another version.
+def named_in(order: node_pb2.NodeOrder, pieces: int, daemon_address: str) -> list[NamedSource]:
+    """Return the sources in an order.
 
-        Args:
-            order: The order.
-            pieces: Pieces of the version.
-            daemon_address: Address of the daemon's data port.
-        """
-        peers, sources = [], dict[str, PieceSource]()
-        for peer in order.peers:
-            peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.source))
-            address = peer.data_address or daemon_address
-            sources[peer.node] = PieceSource(address, peer.source, peer.session, tuple(peer.addresses))
-        scarce = Bitmap.from_bytes(pieces, order.scarce) if order.scarce else Bitmap(pieces)
-        return PieceOffers(tuple(peers), sources, scarce, tuple(order.granted))
+    An earlier daemon sends all pieces of some peers, and in `scarce` those of which only `granted` ones may be fetched.
+
+    Args:
+        order: The order.
+        pieces: Pieces of the version.
+        daemon_address: Address of the daemon's data port.
+
+    Raises:
+        ValueError: Pieces of another version.
+    """
+    found, barred = list[NamedSource](), Bitmap.from_bytes(pieces, order.scarce) if order.scarce else Bitmap(pieces)
+    barred = barred - Bitmap.of(pieces, order.granted)
+    for peer in order.peers:
+        source = PieceSource(peer.data_address or daemon_address, peer.source, peer.session, tuple(peer.addresses))
+        found.append(NamedSource(peer.node, Bitmap.from_bytes(pieces, peer.held) - barred, source))
+    return found
 
 
 class Swarm:
-    """Requests of a node for the pieces of its versions, one version at a time. Thread-safe.
+    """Requests of a host for the pieces that the daemon has named, of one version at a time. Thread-safe.
 
     Args:
         transfer: Fetcher of pieces.
@@ -142,32 +141,16 @@ class Swarm:
         with self._lock:
             return self._problems.get(version, "")
 
-    def busy(self) -> int:
-        """Return the number of requests in flight."""
-        with self._lock:
-            return sum(map(len, self._requests.values()))
-
-    def fill(self, version: HeldFiles, offers: PieceOffers) -> int:
-        """Start as many requests for pieces of a version as the limits allow, and return their number."""
-        held, now = version.held(), self._clock()
+    def fill(self, version: HeldFiles, named: Sequence[NamedSource]) -> int:
+        """Start as many requests for pieces of a version as the limits allow, and return how many named pieces are missing."""
+        missing, now = version.missing(), self._clock()
+        sources = {each.peer: each.source for each in named}
         with self._lock:
             flying = [request for requests in self._requests.values() for request in requests.values()]
             mine = self._requests.get(version.name, {})
             free = self._limits.requests - len(flying) + len(mine)  # requests of other versions take their places
-            if free <= len(mine):
-                return 0
-            chosen = choose(
-                held,
-                version.wanted(),
-                offers.peers,
-                offers.scarce - held,
-                [piece for piece in offers.granted if piece not in held],
-                self._records,
-                list(mine.values()),
-                now,
-                self._chance,
-                self._limits,
-            )
+            given = [(each.peer, each.pieces, each.source.daemon) for each in named]
+            chosen = choose(missing, given, self._records, list(mine.values()), now, self._limits) if free > len(mine) else []
             chosen = chosen[: free - len(mine)]
             started = [(next(self._ids), choice) for choice in chosen]
             for id, choice in started:
@@ -175,8 +158,8 @@ class Swarm:
                 request = PieceRequest(choice.piece, choice.peer, now, span.end - span.start)
                 self._requests.setdefault(version.name, {})[id] = request
         for id, choice in started:
-            self._pool.submit(self._fetch, id, version, choice, offers.sources[choice.peer])
-        return len(started)
+            self._pool.submit(self._fetch, id, version, choice, sources[choice.peer])
+        return len(set().union(*(each.pieces & missing for each in named)))
 
     def _fetch(self, id: int, version: HeldFiles, choice: PieceChoice, source: PieceSource) -> None:
         began, failure, size, busy = self._clock(), "", 0, False

@@ -94,6 +94,11 @@ class ReceivedBytes:
     engine: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def total(self) -> int:
+        """Bytes from all sources."""
+        return self.daemon + self.peers
+
     def add(self, size: int, *, daemon: bool) -> None:
         """Count the bytes of a checked piece."""
         with self._lock:

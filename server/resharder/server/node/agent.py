@@ -18,7 +18,7 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.endpoint import PROXY, proxy_address
 from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.swarm import Swarm, named_in
 from resharder.server.holding.transfers import ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import CopyProblems, HeldVersion, NodeCopies
@@ -30,6 +30,8 @@ from resharder.v1 import node_pb2, resources_pb2
 _FIRST_RETRY, _LONGEST_RETRY = 0.2, 2.0
 _SHORTEST_REPORT = 0.02  # seconds between two reports
 _STEP_SECONDS = 0.25
+FEW, EARLY = 3, 0.4
+"""Named pieces left at which a node reports early, and after which part of the usual time between two reports."""
 _NO_PORT = "the daemon has no data port: its data_listen is empty"
 _UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out
 _OPEN = (node_pb2.FileSetOrder.UPLOADING, node_pb2.FileSetOrder.VERIFYING)
@@ -130,6 +132,8 @@ class NodeAgent:
         self._orders = node_pb2.NodeOrders()
         self._has_orders = False
         self._report_now = False
+        self._reported_at, self._reported_bytes = 0.0, 0  # time of the last report, and what had arrived by then
+        self._has_few = False  # whether few pieces are left of those that the daemon has named
         self._ending = False
         self._problems = CopyProblems(clock)
         self._swarm = make_swarm(self._wake)
@@ -213,7 +217,7 @@ class NodeAgent:
         failures, wait = 0, 0.0
         while not self._ended:
             with self._changed:
-                self._report_now = False
+                self._report_now, self._reported_at, self._reported_bytes = False, self._clock(), self._received.total
             try:
                 failpoint("node.sync")
                 orders = self._daemon.sync(self._report(wait))
@@ -295,11 +299,21 @@ class NodeAgent:
                 self._drop_others(present, {order.version for order in orders.versions})
                 with self._changed:  # the last orders: by earlier ones, sets of a new reservation would be dropped
                     self._sets.follow(self._orders.reservations, drained=self._orders.drained or self._ending)
+                self._has_few = False
                 for order in orders.versions:
                     self._advance(order)
             with self._changed:
+                if (left := self._until_early_report()) <= 0:
+                    self._report_now, left = True, _STEP_SECONDS
+                    self._changed.notify_all()
                 if not self._ended and self._orders is (orders or self._orders):
-                    self._changed.wait(_STEP_SECONDS)
+                    self._changed.wait(min(left, _STEP_SECONDS))
+
+    def _until_early_report(self) -> float:
+        """Return the seconds until a report that is early, because few named pieces are left and others have arrived; or many."""
+        if not self._has_few or self._received.total == self._reported_bytes:
+            return _STEP_SECONDS
+        return self._reported_at + EARLY * self._orders.report_seconds - self._clock()
 
     def _drop_others(self, present: list[HeldVersion], wanted: set[str]) -> None:
         for version in present:
@@ -316,7 +330,7 @@ class NodeAgent:
             self._problems.forget(name)
 
     def _advance(self, order: node_pb2.NodeOrder) -> None:
-        """Create a version, or start requests for its pieces; report early once there is nothing left to request."""
+        """Create a version, or start requests for its pieces."""
         try:
             version = self._copies.get(order.version)
             if version is None and self._sets.has(order.version):
@@ -328,12 +342,11 @@ class NodeAgent:
                 return
             if not version.daemon_address:
                 return self._failed(order.version, _NO_PORT)
-            offers = PieceOffers.of(order, version.numbering.count, version.daemon_address)
+            named = named_in(order, version.numbering.count, version.daemon_address)
         except ValueError as error:  # of a daemon that numbers pieces in another way
             self._failed(order.version, str(error))
             return
-        if not self._swarm.fill(version, offers) and not self._swarm.busy():
-            self._report_soon()
+        self._has_few = self._swarm.fill(version, named) <= FEW or self._has_few
 
     def _enlarge(self, version: HeldVersion, order: node_pb2.NodeOrder) -> None:
         """Want the pieces that further workers need. Raises ValueError for pieces of another version."""

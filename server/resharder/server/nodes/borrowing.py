@@ -109,9 +109,9 @@ class Borrowing:
         (piece,) = version.numbering.touched(part.file, part.start, part.end)
         deadline, why = self._clock() + self._patience, "no live node holds it"
         while True:
-            for source in self._sources(version.name, version.numbering.count, piece):
+            for holder in self._nodes.holders(version.name, piece):
                 try:
-                    self._transfer.fetch_part(version, part, source)
+                    self._transfer.fetch_part(version, part, PieceSource(holder.data_address, daemon=False))
                     return
                 except (PieceBusy, PieceFailed) as error:
                     why = str(error)
@@ -119,12 +119,6 @@ class Borrowing:
                 raise Unavailable(
                     "PIECES_ELSEWHERE", f"{version.name}: {part.file}, bytes {part.start} to {part.end}: {why}; try again"
                 )
-
-    def _sources(self, version: str, pieces: int, piece: int) -> list[PieceSource]:
-        """Return the nodes that hold a piece, the one that sends least first."""
-        order = self._nodes.own_order(version)
-        found = [peer for peer in order.peers if len(peer.held) > piece >> 3 and peer.held[piece >> 3] >> (piece & 7) & 1]
-        return [PieceSource(peer.data_address, daemon=False) for peer in sorted(found, key=lambda peer: peer.transfers)]
 
     def _trim(self) -> None:
         """Punch out the parts that nobody has read for longest, beyond the bound. Callers hold the lock."""

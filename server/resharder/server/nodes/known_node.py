@@ -8,10 +8,9 @@ from math import inf
 import xxhash
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
-from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
-from resharder.server.state.version import host_name
+from resharder.server.state.version import DAEMON, host_name
 from resharder.v1 import node_pb2, resources_pb2
 
 
@@ -118,19 +117,24 @@ def chosen_of(
     return chosen
 
 
-def peer_of(report: node_pb2.SyncNodeRequest | None, offer: PeerOffer, version: str) -> node_pb2.NodePeer:
-    """Return the pieces of a version on a node, and where they are fetched; None for the daemon."""
-    report = report or node_pb2.SyncNodeRequest()
+def peer_of(id: str, node: KnownNode | None, version: str, pieces: Bitmap, is_source: bool = False) -> node_pb2.NodePeer:
+    """Return pieces of a version on a holder, and where they are fetched; `node` is None for the daemon."""
+    report = node.report if node is not None else node_pb2.SyncNodeRequest()
     copies = report.versions if report.session else ()
     return node_pb2.NodePeer(
-        node=host_name(offer.peer),
+        node=host_name(id),
         data_address=report.data_address,
-        held=offer.held.to_bytes(),
-        transfers=offer.load,
-        source=offer.is_source,
+        held=pieces.to_bytes(),
+        transfers=report.transfers,
+        source=is_source,
         session=report.session,
         addresses=next((copy.addresses for copy in copies if copy.version == version), ()),
     )
+
+
+def failures_of(links: Iterable[resources_pb2.NodeLink]) -> dict[str, int]:
+    """Return how many requests have failed, by the id of the peer."""
+    return {DAEMON if link.peer == host_name(DAEMON) else link.peer.removeprefix("nodes/"): link.failures for link in links}
 
 
 def host_copy_of(

@@ -25,7 +25,6 @@ class VersionPieces:
         nodes: Nodes with a row, in the order of the rows.
         index: Row of each node.
         rows: Packed bits, at least one row for each node; rows beyond are free.
-        wanted: The same for the pieces that each node needs.
         copies: Nodes that hold each piece.
         seen: Flag for each piece: held by a node at some time.
         awaited: Nodes that held pieces before the daemon restarted and have not reported since.
@@ -40,7 +39,6 @@ class VersionPieces:
         self.nodes: list[str] = []
         self.index: dict[str, int] = {}
         self.rows: Bits = np.zeros((4, bytes_of(count)), np.uint8)
-        self.wanted: Bits = np.zeros_like(self.rows)
         self.copies = np.zeros(count, np.int32)
         self.seen = np.full(count, seen)
         self.awaited = set(awaited)
@@ -51,7 +49,6 @@ class VersionPieces:
         if node not in self.index:
             if len(self.nodes) == len(self.rows):
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-                self.wanted = np.concatenate([self.wanted, np.zeros_like(self.wanted)])
             self.index[node] = len(self.nodes)
             self.nodes.append(node)
         return self.index[node]
@@ -73,8 +70,8 @@ class VersionPieces:
             end = len(self.nodes)
             if last != node:
                 self.nodes[row], self.index[last] = last, row
-                self.rows[row], self.wanted[row] = self.rows[end], self.wanted[end]
-            self.rows[end] = self.wanted[end] = 0
+                self.rows[row] = self.rows[end]
+            self.rows[end] = 0
         self.sources.discard(node)
 
 
@@ -92,8 +89,8 @@ class PieceTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows and counts: of a version about a quarter of a byte for each piece and node."""
-        return sum(v.rows.nbytes + v.wanted.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
+        """Bytes of all rows and counts: of a version about an eighth of a byte for each piece and node."""
+        return sum(v.rows.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
 
     def add_version(
         self, version: str, pieces: int, *, ready: bool = False, awaited: Iterable[str] = (), now: float = 0.0
@@ -125,11 +122,6 @@ class PieceTable:
             raise ValueError(f"expected a bitmap of the {found.count} pieces of {version}, got one of {held.count}")
         found.set_row(node, held.bits)
         found.awaited.discard(node)
-
-    def want(self, version: str, node: str, pieces: Bitmap) -> None:
-        """Record the pieces that a node needs."""
-        found = self._versions[version]
-        found.wanted[found.row_of(node)] = pieces.bits
 
     def remove_node(self, node: str) -> None:
         """Remove all pieces of a node that is gone."""

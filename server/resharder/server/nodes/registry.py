@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.holding.held_files import pieces_of
-from resharder.server.holding.sources import PeerOffer
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
@@ -24,6 +23,7 @@ from resharder.server.nodes.known_node import (
     bitmap_of,
     chosen_of,
     copies_of,
+    failures_of,
     host_copy_of,
     id_of,
     model_of,
@@ -38,7 +38,7 @@ from resharder.server.nodes.known_node import (
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.placement import Counts, ReplicaNeed, ReplicaPlacement, ReplicasShort, place
 from resharder.server.nodes.records import DrainedNodes
-from resharder.server.nodes.tracker import LONGEST, Tracker
+from resharder.server.nodes.tracker import LONGEST, Tracker, TrackerAnswer
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
 from resharder.server.store.manifest import Manifest
@@ -335,16 +335,28 @@ class NodeRegistry:
         with self._lock:
             return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
 
-    def own_order(self, version: str) -> node_pb2.NodeOrder:
-        """Return the live nodes with pieces that the daemon's store lacks of a version. It may request all of them."""
-        if self._known(version) is None:
-            return node_pb2.NodeOrder(version=version)
+    def own_order(self, found: VerifiedVersion, links: Iterable[resources_pb2.NodeLink]) -> node_pb2.NodeOrder:
+        """Return what the daemon fetches next of a version, and from which nodes. `links`: what it has seen of them."""
+        order = node_pb2.NodeOrder(version=found.name)
+        if self._known(found.name) is None:
+            return order
+        held, wanted = found.held(), found.wanted()
         with self._lock:
-            nodes = self._nodes.items()
-            live = [(id, node) for id, node in nodes if not node.lost and self._table.has_more(version, id, DAEMON)]
-            held = [self._table.bitmap(version, id) for id, _ in live]
-            offers = [PeerOffer(id, has, node.report.transfers) for (id, node), has in zip(live, held, strict=True)]
-            return node_pb2.NodeOrder(version=version, peers=[self._peer(offer, version) for offer in offers])
+            if found.name in self._table:
+                answer = self._tracker.report(found.name, DAEMON, held, wanted, failures_of(links), self._clock())
+                order.peers.extend(self._peers(found.name, answer))
+        return order
+
+    def holders(self, version: str, piece: int) -> list[node_pb2.NodePeer]:
+        """Return the live nodes that hold a piece of a version, the one that sends least first."""
+        if (numbering := self._known(version)) is None:
+            return []
+        with self._lock:
+            asked = Bitmap.of(numbering.count, [piece])
+            live = [(id, node) for id, node in self._nodes.items() if not node.lost and version in self._table]
+            found = [(id, node) for id, node in live if piece in self._table.bitmap(version, id)]
+            found.sort(key=lambda each: each[1].report.transfers)
+            return [peer_of(id, node, version, asked) for id, node in found]
 
     def version_changed(self, record: VersionRecord) -> None:
         """Count and retain the pieces that nodes hold of a READY version; forget any other version."""
@@ -477,20 +489,24 @@ class NodeRegistry:
 
     def _copy_order(self, id: str, node: KnownNode, version: str) -> tuple[node_pb2.NodeOrder, float]:
         held, wanted = self._table.bitmap(version, id), node.pieces[version]
-        answer = self._tracker.report(version, id, held, wanted, node.report.transfers, self._clock())
+        answer = self._tracker.report(version, id, held, wanted, failures_of(node.report.links), self._clock())
+        peers = self._peers(version, answer)
         order = node_pb2.NodeOrder(
             version=version,
             wanted=wanted.to_bytes(),
-            peers=[self._peer(offer, version) for offer in answer.offers],
-            scarce=answer.scarce.to_bytes(),
-            granted=answer.granted,
+            peers=peers,
+            # Nodes of earlier releases take a piece of a source only if it is granted.
+            granted=[piece for peer in peers if peer.source for piece in Bitmap.from_bytes(held.count, peer.held)],
             readers=sorted(readers_of(self._readers.get(model_of(version), set()), self._nodes.values())),
-            sole_holder=len(held & answer.scarce) > 0 or self._awaits(version, id),
+            sole_holder=len(held & self._table.scarce(version)) > 0 or self._awaits(version, id),
         )
         return order, answer.interval
 
-    def _peer(self, offer: PeerOffer, version: str) -> node_pb2.NodePeer:
-        return peer_of(self._nodes[offer.peer].report if offer.peer != DAEMON else None, offer, version)
+    def _peers(self, version: str, answer: TrackerAnswer) -> list[node_pb2.NodePeer]:
+        """Return the holders that an answer names, sources first."""
+        sources = self._table[version].sources
+        named = sorted(answer.named.items(), key=lambda each: each[0] not in sources)
+        return [peer_of(id, self._nodes.get(id), version, pieces, id in sources) for id, pieces in named]
 
     def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> node_pb2.HostVersion:
         with self._lock:

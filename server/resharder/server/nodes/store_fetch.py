@@ -14,7 +14,7 @@ from resharder.converters.wire.pieces import Bitmap, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.held_files import pieces_of
 from resharder.server.holding.sources import LIMITS
-from resharder.server.holding.swarm import PieceOffers, Swarm
+from resharder.server.holding.swarm import Swarm, named_in
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.placement import ReplicasShort
@@ -145,7 +145,8 @@ class StoreFetcher:
             self._swarm.forget(name)
         for partial in [*self._lifecycle.partials(UPLOADING), *ready.values()]:
             if len(partial.missing()):
-                self._swarm.fill(partial, PieceOffers.of(self._nodes.own_order(partial.name), partial.numbering.count, ""))
+                order = self._nodes.own_order(partial, self._swarm.links.all())
+                self._swarm.fill(partial, named_in(order, partial.numbering.count, ""))
         self._nodes.count_own()
 
     def settle(self) -> None:
