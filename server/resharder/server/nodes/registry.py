@@ -35,6 +35,7 @@ from resharder.server.nodes.known_node import (
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.replication import Replication
+from resharder.server.nodes.snapshots import Snapshots
 from resharder.server.nodes.tracker import LONGEST, Tracker
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
@@ -61,6 +62,7 @@ class NodeRegistry:
         replica_seconds: Time that a version waits for them before READY.
         verified: Versions that holders fetch before READY.
         hold: Whether the daemon's host holds versions.
+        snapshots: Snapshots of the registry that nodes keep; None for none.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class NodeRegistry:
         replica_seconds: float = 60.0,
         verified: VerifiedVersions | None = None,
         hold: bool = True,
+        snapshots: Snapshots | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -95,7 +98,9 @@ class NodeRegistry:
         self._partial, self._lose = partial, lose
         self._table = self._tracker.table
         shared = self._nodes, self._numberings, self._readers, self._table, self.homes, self._lock
-        self._hold_all = hold
+        self._hold_all, self._snapshots = hold, snapshots
+        if snapshots is not None:
+            snapshots.changed.connect(self._notify_all)
         self.replication = Replication(
             *shared, replicas, lease_seconds, replica_seconds, self._verified, self._known, hold, clock
         )
@@ -139,6 +144,8 @@ class NodeRegistry:
             del self._nodes[node]
             self._tracker.remove_node(node)
             self.homes.gone(node)
+        if self._snapshots is not None:
+            self._snapshots.gone(node)
         found.changed.emit()
         self._note("node", f"nodes/{node}", "left", "")
 
@@ -224,6 +231,8 @@ class NodeRegistry:
             self.homes.gone(*(id for id, _ in lost))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
+        if self._snapshots is not None:
+            self._snapshots.gone(*(id for id, _ in lost))
         for id, node in lost:
             node.changed.emit()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
@@ -255,6 +264,10 @@ class NodeRegistry:
             return 0
         with self._lock:
             return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
+
+    def registry_copies(self) -> dict[str, int]:
+        """Return how many nodes keep the newest snapshot of each model's registry."""
+        return self._snapshots.copies() if self._snapshots is not None else {}
 
     def own_order(self, version: str) -> node_pb2.NodeOrder:
         """Return the live nodes with pieces that the daemon's store lacks of a version. It may request all of them."""
@@ -352,6 +365,8 @@ class NodeRegistry:
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(report, caller, node.drained or report.ending, node.changed.emit)
+        if self._snapshots is not None:
+            self._snapshots.reported(report)
         notify(changed)
         self.replication.changed.emit()
         if joined:
@@ -370,7 +385,13 @@ class NodeRegistry:
                 if len(held) and version not in node.wants and self._table.lacks(version, DAEMON):
                     node.want(version, (), held)
 
+    def _notify_all(self) -> None:
+        with self._lock:
+            found = list(self._nodes.values())
+        notify(found)
+
     def _orders(self, id: str) -> node_pb2.NodeOrders:
+        snapshots = self._snapshots.revisions() if self._snapshots is not None else []
         with self._lock:
             node = self._nodes.get(id)
             if node is None:
@@ -380,7 +401,8 @@ class NodeRegistry:
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            texts = (each.SerializeToString(deterministic=True) for each in reservations)
+            texts = [each.SerializeToString(deterministic=True) for each in reservations]
+            texts += [each.SerializeToString(deterministic=True) for each in snapshots]
             return node_pb2.NodeOrders(
                 lease_seconds=self.lease_seconds,
                 revision=revision_of([node.drained, *needs, *readers, *texts, *self._table.doubts()]),
@@ -388,6 +410,7 @@ class NodeRegistry:
                 drained=node.drained,
                 report_seconds=min((self._longest, *(seconds for _, seconds in answers))),
                 reservations=reservations,
+                snapshots=snapshots,
             )
 
     def _chosen(self, node: KnownNode) -> list[str]:

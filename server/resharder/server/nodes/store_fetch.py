@@ -40,6 +40,7 @@ class StoreFetcher:
         nodes: The register of nodes.
         transfer: Fetcher of pieces.
         borrow: Brings bytes that are read, if the store holds no versions; None if it holds them.
+        await_keepers: Function that waits until nodes keep the registry with versions: of `Snapshots`.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class StoreFetcher:
         nodes: NodeRegistry,
         transfer: HttpTransfer,
         borrow: Borrow | None = None,
+        await_keepers: Callable[[Sequence[VerifiedVersion], Callable[[], str]], object] = lambda versions, problem: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle, self._verified, self._nodes, self._borrow, self._clock = lifecycle, verified, nodes, borrow, clock
+        self._await_keepers = await_keepers
         self._changed = threading.Condition()
         self._ended = self._woken = False
         self._partials: dict[str, PartialVersion] = {}
@@ -96,6 +99,7 @@ class StoreFetcher:
                     each.partial.want(Bitmap.full(each.partial.numbering.count))
             self._wake()
             replication.replicate(versions, stopped)
+            self._await_keepers(versions, lambda: replication.problem(versions, stopped))
         except BaseException:
             for each in versions:  # which may be aborted already
                 replication.version_changed(each.name)
