@@ -174,7 +174,7 @@ class World:
         self.snapshots.refresh()
         self.kept.follow(self.snapshots.revisions())
         for model in self.kept._due():
-            self.kept._keep(*self.kept._fetch(model))
+            self.kept._keep(self.kept._wanted[model], *self.kept._fetch(model))
         self.report()
 
     def snapshot(self, node: str, model: str, known: list[bytes]) -> node_pb2.GetSnapshotResponse:
@@ -252,9 +252,43 @@ def test_a_node_keeps_what_a_daemon_without_snapshots_does_not_name_and_drops_an
     kept = world.kept.revisions()
     world.kept.follow([])
     assert world.kept.revisions() == kept
-    world.kept.follow([node_pb2.SnapshotRevision(model="draft", revision=1)])
-    world.kept._keep(snapshot(1, 1, registry=OTHER, model="draft"), {DIGEST: BLOCK})
+    world.kept.follow([node_pb2.SnapshotRevision(model="draft", revision=1, registry=OTHER, term=1)])
+    world.kept._keep((OTHER, 1, 1), snapshot(1, 1, registry=OTHER, model="draft"), {DIGEST: BLOCK})
     assert [each.model for each in world.kept.revisions()] == ["draft"]
+    world.kept.follow(kept)
+    assert world.kept._due() == ["policy"]
+
+
+def test_what_a_node_keeps_of_another_registry_or_term_does_not_count(world: World) -> None:
+    publish(world.store, claim(world.store), 1)
+    world.keep()
+    assert world.snapshots.copies() == {"policy": 1}
+    (own,) = world.kept.revisions()
+    for wrong in ({"registry": OTHER}, {"term": 3}):
+        other = node_pb2.SnapshotRevision(
+            **{"model": own.model, "revision": own.revision, "registry": own.registry, "term": own.term} | wrong
+        )
+        world.snapshots.reported(node_pb2.SyncNodeRequest(node="nodes/a", keeps_snapshots=True, snapshots=[other]))
+        assert world.snapshots.copies() == {"policy": 0}
+        world.kept.follow([other])
+        assert world.kept._due() == ["policy"]
+
+
+def test_a_snapshot_that_is_newer_than_the_order_is_not_fetched_again(world: World) -> None:
+    epoch = claim(world.store)
+    world.keep()
+    publish(world.store, epoch, 1)
+    world.snapshots.refresh()
+    ordered = world.snapshots.revisions()
+    publish(world.store, epoch, 2)
+    world.snapshots.refresh()
+    world.kept.follow(ordered)
+    (model,) = world.kept._due()
+    world.kept._keep(world.kept._wanted[model], *world.kept._fetch(model))
+    assert world.kept.revisions() == world.snapshots.revisions() != ordered
+    assert world.kept._due() == []
+    world.kept.follow(world.snapshots.revisions())
+    assert world.kept._due() == [model]
 
 
 def before_ready(world: World, act: Callable[[Sequence[VerifiedVersion]], object]) -> None:

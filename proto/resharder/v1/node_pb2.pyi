@@ -316,12 +316,16 @@ class PutFileProofResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SnapshotRevision(_message.Message):
-    __slots__ = ("model", "revision")
+    __slots__ = ("model", "revision", "registry", "term")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     model: str
     revision: int
-    def __init__(self, model: _Optional[str] = ..., revision: _Optional[int] = ...) -> None: ...
+    registry: str
+    term: int
+    def __init__(self, model: _Optional[str] = ..., revision: _Optional[int] = ..., registry: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("model", "registry", "term", "revision", "files", "seal")

@@ -237,7 +237,9 @@ class NodeAgent:
                 self._orders, self._has_orders = orders, True
                 self._sets.follow(orders.reservations, drained=orders.drained or self._ending)
                 self._changed.notify_all()
-            pause, wait = _interval(orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete())
+            pause, wait = _interval(
+                orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete() or self._snapshots.fetches()
+            )
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, min(pause, _SHORTEST_REPORT))
                 self._changed.wait_for(lambda: self._ended or self._report_now, max(0.0, pause - _SHORTEST_REPORT))

@@ -16,6 +16,10 @@ _MOST_BYTES = 64 * PIECE_BYTES  # of one model's blocks
 _log = structlog.get_logger("resharder.node")
 
 
+_Revision = tuple[str, int, int]
+"""Registry, term and revision."""
+
+
 class KeptSnapshots:
     """The newest whole snapshot of each model. Thread-safe. Call `start`, then `close`.
 
@@ -28,7 +32,8 @@ class KeptSnapshots:
     def __init__(self, daemon: DaemonClient, node: str, changed: Callable[[], object]) -> None:
         self._daemon, self._node, self._changed = daemon, node, changed
         self._lock = threading.Condition()
-        self._wanted: dict[str, int] = {}
+        self._wanted: dict[str, _Revision] = {}
+        self._asked: dict[str, _Revision] = {}  # wanted when it was fetched last: what came may be newer
         self._kept: dict[str, node_pb2.Snapshot] = {}
         self._blocks: dict[bytes, bytes] = {}
         self._ended = False
@@ -48,15 +53,23 @@ class KeptSnapshots:
     def revisions(self) -> list[node_pb2.SnapshotRevision]:
         """Return the revision of each model's snapshot."""
         with self._lock:
-            return [node_pb2.SnapshotRevision(model=model, revision=each.revision) for model, each in sorted(self._kept.items())]
+            return [
+                node_pb2.SnapshotRevision(model=model, revision=each.revision, registry=each.registry, term=each.term)
+                for model, each in sorted(self._kept.items())
+            ]
 
     def follow(self, newest: Iterable[node_pb2.SnapshotRevision]) -> None:
         """Fetch snapshots of other revisions than the kept ones. A daemon that names none has none yet: all are kept."""
         with self._lock:
-            wanted = {each.model: each.revision for each in newest}
+            wanted = {each.model: (each.registry, each.term, each.revision) for each in newest}
             if wanted and wanted != self._wanted:
                 self._wanted = wanted
                 self._lock.notify_all()
+
+    def fetches(self) -> bool:
+        """Return whether a snapshot is on its way, so that there is soon something to report."""
+        with self._lock:
+            return bool(self._due())
 
     def give(self) -> list[str]:
         """Return all snapshots to a daemon without a registry, and return the names of their models.
@@ -78,8 +91,8 @@ class KeptSnapshots:
         return [each.model for each in snapshots]
 
     def _due(self) -> list[str]:
-        """Return the models whose newest snapshot is not kept. Callers hold the lock."""
-        return [m for m, revision in self._wanted.items() if m not in self._kept or self._kept[m].revision != revision]
+        """Return the models whose newest snapshot has not been fetched. Callers hold the lock."""
+        return [model for model, revision in self._wanted.items() if self._asked.get(model) != revision]
 
     def _loop(self) -> None:
         failed = ""
@@ -88,10 +101,10 @@ class KeptSnapshots:
                 self._lock.wait_for(lambda: self._ended or self._due())
                 if self._ended:
                     return
-                due = self._due()
+                due = {model: self._wanted[model] for model in self._due()}
             try:
-                for model in due:
-                    self._keep(*self._fetch(model))
+                for model, revision in due.items():
+                    self._keep(revision, *self._fetch(model))
                 failed = ""
             except (grpc.RpcError, OSError, ValueError) as error:
                 reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else str(error)
@@ -117,10 +130,14 @@ class KeptSnapshots:
             if not answer.blocks or sum(map(len, blocks.values())) > _MOST_BYTES:
                 raise ValueError(f"the daemon does not send {len(needed - blocks.keys())} blocks of the snapshot of {model!r}")
 
-    def _keep(self, snapshot: node_pb2.Snapshot, blocks: dict[bytes, bytes]) -> None:
-        """Replace a model's snapshot. Those of another registry, and of models that the daemon names no longer, are dropped."""
+    def _keep(self, asked: _Revision, snapshot: node_pb2.Snapshot, blocks: dict[bytes, bytes]) -> None:
+        """Replace a model's snapshot, which came once `asked` was wanted.
+
+        Those of another registry, and of models that the daemon names no longer, are dropped.
+        """
         with self._lock:
             kept = {**self._kept, snapshot.model: snapshot}
             self._kept = {m: each for m, each in kept.items() if each.registry == snapshot.registry and m in self._wanted}
+            self._asked = {m: each for m, each in {**self._asked, snapshot.model: asked}.items() if m in self._kept}
             used = {digest for each in self._kept.values() for file in each.files for digest in file.blocks}
             self._blocks = {digest: block for digest, block in (self._blocks | blocks).items() if digest in used}

@@ -131,7 +131,8 @@ class Snapshots:
             return
         with self._lock:
             first, keeper = not self._keepers, self._keepers.setdefault(id_of(report), _Keeper())
-            kept = {each.model: each.revision for each in report.snapshots}
+            own = [each for each in report.snapshots if (each.registry, each.term) == (self._term.registry, self._term.number)]
+            kept = {each.model: each.revision for each in own}
             differs, keeper.kept = kept != keeper.kept, kept
         if first:
             self._due.emit()
@@ -147,7 +148,10 @@ class Snapshots:
     def revisions(self) -> list[node_pb2.SnapshotRevision]:
         """Return the newest revision of each model's snapshot, by model."""
         with self._lock:
-            return [node_pb2.SnapshotRevision(model=m, revision=each.revision) for m, each in sorted(self._snapshots.items())]
+            return [
+                node_pb2.SnapshotRevision(model=model, revision=each.revision, registry=each.registry, term=each.term)
+                for model, each in sorted(self._snapshots.items())
+            ]
 
     def copies(self) -> dict[str, int]:
         """Return how many nodes keep the newest snapshot of each model."""
