@@ -105,6 +105,7 @@ def test_no_ready_version_is_lost_with_the_daemon_and_its_folder(stack: ExitStac
     pair.check(tmp_path / "again", 3, 3)
 
 
+@pytest.mark.full
 def test_a_version_of_which_nodes_keep_the_registry_is_ready_after_a_kill_before_ready(stack: ExitStack, tmp_path: Path) -> None:
     pair = Pair(stack, "ab")
     pair.first.stop()
@@ -124,6 +125,7 @@ def test_a_version_of_which_nodes_keep_the_registry_is_ready_after_a_kill_before
     assert (again.number, again.state) == (version.number, READY), "the same step of the same job is the same version"
 
 
+@pytest.mark.full
 def test_with_one_replica_the_registry_comes_back_and_what_no_node_holds_is_lost_with_the_reason(stack: ExitStack) -> None:
     pair = Pair(stack, "a", replicas=1)
     version = pair.publish(pair.first, 1)
@@ -171,6 +173,7 @@ def test_a_folder_that_was_not_restored_to_the_end_is_refused_without_nodes(stac
     )
 
 
+@pytest.mark.full
 def test_nodes_of_two_registries_are_refused_by_name(stack: ExitStack) -> None:
     pair = Pair(stack, "a", replicas=1)
     pair.publish(pair.first, 1)

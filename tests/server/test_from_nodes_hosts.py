@@ -79,6 +79,7 @@ def site() -> Iterator[Hosted]:
         yield Hosted(stack)
 
 
+@pytest.mark.full
 def test_no_ready_version_is_lost_with_the_host_of_the_daemon(site: Hosted, tmp_path: Path) -> None:
     site.attach("job")
     before = [site.publish(step)[0] for step in (1, 2, 3)]
