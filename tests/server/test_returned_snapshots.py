@@ -141,12 +141,22 @@ class World:
     """A store, its snapshots, and a node that keeps them: the node's calls are method calls."""
 
     def __init__(self, root: Path, keepers: int = 1) -> None:
-        self.root, self.store, self.fleets, self.now = root, Store(root), {"canary": "policy", "other": "draft"}, 0.0
+        self._begin(root, Store(root), keepers)
         write_term(root, Term(REGISTRY, 4))
         (root / "fleets").mkdir()
         (root / "fleets/starts").write_bytes(b"3\n")
         for fleet in self.fleets:
             (root / f"fleets/{fleet}.json").write_bytes(b"{}")
+
+    @classmethod
+    def over(cls, other: "World") -> "World":
+        """Return the world of the daemon's next start."""
+        made = cls.__new__(cls)
+        made._begin(other.root, other.store, 1)
+        return made
+
+    def _begin(self, root: Path, store: Store, keepers: int) -> None:
+        self.root, self.store, self.fleets, self.now = root, store, {"canary": "policy", "other": "draft"}, 0.0
         self.snapshots = Snapshots(
             root,
             self.store.catalogue,
@@ -289,6 +299,33 @@ def test_a_snapshot_that_is_newer_than_the_order_is_not_fetched_again(world: Wor
     assert world.kept._due() == []
     world.kept.follow(world.snapshots.revisions())
     assert world.kept._due() == [model]
+
+
+def test_a_daemon_that_starts_again_does_not_read_its_versions_for_their_checksums(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = claim(world.store)
+    kept, ended = publish(world.store, epoch, 1), publish(world.store, epoch, 2)
+    newest = publish(world.store, epoch, 3)
+    world.keep()
+    before = world.snapshots.get("policy", []).snapshot
+    world.store.lifecycle.retire("policy", [ended.number])
+
+    def unread(*arguments: object) -> int:
+        raise AssertionError("it reads a version")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshots_module, "checksum_of", unread)
+        again = World.over(world)
+        again.keep()
+        files = {file.path: file for file in again.snapshots.get("policy", []).snapshot.files}
+    assert files.keys() < {file.path for file in before.files}
+    assert all(files[file.path] == file for file in before.files if "/versions/" in file.path and file.path in files)
+    assert {path.name for path in (world.root / "checksums").iterdir()} == {kept.fingerprint, newest.fingerprint}
+    (world.root / "checksums" / kept.fingerprint / "pieces.json").write_bytes(b"{}")
+    damaged = World.over(world)
+    damaged.keep()
+    assert {file.path: file for file in damaged.snapshots.get("policy", []).snapshot.files} == files
 
 
 def before_ready(world: World, act: Callable[[Sequence[VerifiedVersion]], object]) -> None:

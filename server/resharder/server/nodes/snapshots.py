@@ -5,23 +5,28 @@ fleets, and of each READY version the manifest, the small files, the headers and
 as one of which the daemon lacks every piece. A snapshot with other files has a higher revision. Nodes are told the revisions in
 their orders, fetch the blocks that they lack, and report what they keep.
 
+    <root>/checksums/<fingerprint>/pieces.json    checksums of a whole version, which the next start does not compute again
+
 With several replicas, a version is READY once nodes keep a snapshot with it (`await_keepers`), so that its registry and each of
 its pieces are on as many hosts.
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 from blake3 import blake3
 from resharder.converters.failpoints import failpoint
-from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.term import Term
 from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.infra.checksums import checksum_of
+from resharder.server.infra.filesystem import make_folder, matching, write_file
 from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.replication import ReplicasShort
 from resharder.server.standby.seals import seal_of
@@ -29,8 +34,8 @@ from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue, StoredModel
-from resharder.server.store.manifest import MANIFEST_FILE, Manifest
-from resharder.server.store.partial import PIECES_FILE, MissingPieces, PartialVersion, VerifiedVersion
+from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest
+from resharder.server.store.partial import PIECES_FILE, MissingPieces, PartialVersion, VerifiedVersion, read_missing
 from resharder.server.store.reader import VerifiedVersions
 from resharder.v1 import node_pb2
 
@@ -38,6 +43,7 @@ BLOCK_BYTES = 1 << 20
 _ANSWER_BYTES = 8 << 20  # of blocks in one answer
 _LOOK_SECONDS = 1.0  # between two looks at the folder
 _COUNTER_BITS = 32  # of a revision: snapshots of one process
+_CHECKSUMS = "checksums"  # folder, with those of each whole version in a folder that is named after its fingerprint
 _SHARED = ("drained_nodes.json", "fleets/starts")
 _log = structlog.get_logger("resharder.standby")
 
@@ -296,20 +302,34 @@ class Snapshots:
         found = manifest.parse(folder, content)
         files = {name: _File.of((folder / name).read_bytes()) for name in found.other_files}
         files |= {each.path: _File.of(each.header, each.size) for each in found.files}
-        pieces = MissingPieces(Bitmap(number_pieces(found.files).count), self._checksums(folder, found, partial), frozenset())
+        pieces = self._pieces(folder, found, partial)
         return files | {MANIFEST_FILE: _File.of(manifest.encode_partial(content)), PIECES_FILE: _File.of(pieces.encode())}
 
-    def _checksums(self, folder: Path, found: Manifest, partial: PartialVersion | None) -> tuple[int, ...]:
+    def _pieces(self, folder: Path, found: Manifest, partial: PartialVersion | None) -> MissingPieces:
+        """Return the checksums of a version's pieces. Computed ones are kept in a file, for the next start of the daemon."""
+        if partial is not None:
+            return self._missing(found, lambda parts: [partial.checksum(part) for part in parts])
+        known = self._root / _CHECKSUMS / found.record.fingerprint
+        try:
+            return read_missing(known, found.files)
+        except BadManifest:
+            computed = self._missing(found, lambda parts: self._compute(folder, found.record.fingerprint, parts))
+        with suppress(OSError):
+            write_file(make_folder(known) / PIECES_FILE, computed.encode())
+        return computed
+
+    def _missing(self, found: Manifest, checksums: Callable[[Sequence[PieceSpan]], Iterable[int]]) -> MissingPieces:
         numbering = number_pieces(found.files)
         parts = [part for piece in range(numbering.count) for part in numbering.parts(piece)]
-        if partial is not None:
-            return tuple(partial.checksum(part) for part in parts)
-        computed, fingerprint = [], found.record.fingerprint
+        return MissingPieces(Bitmap(numbering.count), tuple(checksums(parts)), frozenset())
+
+    def _compute(self, folder: Path, fingerprint: str, parts: Sequence[PieceSpan]) -> list[int]:
+        computed = []
         for part in parts:
             with open(folder / part.file, "rb", buffering=0) as file:
                 read = _reading(file.fileno(), part.start, part.end)
                 computed.append(self._checksum((fingerprint, part.file, part.start), read))
-        return tuple(computed)
+        return computed
 
     def _forget_files(self) -> None:
         """Forget versions that have ended, and small files that are gone."""
@@ -317,6 +337,9 @@ class Snapshots:
         present |= {each.manifest.record.fingerprint for each in self._verified.all()}
         self._versions = {fingerprint: files for fingerprint, files in self._versions.items() if fingerprint in present}
         self._files = {path: file for path, file in self._files.items() if path.exists()}
+        for folder in matching(self._root / _CHECKSUMS, "*"):
+            if folder.name not in present:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _loop(self) -> None:
         while not self._closed:
