@@ -294,7 +294,9 @@ def test_a_snapshot_that_is_newer_than_the_order_is_not_fetched_again(world: Wor
     world.snapshots.refresh()
     world.kept.follow(ordered)
     (model,) = world.kept._due()
+    assert world.kept.fetches()
     world.kept._keep(world.kept._wanted[model], *world.kept._fetch(model))
+    assert not world.kept.fetches()
     assert world.kept.revisions() == world.snapshots.revisions() != ordered
     assert world.kept._due() == []
     world.kept.follow(world.snapshots.revisions())
