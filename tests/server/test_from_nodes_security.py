@@ -86,6 +86,7 @@ def test_a_node_keeps_what_it_may_read_and_a_daemon_takes_back_what_it_has_seale
             return False
 
         wait_until(refuses, timeout=30)
+        wait_until(lambda: "listening" in "".join(daemon.log.read_text().split("registry_restored")[1:]), timeout=60)
         wait_live(daemon, "one")
         wait_until(lambda: "snapshots_returned" in node.log.read_text())
         found = state(daemon, version.name)
