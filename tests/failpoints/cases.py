@@ -28,15 +28,15 @@ PASSES = {
     "server.worker-report": 3, "deliver.begin": 2, "deliver.begun": 2, "deliver.seal": 2, "deliver.sealed": 2, "shared.open": 2,
     "shared.write": 2, "handle.wait": 2, "control.report": 5, "worker.report": 3, "worker.stage.map": 2, "sender.run": 1,
     "node.sync": 3, "worker.adapter.reserve": 2, "worker.adapter.write": 2, "worker.adapter.proven": 2,
-    "worker.adapter.enter": 2, "worker.adapter.entered": 2,
+    "worker.adapter.enter": 2, "worker.adapter.entered": 2, "snapshot.kept": 2,
 }  # fmt: skip
 """The pass on which a point acts; 1 for all others."""
 RESTARTED = {"start.read", "serve.listen"}
 """Points of a daemon that finds versions in its store: armed in the second one of a cycle."""
 REMOTE = {"worker.stage.mirror", "worker.fetch.write", "data.send"}
 """Points that are reached for a server that may not map the store."""
-AT_HOME = {"gather.write"}
-"""Points of the daemon that are reached for ranks that write into a node's files."""
+AT_HOME = {"gather.write", "snapshot.kept"}
+"""Points of the daemon that are reached with a node: for ranks that write into its files, and for what it keeps."""
 
 
 TOGETHER: dict[str, tuple[int, ...]] = {

@@ -301,7 +301,8 @@ FILE_ONLY = {"checks", "security"}
 OPTIONS = {  # every option, with a value that is not its default
     "insecure": True, "caller_rate": 7.0, "caller_calls": 8,
     "listen": "127.0.0.1:9", "store": "/elsewhere", "store_limit_bytes": 1 << 40, "keep_count": 9, "keep_bytes": 10,
-    "replicas": 3, "replica_seconds": 9.5, "hold": "none", "take_over": True,
+    "replicas": 3, "replica_seconds": 9.5, "hold": "none", "take_over": True, "from_nodes": True,
+    "registry_key": "/etc/registry.key",
     "lease_file": "/shared/lease", "kubernetes_lease": "rl/resharder", "daemon_lease_seconds": 9.0,
     "shared_memory": False, "lease_seconds": 7.5, "chunk_bytes": 4096, "max_message_bytes": 3 << 20, "threads": 9, "transfers": 8,
     "digest_threads": 99, "drain_seconds": 1.5, "pause_mode": "wait", "log_format": "json", "log_level": "debug",

@@ -175,6 +175,8 @@ def hosting(ready: Any) -> Iterator[Case]:
             N,
             "NODE_UNKNOWN",
         ),
+        "GetSnapshot": (node_pb2.GetSnapshotRequest(node="nodes/none", model="policy"), N, "MODEL_UNKNOWN"),
+        "PutSnapshots": (node_pb2.PutSnapshotsRequest(node="nodes/none"), N | {"node-of-other"}, ""),
     }
     for name, (request, allowed, ends) in requests.items():
         yield Case(f"/resharder.v1.NodeService/{name}", request, allowed, ends)

@@ -272,7 +272,7 @@ def test_a_caller_has_no_more_calls_open_than_it_may() -> None:
 def test_calls_with_long_messages_are_those_that_carry_much() -> None:
     large = {method.name for method in METHODS if method.large}
     carrying = {"CreatePublisher", "RegisterSlot", "ExchangeMaxima", "UploadChunks", "SealSlot", "DigestBoxes", "DownloadChunks"}
-    carrying |= {"PutFileProof"}
+    carrying |= {"PutFileProof", "PutSnapshots"}
     assert large == carrying | {"DeclareMemory", "PutDigests", "SetGroupKey", "GetGroupKey", "PutProfile"}
     assert {"UploadChunks", "DownloadChunks", "RegisterSlot"} <= {m.name for m in METHODS if m.cost is Cost.TRANSFER}
 

@@ -92,6 +92,10 @@ class Hosts:
         for one, at in ((host, other), (other, host)):
             _run("ip", "-n", _name(one), "neigh", "del", self.address_of(at), "dev", "eth0")
 
+    def lose(self, host: int) -> None:
+        """Lose all packets from and to a host, as when it has no power."""
+        _run("ip", "link", "set", self._link(host), "down")
+
     def block(self, host: int, address: str) -> None:
         """Let a host send nothing to an address."""
         _run("ip", "-n", _name(host), "route", "add", "unreachable", f"{address}/32")

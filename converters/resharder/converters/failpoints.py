@@ -25,7 +25,7 @@ DaemonPoint = Literal[
     "commit.after-proof", "commit.before-manifest", "commit.after-manifest", "commit.after-rename", "commit.after-sync",
     "commit.after-history", "abort.record", "leave.after-rename", "adopt.before-proof", "adopt.before-rename",
     "adopt.after-rename", "server.claim", "server.attach", "server.order", "server.worker-report", "archive.before-marker",
-    "direct.offer", "direct.join", "data.send",
+    "direct.offer", "direct.join", "data.send", "snapshot.kept",
 ]  # fmt: skip
 """Points of the daemon between two steps."""
 DaemonFilePoint = Literal[

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_daemon_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending", "gathers")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_daemon_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "session", "received_engine_bytes", "certificate", "reservations", "ending", "gathers", "keeps_snapshots", "snapshots")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class SyncNodeRequest(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
     GATHERS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     instance: str
     data_address: str
@@ -51,7 +53,9 @@ class SyncNodeRequest(_message.Message):
     reservations: _containers.RepeatedCompositeFieldContainer[NodeReservation]
     ending: bool
     gathers: bool
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_daemon_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ..., gathers: bool = ...) -> None: ...
+    keeps_snapshots: bool
+    snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotRevision]
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_daemon_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ..., gathers: bool = ..., keeps_snapshots: bool = ..., snapshots: _Optional[_Iterable[_Union[SnapshotRevision, _Mapping]]] = ...) -> None: ...
 
 class NodeReservation(_message.Message):
     __slots__ = ("id", "sets", "problem")
@@ -88,7 +92,7 @@ class NodeVersion(_message.Message):
     def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ..., wanted: _Optional[bytes] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NodeOrders(_message.Message):
-    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds", "reservations", "daemon_certificate")
+    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds", "reservations", "daemon_certificate", "snapshots")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +100,7 @@ class NodeOrders(_message.Message):
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     DAEMON_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     revision: int
     versions: _containers.RepeatedCompositeFieldContainer[NodeOrder]
@@ -103,7 +108,8 @@ class NodeOrders(_message.Message):
     report_seconds: float
     reservations: _containers.RepeatedCompositeFieldContainer[ReservationOrder]
     daemon_certificate: str
-    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ..., reservations: _Optional[_Iterable[_Union[ReservationOrder, _Mapping]]] = ..., daemon_certificate: _Optional[str] = ...) -> None: ...
+    snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotRevision]
+    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ..., reservations: _Optional[_Iterable[_Union[ReservationOrder, _Mapping]]] = ..., daemon_certificate: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotRevision, _Mapping]]] = ...) -> None: ...
 
 class ReservationOrder(_message.Message):
     __slots__ = ("id", "publisher", "sets", "readers")
@@ -308,3 +314,75 @@ class FileProof(_message.Message):
 class PutFileProofResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SnapshotRevision(_message.Message):
+    __slots__ = ("model", "revision", "registry", "term")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    revision: int
+    registry: str
+    term: int
+    def __init__(self, model: _Optional[str] = ..., revision: _Optional[int] = ..., registry: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("model", "registry", "term", "revision", "files", "seal")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    registry: str
+    term: int
+    revision: int
+    files: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
+    seal: bytes
+    def __init__(self, model: _Optional[str] = ..., registry: _Optional[str] = ..., term: _Optional[int] = ..., revision: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., seal: _Optional[bytes] = ...) -> None: ...
+
+class SnapshotFile(_message.Message):
+    __slots__ = ("path", "size_bytes", "blocks")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    size_bytes: int
+    blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GetSnapshotRequest(_message.Message):
+    __slots__ = ("node", "model", "known")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    model: str
+    known: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, node: _Optional[str] = ..., model: _Optional[str] = ..., known: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GetSnapshotResponse(_message.Message):
+    __slots__ = ("snapshot", "blocks")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    snapshot: Snapshot
+    blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PutSnapshotsRequest(_message.Message):
+    __slots__ = ("node", "snapshots", "blocks")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    snapshots: _containers.RepeatedCompositeFieldContainer[Snapshot]
+    blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, node: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ..., blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PutSnapshotsResponse(_message.Message):
+    __slots__ = ("wanted",)
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    wanted: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, wanted: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -60,6 +60,16 @@ class NodeServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_node__pb2.PutFileProofRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_node__pb2.PutFileProofResponse.FromString,
                 _registered_method=True)
+        self.GetSnapshot = channel.unary_unary(
+                '/resharder.v1.NodeService/GetSnapshot',
+                request_serializer=resharder_dot_v1_dot_node__pb2.GetSnapshotRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_node__pb2.GetSnapshotResponse.FromString,
+                _registered_method=True)
+        self.PutSnapshots = channel.unary_unary(
+                '/resharder.v1.NodeService/PutSnapshots',
+                request_serializer=resharder_dot_v1_dot_node__pb2.PutSnapshotsRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_node__pb2.PutSnapshotsResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -104,6 +114,20 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSnapshot(self, request, context):
+        """Returns the newest snapshot of a model's registry, and some MiB of its blocks, beside `known` ones: nodes keep snapshots.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutSnapshots(self, request, context):
+        """Returns snapshots to a daemon without a registry, whose answers are UNAVAILABLE (REGISTRY_WANTED), and blocks that it wants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +155,16 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.PutFileProof,
                     request_deserializer=resharder_dot_v1_dot_node__pb2.PutFileProofRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_node__pb2.PutFileProofResponse.SerializeToString,
+            ),
+            'GetSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSnapshot,
+                    request_deserializer=resharder_dot_v1_dot_node__pb2.GetSnapshotRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_node__pb2.GetSnapshotResponse.SerializeToString,
+            ),
+            'PutSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutSnapshots,
+                    request_deserializer=resharder_dot_v1_dot_node__pb2.PutSnapshotsRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_node__pb2.PutSnapshotsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +303,60 @@ class NodeService(object):
             '/resharder.v1.NodeService/PutFileProof',
             resharder_dot_v1_dot_node__pb2.PutFileProofRequest.SerializeToString,
             resharder_dot_v1_dot_node__pb2.PutFileProofResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.NodeService/GetSnapshot',
+            resharder_dot_v1_dot_node__pb2.GetSnapshotRequest.SerializeToString,
+            resharder_dot_v1_dot_node__pb2.GetSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.NodeService/PutSnapshots',
+            resharder_dot_v1_dot_node__pb2.PutSnapshotsRequest.SerializeToString,
+            resharder_dot_v1_dot_node__pb2.PutSnapshotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

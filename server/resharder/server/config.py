@@ -70,6 +70,16 @@ class Config(BaseSettings):
         description="[take over](standby.md) from the daemon that uses `store`, or that did before its host died: this one "
         "begins a higher term, and nobody believes the other one any more. It does not wait for a lease. For one start, by hand",
     )
+    from_nodes: bool = Field(
+        False,
+        description="[take over](standby.md#without-the-folder) in an empty folder, with what nodes return of the registry in "
+        "`lease_seconds` after the first of them. For one start, by hand",
+    )
+    registry_key: Path | None = Field(
+        None,
+        description="file with a random secret of 32 bytes or more, the same for all daemons of a registry. It seals what nodes "
+        "keep of the registry, and `from_nodes` takes nothing else back",
+    )
     lease_file: Path | None = Field(
         None,
         description="file on storage that several daemons share: the one that holds [the lease](standby.md) in it is the daemon, "

@@ -34,6 +34,7 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.worker_requests import Profiles, Verifications
+from resharder.server.from_nodes import registry_key, restore_from_nodes
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.sources import LIMITS
 from resharder.server.holding.tls import certificate_of
@@ -49,6 +50,7 @@ from resharder.server.nodes.borrowing import Borrowing
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.records import DrainedNodes, LostNodes
 from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.snapshots import Snapshots
 from resharder.server.nodes.store_fetch import StoreFetcher
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
@@ -72,6 +74,7 @@ from resharder.server.standby.tenure import Tenure, begin_term, end_process, rai
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.server import Settings
 from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.returned_snapshots import PART, unfinished
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
 from resharder.server.web.standby import StandbyPage
@@ -98,7 +101,7 @@ class Daemon:
     """
 
     def __init__(self, config: Config, lease: Lease | None = None) -> None:
-        self.config, self._lease = config, lease
+        self.config, self._lease, key = config, lease, registry_key(config)
         # Before anything else: the daemon that this one takes over from ends once it sees the higher term.
         if lease is not None:
             begin_term(config.store, lease.term)
@@ -129,6 +132,19 @@ class Daemon:
             note=self.events.add,
             checks=self.checks,
         )
+        self._versions, self._checksums = StoredVersions(self.store.reader), PieceChecksums()
+        self.snapshots = Snapshots(
+            config.store,
+            self.store.catalogue,
+            self.fleets.following,
+            self._checksums.get,
+            self.tenure.term,
+            self.fleets.start_number,
+            # Beside this host, which may have a node of its own only if it holds no versions.
+            0 if config.replicas == 1 else config.replicas - 1 if self.store.hold else config.replicas,
+            config.replica_seconds,
+            key,
+        )
         tls = node_tls(config.security)
         self.nodes = NodeRegistry(
             self.store.reader.manifest,
@@ -143,12 +159,15 @@ class Daemon:
             replicas=config.replicas,
             replica_seconds=config.replica_seconds,
             hold=self.store.hold,
+            snapshots=self.snapshots,
         )
         self.store.catalogue.version_changed.connect(self.nodes.version_changed)
         transfer = HttpTransfer(HeldFiles.checksum, tls, LIMITS.stalled)
         self.borrowing = Borrowing(self.nodes, transfer)
         self.store.reader.borrow = None if self.store.hold else self.borrowing.reading
-        self.fetcher = StoreFetcher(self.store.lifecycle, self.nodes, transfer, self.store.reader.borrow)
+        self.fetcher = StoreFetcher(
+            self.store.lifecycle, self.nodes, transfer, self.store.reader.borrow, self.snapshots.await_keepers
+        )
         self.intake = Intake(
             self.store,
             lease_seconds=config.lease_seconds,
@@ -181,7 +200,6 @@ class Daemon:
         )
         self.direct.transferred.connect(self.shown.observed.transferred)
         self.store.catalogue.version_changed.connect(lambda record: self.direct.version_changed(record.model))
-        self._versions, self._checksums = StoredVersions(self.store.reader), PieceChecksums()
         self.data = self._data()
         self.server = self._server()
         self._ended = threading.Event()
@@ -206,19 +224,9 @@ class Daemon:
         dispatcher = Dispatcher(
             self.access, model_of, observed.refused, terms=self.tenure, waits=config.threads, transfers=config.transfers
         )
-        options = [
-            ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port
-            ("grpc.max_receive_message_length", config.max_message_bytes),
-            ("grpc.max_send_message_length", -1),
-            # Read-ahead for each upload: gRPC's own estimate grew to 600 MiB on a busy host.
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.http2.lookahead_bytes", 8 << 20),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-        ]
         add = partial(add_port, listen=config.listen, security=config.security)
         try:
-            return RpcServer(dispatcher, self._services(), add, options)
+            return RpcServer(dispatcher, self._services(), add, channel_options(config))
         except RuntimeError as error:
             why = why_not_bound(config.listen) or error
             raise ConfigError(f"--listen: cannot listen on {config.listen}: {why}") from error
@@ -240,7 +248,11 @@ class Daemon:
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
             NodeService(
-                self.nodes, self._versions, self._checksums, partial(certificate_of, node_tls(self.config.security))
+                self.nodes,
+                self._versions,
+                self._checksums,
+                partial(certificate_of, node_tls(self.config.security)),
+                self.snapshots,
             ): node_pb2_grpc.add_NodeServiceServicer_to_server,
             DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
             OperatorService(
@@ -304,6 +316,7 @@ class Daemon:
         self.nodes.start(record.name for record in records if record.state == READY)
         self._ticker.start()
         self.fetcher.start()
+        self.snapshots.start()
         self.shown.set_ready()
         listens = {"listen": self.config.listen, "web": self.shown.listen, "data": self._data_address()}
         limit, term = self.store.capacity.limit_bytes, self.tenure.term.number
@@ -341,6 +354,7 @@ class Daemon:
         if self.data is not None:
             self.data.close()
         self.fetcher.close()
+        self.snapshots.close()
         self.borrowing.close()
         if self.archive is not None:
             self.archive.close()
@@ -351,6 +365,20 @@ class Daemon:
         if self._lease is not None:
             self._lease.release()
         _log.info("daemon_stopped")
+
+
+def channel_options(config: Config) -> list[tuple[str, Any]]:
+    """Return gRPC's options for the daemon's port."""
+    return [
+        ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Read-ahead for each upload: gRPC's own estimate grew to 600 MiB on a busy host.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 8 << 20),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ]
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -387,9 +415,14 @@ def serve(config: Config) -> None:
         signal.signal(number, end)
     try:
         lease = held_lease(config, ended)
+        restored = "" if ended.is_set() else restored_registry(config, ended)
         if ended.is_set():
+            if lease is not None:
+                lease.release()
             return
         daemon = Daemon(config, lease)
+        if restored:
+            daemon.events.add("daemon", "daemon", "restored", restored)
     except DaemonError as error:
         sys.exit(f"resharderd: --store: {error}")
     except SecurityFilesError as error:
@@ -401,6 +434,21 @@ def serve(config: Config) -> None:
     while not ended.wait(1.0):  # with a timeout, so that a signal delivered to another thread is noticed
         pass
     daemon.stop()
+
+
+def restored_registry(config: Config, ended: threading.Event) -> str:
+    """Restore the folder from what nodes return, with `--from-nodes`, and return what was restored; empty without it.
+
+    Raises ConfigError, DaemonError, OSError.
+    """
+    if config.from_nodes:
+        return restore_from_nodes(config, channel_options(config), ended)
+    if unfinished(config.store):
+        raise ConfigError(
+            f"--store: an earlier start has not finished to restore {config.store} from nodes: start with --from-nodes again, "
+            f"or remove {config.store / PART} and what is beside it"
+        )
+    return ""
 
 
 def held_lease(config: Config, ended: threading.Event) -> Lease | None:

@@ -155,7 +155,9 @@ class Fleets:
         self._wall, self._files, self._pause_mode, self._checks = wall, files, pause_mode, checks
         self.by_id: Mapping[str, Server] = {}
         self.by_name: Mapping[str, Fleet] = files.load(clock()) if files else {}
-        self._term = files.next_start() << _TERM_BITS if files else 0  # of new servers, above every earlier one of this store
+        self.start_number = files.next_start() if files else 0
+        """Number of the daemon's start on its folder, from 1; 0 without files."""
+        self._term = self.start_number << _TERM_BITS  # of new servers, above every earlier one of this store
         self._life = secrets.token_hex(4)
         self._streams: dict[tuple[str, str], Attachment] = {}  # attached control sides, by server and nonce
         self._left: dict[str, frozenset[str]] = {}  # processes of servers that have left, by id

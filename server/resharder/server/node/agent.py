@@ -22,8 +22,9 @@ from resharder.server.holding.swarm import Swarm, named_in
 from resharder.server.holding.transfers import ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import CopyProblems, HeldVersion, NodeCopies
-from resharder.server.node.daemon_client import DaemonClient
+from resharder.server.node.daemon_client import DaemonClient, reason_of
 from resharder.server.node.file_sets import FileSets
+from resharder.server.node.kept_snapshots import KeptSnapshots
 from resharder.server.state.errors import DaemonError
 from resharder.v1 import node_pb2, resources_pb2
 
@@ -35,6 +36,7 @@ FEW, EARLY = 3, 0.4
 _NO_PORT = "the daemon has no data port: its data_listen is empty"
 _UNSETTLED_SECONDS = 0.25  # between two reports while a set of files is laid out
 _OPEN = (node_pb2.FileSetOrder.UPLOADING, node_pb2.FileSetOrder.VERIFYING)
+_REGISTRY_WANTED = "REGISTRY_WANTED"  # reason of a daemon that waits for what nodes keep of its registry
 _log = structlog.get_logger("resharder.node")
 
 
@@ -137,6 +139,7 @@ class NodeAgent:
         self._ending = False
         self._problems = CopyProblems(clock)
         self._swarm = make_swarm(self._wake)
+        self._snapshots = KeptSnapshots(daemon, identity.id, self._report_soon)
         self.failure: Exception | None = None
         """Error that ended the loop."""
         self._threads = [
@@ -145,8 +148,10 @@ class NodeAgent:
         ]
 
     def start(self) -> None:
+        """Begin to report, and to keep what the daemon orders."""
         for thread in self._threads:
             thread.start()
+        self._snapshots.start()
 
     def readers(self, model: str) -> frozenset[str]:
         """Return the identities of nodes that may fetch pieces or boxes of a model, and of the daemon."""
@@ -184,6 +189,7 @@ class NodeAgent:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=15)
+        self._snapshots.close()
         self._swarm.close()
         self._sets.close()
         if self.failure is None:
@@ -223,19 +229,31 @@ class NodeAgent:
                 orders = self._daemon.sync(self._report(wait))
             except (grpc.RpcError, OSError) as error:
                 failures += 1
+                if isinstance(error, grpc.RpcError) and reason_of(error) == _REGISTRY_WANTED:
+                    self._return_snapshots()
                 _refused(error, failures, self._daemon.endpoint)
                 with self._changed:
                     self._changed.wait_for(lambda: self._ended, backoff(failures, _FIRST_RETRY, _LONGEST_RETRY))
                 continue
             failures = 0
+            self._snapshots.follow(orders.snapshots)
             with self._changed:
                 self._orders, self._has_orders = orders, True
                 self._sets.follow(orders.reservations, drained=orders.drained or self._ending)
                 self._changed.notify_all()
-            pause, wait = _interval(orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete())
+            pause, wait = _interval(
+                orders.report_seconds, *self._sets.work(), incomplete=self._is_incomplete() or self._snapshots.fetches()
+            )
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, min(pause, _SHORTEST_REPORT))
                 self._changed.wait_for(lambda: self._ended or self._report_now, max(0.0, pause - _SHORTEST_REPORT))
+
+    def _return_snapshots(self) -> None:
+        try:
+            models = self._snapshots.give()
+            _log.info("snapshots_returned", models=models)
+        except (grpc.RpcError, OSError) as error:  # the next report tries again
+            _log.warning("snapshots_not_returned", reason=str(error))
 
     def _is_incomplete(self) -> bool:
         """Return whether a piece of an ordered version is missing and may arrive."""
@@ -267,6 +285,8 @@ class NodeAgent:
             leaving=leaving,
             ending=self._ending,
             gathers=True,
+            keeps_snapshots=True,
+            snapshots=self._snapshots.revisions(),
             certificate=self._daemon.certificate(),
             links=self._swarm.links.all(),
             reservations=reservations,

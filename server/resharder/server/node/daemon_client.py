@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.converters.wire.endpoint import answering_address, route_options, target_of
 from resharder.converters.wire.pieces import PieceSpan
@@ -42,6 +43,15 @@ class RemoteVersion:
     fingerprint: str
     files: tuple[FileLayout, ...]
     data_address: str
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """Return the daemon's reason of an error; empty for an error that has none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            detail = error_details_pb2.ErrorInfo()
+            return next((detail.reason for each in status_pb2.Status.FromString(value).details if each.Unpack(detail)), "")
+    return ""
 
 
 class _OpenChannel(NamedTuple):
@@ -113,6 +123,17 @@ class DaemonClient:
             unreachable=f"nodes/{unreachable}" if unreachable else "",
         )
         self._call(self._opened().nodes.PutFileProof, request, _CHECKSUM_SECONDS)
+
+    def snapshot(self, node: str, model: str, known: list[bytes]) -> node_pb2.GetSnapshotResponse:
+        """Return the newest snapshot of a model's registry, and some of the blocks that are not known."""
+        request = node_pb2.GetSnapshotRequest(node=f"nodes/{node}", model=model, known=known)
+        answer: node_pb2.GetSnapshotResponse = self._call(self._opened().nodes.GetSnapshot, request, _CHECKSUM_SECONDS)
+        return answer
+
+    def put_snapshots(self, node: str, snapshots: list[node_pb2.Snapshot], blocks: list[bytes]) -> list[bytes]:
+        """Return snapshots to a daemon without a registry, and the hashes of blocks that it wants."""
+        request = node_pb2.PutSnapshotsRequest(node=f"nodes/{node}", snapshots=snapshots, blocks=blocks)
+        return list(self._call(self._opened().nodes.PutSnapshots, request, _CHECKSUM_SECONDS).wanted)
 
     def certificate(self) -> str:
         """Return `sha256:HEX` of the node's certificate; empty without one. Raises OSError."""

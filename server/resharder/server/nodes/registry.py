@@ -38,6 +38,7 @@ from resharder.server.nodes.known_node import (
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.placement import Counts, ReplicaNeed, ReplicaPlacement, ReplicasShort, place
 from resharder.server.nodes.records import DrainedNodes
+from resharder.server.nodes.snapshots import Snapshots
 from resharder.server.nodes.tracker import LONGEST, Tracker, TrackerAnswer
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import DAEMON, READY, UPLOADING, VersionRecord, parse_name
@@ -65,6 +66,7 @@ class NodeRegistry:
         replicas: Holders that each piece needs, the daemon among them.
         replica_seconds: Time without a further piece after which a version that waits for its holders fails.
         hold: Whether the daemon's host holds versions.
+        snapshots: Snapshots of the registry that nodes keep; None for none.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class NodeRegistry:
         replicas: int = 1,
         replica_seconds: float = 60.0,
         hold: bool = True,
+        snapshots: Snapshots | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -96,7 +99,9 @@ class NodeRegistry:
         self._readers: dict[str, set[str]] = {}
         self._lose = lose
         self._table = self._tracker.table
-        self.replicas, self._replica_seconds, self._hold_all = replicas, replica_seconds, hold
+        self.replicas, self._replica_seconds, self._hold_all, self._snapshots = replicas, replica_seconds, hold, snapshots
+        if snapshots is not None:
+            snapshots.changed.connect(self._notify_all)
         self._plans, self._closed = replicas > 1 or not hold, False
         self._settles = clock() + lease_seconds
         """When nodes have reported what they hold: before, no replica of a READY version is made up."""
@@ -153,6 +158,8 @@ class NodeRegistry:
             del self._nodes[node]
             self._tracker.remove_node(node)
             self.homes.gone(found)
+        if self._snapshots is not None:
+            self._snapshots.gone(node)
         found.changed.emit()
         self._note("node", f"nodes/{node}", "left", "")
 
@@ -303,6 +310,8 @@ class NodeRegistry:
             self.homes.gone(*(node for _, node in lost))
             for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
                 del self._nodes[id]
+        if self._snapshots is not None:
+            self._snapshots.gone(*(id for id, _ in lost))
         for id, node in lost:
             node.changed.emit()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
@@ -334,6 +343,10 @@ class NodeRegistry:
             return 0
         with self._lock:
             return sum(self._table.lacks(version, DAEMON) for version in self._table.lacking(DAEMON))
+
+    def registry_copies(self) -> dict[str, int]:
+        """Return how many nodes keep the newest snapshot of each model's registry."""
+        return self._snapshots.copies() if self._snapshots is not None else {}
 
     def own_order(self, found: VerifiedVersion, links: Iterable[resources_pb2.NodeLink]) -> node_pb2.NodeOrder:
         """Return what the daemon fetches next of a version, and from which nodes. `links`: what it has seen of them."""
@@ -437,6 +450,8 @@ class NodeRegistry:
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), wanted_of(numbering.count, copy.version, copy.wanted))
             self.homes.reported(node)
+        if self._snapshots is not None:
+            self._snapshots.reported(report)
         notify(changed)
         self._changed.emit()
         if joined:
@@ -455,7 +470,13 @@ class NodeRegistry:
                 if len(held) and version not in node.wants and self._table.lacks(version, DAEMON):
                     node.want(version, (), held)
 
+    def _notify_all(self) -> None:
+        with self._lock:
+            found = list(self._nodes.values())
+        notify(found)
+
     def _orders(self, id: str) -> node_pb2.NodeOrders:
+        snapshots = self._snapshots.revisions() if self._snapshots is not None else []
         with self._lock:
             node = self._nodes.get(id)
             if node is None:
@@ -465,7 +486,8 @@ class NodeRegistry:
             readers = sorted({name for order, _ in answers for name in order.readers})
             needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
             reservations = self.homes.orders(id, wanted)
-            texts = (each.SerializeToString(deterministic=True) for each in reservations)
+            texts = [each.SerializeToString(deterministic=True) for each in reservations]
+            texts += [each.SerializeToString(deterministic=True) for each in snapshots]
             return node_pb2.NodeOrders(
                 lease_seconds=self.lease_seconds,
                 revision=revision_of([node.drained, *needs, *readers, *texts, *self._table.doubts()]),
@@ -473,6 +495,7 @@ class NodeRegistry:
                 drained=node.drained,
                 report_seconds=min((self._longest, *(seconds for _, seconds in answers))),
                 reservations=reservations,
+                snapshots=snapshots,
             )
 
     def _chosen(self, node: KnownNode) -> list[str]:

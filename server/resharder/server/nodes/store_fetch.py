@@ -40,6 +40,7 @@ class StoreFetcher:
         nodes: The register of nodes.
         transfer: Fetcher of pieces.
         borrow: Brings bytes that are read, if the store holds no versions; None if it holds them.
+        await_keepers: Function that waits until nodes keep the registry with versions: of `Snapshots`.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class StoreFetcher:
         nodes: NodeRegistry,
         transfer: HttpTransfer,
         borrow: Borrow | None = None,
+        await_keepers: Callable[[Sequence[VerifiedVersion], Callable[[], str]], object] = lambda versions, problem: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle, self._nodes, self._borrow, self._clock = lifecycle, nodes, borrow, clock
+        self._await_keepers = await_keepers
         self._changed = threading.Condition()
         self._ended = self._woken = False
         self._partials: dict[str, VerifiedVersion] = {}
@@ -92,6 +95,7 @@ class StoreFetcher:
             each.want(Bitmap.full(each.numbering.count))
         self._wake()
         self._nodes.await_holders(versions, stopped)
+        self._await_keepers(versions, lambda: self._nodes.problem(versions, stopped))
 
     def _reach(self, version: VerifiedVersion, problem: Callable[[], str]) -> None:
         """Fetch the shortest piece of each home. A node that does not deliver it is no home for some time."""

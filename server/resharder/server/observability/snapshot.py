@@ -49,6 +49,7 @@ class Snapshot:
     nodes: Sequence[resources_pb2.Node] = ()
     missing_pieces: int = 0  # of READY versions in the store
     shortages: Sequence[operator_pb2.ReplicaShortage] = ()
+    registry_copies: Mapping[str, int] = field(default_factory=dict)  # nodes that keep the newest snapshot of each model
     available: Mapping[str, int] = field(default_factory=dict)  # bytes for versions after the READY ones, by model
     store_problem: str = ""  # why the daemon can no longer use its store
     stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path
@@ -105,6 +106,7 @@ def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[],
         nodes.views(),
         nodes.missing(),
         nodes.shortages(),
+        nodes.registry_copies(),
         store.capacity.available_bytes(),
         store.folder.problem(),
         {str(path): size for model in store.catalogue.stored() for path, size in list(model.stuck.items())},

@@ -127,6 +127,8 @@ METHODS = (
     Method(_N, "GetHostVersion", _SERVER, About.MODEL),
     Method(_N, "GetReservedFiles", _NODE, About.MODEL, Cost.TRANSFER),
     Method(_N, "PutFileProof", _NODE, About.MODEL, large=True),
+    Method(_N, "GetSnapshot", _NODE, About.MODEL, Cost.TRANSFER),
+    Method(_N, "PutSnapshots", _NODE, About.NOTHING, Cost.TRANSFER, large=True),
     Method(_HEALTH, "Check", _EVERY_CALLER, About.NOTHING, Cost.RENEWAL),
     Method(_HEALTH, "Watch", _EVERY_CALLER, About.NOTHING, Cost.WAIT),
     Method(_HEALTH, "List", _EVERY_CALLER, About.NOTHING),

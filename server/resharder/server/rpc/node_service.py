@@ -15,6 +15,7 @@ from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.medium import medium_errors
 from resharder.server.nodes.known_node import id_of
 from resharder.server.nodes.registry import NodeRegistry
+from resharder.server.nodes.snapshots import Snapshots
 from resharder.server.rpc.convert import node_id, seconds
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument, ResourceNotFound
@@ -44,6 +45,7 @@ class NodeService:
         versions: READY versions of the store.
         checksums: Known checksums of pieces, which the data port shares.
         certificate: Function that returns `sha256:HEX` of the certificate by which nodes admit the daemon; empty without one.
+        snapshots: Snapshots of the registry; None for none.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class NodeService:
         versions: ServedVersions,
         checksums: PieceChecksums,
         certificate: Callable[[], str] = lambda: "",
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._nodes, self._versions, self._checksums, self._certificate = nodes, versions, checksums, certificate
+        self._snapshots = snapshots
 
     def SyncNode(self, request: node_pb2.SyncNodeRequest, call: Call) -> Waiting[node_pb2.NodeOrders]:
         """Record a node's report, and return its orders."""
@@ -108,6 +112,18 @@ class NodeService:
         self._nodes.homes.put_proof(*given, CALLER.get(), problem, files, unreachable)
         return node_pb2.PutFileProofResponse()
 
+    def GetSnapshot(self, request: node_pb2.GetSnapshotRequest, call: Call) -> node_pb2.GetSnapshotResponse:
+        """Return the newest snapshot of a model's registry, and blocks of it."""
+        node_id(request.node)
+        if self._snapshots is None:
+            raise ResourceNotFound("MODEL_UNKNOWN", "this daemon makes no snapshots of its registry")
+        return self._snapshots.get(request.model, request.known)
+
+    def PutSnapshots(self, request: node_pb2.PutSnapshotsRequest, call: Call) -> node_pb2.PutSnapshotsResponse:
+        """Want nothing: this daemon has its registry."""
+        node_id(request.node)
+        return node_pb2.PutSnapshotsResponse()
+
 
 def _bounded(report: node_pb2.SyncNodeRequest) -> node_pb2.SyncNodeRequest:
     """Return a report with its values cut to their bounds. Raises InvalidArgument (NODE)."""
@@ -123,7 +139,7 @@ def _bounded(report: node_pb2.SyncNodeRequest) -> node_pb2.SyncNodeRequest:
     for copy in report.versions:
         copy.folder, copy.problem = copy.folder[:4096], copy.problem[:500]
     links = [bounded_link(link) for link in report.links[:MOST_LINKS]]
-    del report.links[:], report.reservations[_MOST_COPIES:]
+    del report.links[:], report.reservations[_MOST_COPIES:], report.snapshots[_MOST_COPIES:]
     report.links.extend(links)
     for reservation in report.reservations:
         reservation.id, reservation.problem = reservation.id[:64], reservation.problem[:500]

@@ -7,7 +7,7 @@ that they may not read.
 from collections.abc import Callable
 from typing import Any
 
-from resharder.v1 import operator_pb2, resources_pb2
+from resharder.v1 import node_pb2, operator_pb2, resources_pb2
 
 Reads = Callable[[str], bool]
 """Function of a model that returns whether the caller may read its versions."""
@@ -26,6 +26,8 @@ def redact(answer: Any, looks: bool, reads: Reads) -> None:
         _keep(answer.servers, reads)
     elif isinstance(answer, operator_pb2.ListFleetsResponse) and not looks:
         _keep(answer.fleets, reads)
+    elif isinstance(answer, node_pb2.NodeOrders):
+        _keep(answer.snapshots, reads)
 
 
 def _redact_version(version: resources_pb2.Version, reads: Reads) -> None:

@@ -41,7 +41,7 @@ def resource_of(method: Method, request: Any, world: World) -> Resource:
         return model(request.model.name, world)
     if name == "GetModel":
         return model(request.model.removeprefix("models/") or world.only_model(), world)
-    if name == "ListVersions":
+    if name in ("ListVersions", "GetSnapshot"):
         return model(request.model, world)
     return model(_model_in(getattr(request, "publisher", "") or getattr(request, "version", "")), world)
 

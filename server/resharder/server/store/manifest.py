@@ -97,6 +97,11 @@ def encode_whole(content: Mapping[str, Any]) -> bytes:
     return _encoded({**content, "format": FORMAT})
 
 
+def encode_partial(content: Mapping[str, Any]) -> bytes:
+    """Encode the content that `load` returned as that of a version whose files lack pieces, with the same fingerprint."""
+    return _encoded({**content, "format": PARTIAL_FORMAT})
+
+
 def _encoded(content: Mapping[str, Any]) -> bytes:
     field = _HASH[FORMAT]
     return _canonical({**content, field: _blake3(content, without=field)})

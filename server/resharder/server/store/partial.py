@@ -24,7 +24,7 @@ from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.infra.filesystem import sync, touching, write_file
-from resharder.server.state.errors import DaemonError, ResourceNotFound, Unavailable
+from resharder.server.state.errors import DaemonError, InvalidArgument, ResourceNotFound, Unavailable
 from resharder.server.state.version import VersionRecord
 from resharder.server.store import manifest
 from resharder.server.store.manifest import MANIFEST_FILE, BadManifest, Manifest
@@ -58,9 +58,13 @@ class MissingPieces:
 
     def write(self, folder: Path) -> None:
         """Write the files of a version that is about to be committed, durably. Raises MediumRefused."""
-        content = {"format": _FORMAT, "nodes": sorted(self.nodes), "checksums": [f"{value:016x}" for value in self.checksums]}
-        write_file(folder / PIECES_FILE, json.dumps(content | {"blake3": _hash(content)}).encode())
+        write_file(folder / PIECES_FILE, self.encode())
         write_file(folder / HELD_FILE, self.held.to_bytes())
+
+    def encode(self) -> bytes:
+        """Return the content of `pieces.json`."""
+        content = {"format": _FORMAT, "nodes": sorted(self.nodes), "checksums": [f"{value:016x}" for value in self.checksums]}
+        return json.dumps(content | {"blake3": _hash(content)}).encode()
 
 
 def read_missing(folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
@@ -84,6 +88,18 @@ def read_missing(folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
     except (FileNotFoundError, ValueError):
         held = Bitmap(count)
     return MissingPieces(held, found.checksums, found.nodes)
+
+
+def with_nodes(content: bytes, nodes: Collection[str]) -> bytes:
+    """Return the content of a `pieces.json` with other nodes. Raises InvalidArgument (NODE) for other content."""
+    try:
+        found: dict[str, Any] = parse_json(content)
+        if found.pop("blake3") != _hash(found):
+            raise ValueError("expected the hash of the rest")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument("NODE", f"{PIECES_FILE}: {error!r}") from error
+    found["nodes"] = sorted(nodes)
+    return json.dumps(found | {"blake3": _hash(found)}).encode()
 
 
 def remove_leftovers(folder: Path, kept: Collection[str] = ()) -> None:

@@ -166,6 +166,13 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
         "Pieces of versions that fewer than `replicas` hosts hold, READY or withheld for it; only with `replicas` above 1",
         value=sum(each.short_pieces for each in now.shortages),
     )
+    copies = GaugeMetricFamily(
+        "resharder_registry_copies",
+        "Nodes that keep the newest snapshot of the registry of a model",
+        labels=["model"],
+    )
+    for model, count in now.registry_copies.items():
+        copies.add_metric([model], count)
     wanted = [copy for node in live for copy in node.copies if copy.wanted and not copy.uploading]
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
@@ -175,4 +182,4 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     stuck = GaugeMetricFamily(
         "resharder_node_stuck_copies", "Versions that do not arrive on a node", value=sum(bool(copy.problem) for copy in wanted)
     )
-    yield from (states, memory, limit, received, engine, own, short, missing, stuck)
+    yield from (states, memory, limit, received, engine, own, short, copies, missing, stuck)
