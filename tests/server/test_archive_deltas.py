@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.archive import archived as markers
 from resharder.server.archive import checkpoints
 from resharder.server.archive.archive import Archive
+from resharder.server.archive.archived import BaseVersion
 from resharder.server.state.errors import AlreadyExists, DataLoss
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
@@ -41,7 +43,10 @@ def opened(root: Path) -> Iterator[Callable[..., Archive]]:
     started: list[Archive] = []
 
     def open_(store: Store, url: str = "", **options: int) -> Archive:
-        archive = Archive(store, url or str(root / "archive"), pause=0.01, **options)
+        reports: list[str] = []
+        report = lambda name, what, reason: reports.append(reason)  # noqa: E731
+        archive = Archive(store, url or str(root / "archive"), pause=0.01, report=report, **options)
+        archive.reports = reports
         started.append(archive)
         archive.start(restore=False)
         return archive
@@ -113,8 +118,8 @@ def test_every_version_of_a_chain_comes_back_as_it_was(
         for record in records:
             archive.archive_now("policy", record.number)
         assert found(archive) == {1: 0, 2: 1, 3: 2, 4: 0, 5: 1, 6: 2}
-        full, delta = (sum(each.size for each in archive._checkpoints.find("policy", n).objects.values()) for n in (4, 5))
-        assert delta < full / 2
+        fourth = archive._checkpoints.find("policy", 4)
+        assert fourth.stored_bytes(delta=True) < fourth.stored_bytes(delta=False) / 2, "it is there in both ways"
         other = other_store(root)
         back = opened(other, url)
         for record, expected in zip(records[::-1], contents[::-1], strict=True):
@@ -177,10 +182,10 @@ def spoil(path: Path, how: str, others: Path) -> None:
 
 
 @pytest.mark.parametrize("how", HARM)
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(("number", "held"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
 @pytest.mark.parametrize("which", ["file", "pieces", "manifest"])
 def test_a_harmed_object_is_named_and_the_version_before_stays(
-    steps: Steps, root: Path, opened: Callable[..., Archive], how: str, number: int, which: str
+    steps: Steps, root: Path, opened: Callable[..., Archive], how: str, number: int, which: str, held: bool
 ) -> None:
     store, records, contents = steps
     archive = opened(store)
@@ -188,22 +193,125 @@ def test_a_harmed_object_is_named_and_the_version_before_stays(
         archive.archive_now("policy", each)
     other = other_store(root)
     back = opened(other)
-    back.restore("policy", 1)
+    if held:
+        back.restore("policy", 1)
     suffix = "" if number == 1 else ".delta"
-    name = {"file": LAYOUTS[0].path + suffix, "pieces": "pieces.json", "manifest": f"resharder.json{suffix}"}[which]
+    name = {"file": LAYOUTS[0].path, "pieces": "pieces.json", "manifest": "resharder.json"}[which] + suffix
     replaced_by = place(root, 4 if how == "another" else 3 if number == 2 else 2)
-    spoil(place(root, number) / name, how, replaced_by / (name if number > 1 or which == "pieces" else f"{name}.delta"))
+    spoil(place(root, number) / name, how, replaced_by / (name if number > 1 else f"{name}.delta"))
     unused = which == "manifest" and number < 3  # a manifest is that of its version alone
-    if unused:
+    if unused or (held and number == 1):
         back.restore("policy", 3)
     else:
         with pytest.raises(DataLoss, match=rf"0000000{number}/\w+/{name}"):
             back.restore("policy", 3)
-        assert numbers(other) == [1]
-        assert content(other, records[0]) == contents[0]
+        assert numbers(other) == [1] * held
+        assert not held or content(other, records[0]) == contents[0]
         archive.archive_now("policy", number)  # writes it again, in full
         back.restore("policy", 3)
     assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+def read_bytes(archive: Archive) -> list[int]:
+    """Counts the bytes of files and deltas that an archive reads from now on."""
+    remote, counted = archive._checkpoints._remote, [0]
+    read = remote.read
+
+    def counting(path: str, start: int, end: int) -> bytes:
+        counted[0] += end - start
+        return read(path, start, end)
+
+    remote.read = counting
+    return counted
+
+
+@pytest.mark.parametrize("held", [held for count in range(3) for held in combinations(range(1, 6), count)])
+def test_a_version_comes_by_the_way_with_the_fewest_bytes(
+    steps: Steps, root: Path, opened: Callable[..., Archive], held: tuple[int, ...]
+) -> None:
+    store, records, contents = steps
+    archive = opened(store, full_every=3)
+    for record in records:
+        archive.archive_now("policy", record.number)
+    other = other_store(root)
+    back = opened(other)
+    for number in held:
+        back.restore("policy", number)
+    there = {number: archive._checkpoints.find("policy", number) for number in range(1, 7)}
+    best = {number: 0 if number in held else 1 << 40 for number in range(7)}
+    for number, each in there.items():
+        if number not in held:
+            delta = best[number - 1] + each.stored_bytes(delta=True) if each.base else 1 << 40
+            best[number] = min(delta, each.stored_bytes(delta=False) if each.full else 1 << 40)
+    back.reports.clear()
+    counted = read_bytes(back)
+    back.restore("policy", 6)
+    assert content(other, records[5]) == contents[5]
+    way = back._checkpoints.ways(there[6], {BaseVersion(n, records[n - 1].fingerprint): None for n in held})[0]
+    assert way.size == best[6]
+    assert counted[0] <= best[6]
+    newest = max(held, default=0)
+    deltas = 6 - newest if newest else 2
+    start = f"from version {newest} of the store" if newest else "in full"
+    assert f"{start} and {deltas} delta" in back.reports[0]
+    other.close()
+
+
+def test_a_base_in_the_store_that_was_altered_is_not_used(steps: Steps, root: Path, opened: Callable[..., Archive]) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for each in (1, 2, 3):
+        archive.archive_now("policy", each)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 2)
+    spoil(other.folder.path(records[1]) / LAYOUTS[0].path, "flipped", root)
+    back.restore("policy", 3)
+    assert "in full and 2 deltas" in back.reports[-1]
+    assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+def test_a_base_that_leaves_the_store_meanwhile_is_done_without(
+    steps: Steps, root: Path, opened: Callable[..., Archive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for each in (1, 2, 3):
+        archive.archive_now("policy", each)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 1)
+    back.restore("policy", 2)
+    pieces = back._checkpoints.pieces
+
+    def retired_first(*arguments: object, **options: bool) -> object:
+        found = pieces(*arguments, **options)
+        for record in records[:2]:
+            shutil.rmtree(other.folder.path(record), ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(back._checkpoints, "pieces", retired_first)
+    back.restore("policy", 3)
+    assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+def test_a_damaged_delta_is_passed_by_where_the_version_is_there_in_full(
+    steps: Steps, root: Path, opened: Callable[..., Archive]
+) -> None:
+    store, records, contents = steps
+    archive = opened(store, full_every=3)
+    for record in records:
+        archive.archive_now("policy", record.number)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 3)
+    spoil(place(root, 4) / f"{LAYOUTS[0].path}.delta", "cut", root)
+    back.restore("policy", 5)
+    assert "in full and 1 delta:" in back.reports[-1]
+    assert content(other, records[4]) == contents[4]
     other.close()
 
 
@@ -251,8 +359,8 @@ def test_of_two_daemons_that_archive_at_once_one_wins_and_the_other_takes_it_or_
         one = Archive(store, str(root / "archive"))
         write = one._checkpoints._write_objects
 
-        def wait_and_write(*arguments: object) -> object:
-            done = write(*arguments)
+        def wait_and_write(*arguments: object, **options: bool) -> object:
+            done = write(*arguments, **options)
             together.wait(60)
             return done
 

@@ -171,7 +171,7 @@ class Config(BaseSettings):
     archive_full_every: int = Field(
         16,
         ge=1,
-        description="archive every n-th of these versions in full, the others as deltas of the one before; 1: all in full",
+        description="archive every n-th of these versions in full, and all as deltas of the one before; 1: no deltas",
     )
     archive_keep: int = Field(
         0, ge=0, description="versions of each model that the archive keeps, besides those that these are deltas of; 0: all"

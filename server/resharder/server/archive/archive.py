@@ -7,15 +7,16 @@ has that one, and in full otherwise, or once `full_every` versions depend on eac
 
 import secrets
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 
 import structlog
 from resharder.converters.units import size_text
 from resharder.converters.wire.pieces import PieceSpan
-from resharder.server.archive.archived import Archived
-from resharder.server.archive.checkpoints import Base, BaseDiffers, Checkpoints, Source, check_same
+from resharder.server.archive.archived import Archived, BaseVersion
+from resharder.server.archive.checkpoints import Base, BaseDiffers, Checkpoints, Held, Source, Way, check_same
 from resharder.server.archive.remote import Remote
 from resharder.server.infra.backoff import backoff
 from resharder.server.state.errors import DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
@@ -137,9 +138,14 @@ class Archive:
                 "NOT_ARCHIVED",
                 f"{self.url} has no complete models/{model}/versions/{number}: `resharder archived` lists what it has",
             )
-        write = partial(self._checkpoints.fetch, archived)
+        ways: list[Way] = []
+
+        def write(folder: Path) -> None:
+            ways.append(self._checkpoints.fetch(archived, folder, self._held(model)))
+
         record = self.store.lifecycle.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
-        self._report(record.name, "restored", f"from {archived.url}")
+        for way in ways:  # none if it was READY already
+            self._report(record.name, "restored", f"from {archived.url}, {_told(way)}")
         return record
 
     # Background work
@@ -282,16 +288,16 @@ class Archive:
     def _write(self, record: VersionRecord, *, in_full: bool) -> Archived:
         self.store.reader.await_whole(record.model, record.number)
         archived = None if in_full else self._write_delta(record)
-        how = "in full" if archived is None else "as a delta"
         if archived is None:
             archived = self._checkpoints.write(self._source(record))
+        how = " and ".join((["in full"] if archived.full else []) + (["as a delta"] if archived.base else []))
         size = sum(each.size for each in archived.objects.values())
         self._report(record.name, "archived", f"to {archived.url}, {how}: {size_text(size)}")
         return archived
 
     def _write_delta(self, record: VersionRecord) -> Archived | None:
-        """Write a version as a delta of the newest older one in the archive; None if the store no longer has that one, or has
-        other bytes, or if it would need too many others.
+        """Write a version as a delta of the newest older one in the archive, and in full as well if it would need too many
+        others; None if the store no longer has that one, or has other bytes.
         """
         there = self._newest_before(record)
         if there is None:
@@ -302,8 +308,9 @@ class Archive:
             if base.fingerprint != there.fingerprint or self._layout(base) != self._layout(record):
                 return None
             self.store.reader.await_whole(base.model, base.number)
-            pieces = self._checkpoints.pieces(there)
-            return self._checkpoints.write(self._source(record), Base(there, pieces, self._source(base)))
+            pieces = self._checkpoints.pieces(there, delta=not there.full)
+            base_files = Base(there, pieces, self._source(base))
+            return self._checkpoints.write(self._source(record), base_files, full=there.depth + 1 >= self._full_every)
         except (ResourceNotFound, BaseDiffers) as error:
             _log.info("archive_in_full", version=record.name, reason=str(error))
             return None
@@ -316,7 +323,7 @@ class Archive:
     def _newest_before(self, record: VersionRecord) -> Archived | None:
         for number in self._checkpoints.numbers(record.model):
             if number < record.number and (there := self._checkpoints.find(record.model, number)) is not None:
-                return there if there.folder and there.depth + 1 < self._full_every else None
+                return there if there.folder and self._full_every > 1 else None
         return None
 
     def _layout(self, record: VersionRecord) -> dict[str, int]:
@@ -335,6 +342,23 @@ class Archive:
         contents = {MANIFEST_FILE: reader.manifest_content(*version)}
         return Source(record, self.store.folder.path(record), names, reading, contents)
 
+    def _held(self, model: str) -> Held:
+        """Return the whole READY versions of the store, of which the archive's may be deltas."""
+        reader = self.store.reader
+        ready = [record for record in self.store.catalogue.versions(model) if record.state == READY]
+        whole = [record for record in ready if reader.partial(model, record.number) is None]
+        return {BaseVersion(record.number, record.fingerprint): partial(self._pinned, record) for record in whole}
+
+    @contextmanager
+    def _pinned(self, record: VersionRecord) -> Iterator[Source]:
+        """Pin a version, until the store needs its capacity. Raises ResourceNotFound (VERSION_GONE)."""
+        holder = f"{_BASE_HOLDER}-{secrets.token_hex(4)}"
+        self.store.lifecycle.pin(record.model, record.number, holder, yielding=True)
+        try:
+            yield self._source(record)
+        finally:
+            self.store.lifecycle.release(record.model, record.number, holder)
+
     def _hold_base(self, record: VersionRecord) -> None:
         """Pin the newest archived version for the next delta, until the store needs its capacity."""
         held = self._bases.get(record.model, 0)
@@ -346,6 +370,14 @@ class Archive:
             return
         self._bases[record.model] = record.number
         self.store.lifecycle.release(record.model, held, _BASE_HOLDER)
+
+
+def _told(way: Way) -> str:
+    """Return a way as a part of a sentence."""
+    deltas, size = sum(link.delta for link in way.links), size_text(way.size)
+    start = "in full" if way.base is None else f"from version {way.base.number} of the store"
+    more = f" and {deltas} delta{'s' if deltas > 1 else ''}" if deltas else ""
+    return f"{start}{more}: {size}"
 
 
 def needed(archive: Archive | None) -> Archive:

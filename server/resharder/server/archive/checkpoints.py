@@ -1,13 +1,14 @@
 """Complete versions at a URL: written and read back, found, fetched, removed.
 
     <url>/<model>/<number>/archived.json    what there is of the version
-    <url>/<model>/<number>/<folder>/        a full version: every file of it, resharder.json included
-                                            a delta: <file>.delta, the differences from the files of its base
-                                            pieces.json: how each 16 MiB of a file is stored, and their checksums
+    <url>/<model>/<number>/<folder>/        in full: every file of it, resharder.json included, and pieces.json
+                                            as a delta: <file>.delta, the differences from the files of its base
+                                            pieces.json, pieces.json.delta: how each 16 MiB is stored, and checksums
 
-No object is changed after it was written: each attempt to write a version has a folder of its own. The version is there
-once archived.json is, which is written last, after everything was read back, and by one writer: the write fails if another
-one was first. Every version between a delta and its full version names the next by number and fingerprint.
+A version may be there in both ways: a store that has the version before reads the deltas, another one the files. No object is
+changed after it was written: each attempt to write a version has a folder of its own. The version is there once archived.json
+is, which is written last, after everything was read back, and by one writer: the write fails if another one was first. Every
+delta names the version that it is one of by number and fingerprint.
 """
 
 import os
@@ -17,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -80,6 +81,11 @@ class Source:
         finally:
             os.close(descriptor)
 
+    def read(self, name: str, start: int, end: int) -> bytes:
+        """Return bytes of a file; fewer if it ends before. Raises as `open` does."""
+        with self.open(name) as file:
+            return file.read(min(start, file.size), min(end, file.size))
+
 
 class _SourceFile(NamedTuple):
     source: Source
@@ -97,6 +103,25 @@ class _SourceFile(NamedTuple):
         if len(found) != end - start:
             raise Unavailable("STORE_FAILED", f"{path}: expected {self.size} bytes, read {start + len(found)}; try again")
         return found
+
+
+Held = Mapping[BaseVersion, Callable[[], AbstractContextManager[Source]]]
+"""Versions of a store: functions that return a context with their files, which may raise ResourceNotFound (VERSION_GONE)."""
+
+
+class Link(NamedTuple):
+    """One archived version on the way to another: its files in full, or its deltas."""
+
+    archived: Archived
+    delta: bool
+
+
+class Way(NamedTuple):
+    """A way to a version's bytes: `size` bytes of links, the first one in full or a delta of a version that the store has."""
+
+    size: int
+    base: BaseVersion | None
+    links: tuple[Link, ...]
 
 
 class Base(NamedTuple):
@@ -139,10 +164,13 @@ class Checkpoints:
         content = self._remote.content(f"{place}/{MARKER}")
         return None if content is None else self._parsed(content.bytes, model, number)
 
-    def pieces(self, archived: Archived) -> Pieces:
-        """Return how a version's pieces are stored. Raises DataLoss (CHECKSUM), also for format 1, which has none."""
-        path = f"{archived.place}/{PIECES_FILE}"
-        content, expected = self._remote.content(path), archived.objects.get(PIECES_FILE)
+    def pieces(self, archived: Archived, *, delta: bool) -> Pieces:
+        """Return how the pieces of a version, or with `delta` those of its deltas, are stored.
+
+        Raises DataLoss (CHECKSUM), also for format 1, which has none.
+        """
+        path = archived.object_of(PIECES_FILE, delta=delta)
+        content, expected = self._remote.content(path), archived.objects.get(path.rpartition("/")[2])
         if content is None or expected is None or _file(content.bytes) != expected:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {expected}, found {content and _file(content.bytes)}")
         try:
@@ -151,29 +179,48 @@ class Checkpoints:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: {error!r}") from error
 
     def chain(self, archived: Archived) -> list[Archived]:
-        """Return the versions that a version is restored from: a full one, and the deltas up to it.
+        """Return the versions that a store without any restores a version from: a full one, and the deltas up to it.
 
         Raises DataLoss (CHECKSUM) that names the base which is missing or another version.
         """
         found = [archived]
-        while (base := found[0].base) is not None:
-            there = self.find(archived.model, base.number)
-            if there is None or there.fingerprint != base.fingerprint or there.depth >= found[0].depth:
-                has = "that is missing" if there is None else f"found fingerprint {there.fingerprint} and depth {there.depth}"
-                raise DataLoss(
-                    "CHECKSUM",
-                    f"{found[0].url} is a delta of {place_of(archived.model, base.number)} with fingerprint "
-                    f"{base.fingerprint}, {has}: restore another version",
-                )
-            found.insert(0, there)
+        while not found[0].full:
+            found.insert(0, self._base_of(found[0]))
         return found
 
-    def write(self, source: Source, base: Base | None = None) -> Archived:
+    def ways(self, archived: Archived, held: Held) -> list[Way]:
+        """Return the ways to a version's bytes, the one with the fewest bytes to read first, for a store that has `held`.
+
+        Raises DataLoss (CHECKSUM) if there is none, which names the base that is missing or another version.
+        """
+        found, step, links, size = list[Way](), archived, tuple[Link, ...](), 0
+        while True:
+            if step.full:
+                found.append(Way(size + step.stored_bytes(delta=False), None, (Link(step, delta=False), *links)))
+            if step.base is None:
+                break
+            size += step.stored_bytes(delta=True)
+            links = (Link(step, delta=True), *links)
+            if step.base in held:
+                found.append(Way(size, step.base, links))
+                break
+            if found and size >= min(way.size for way in found):
+                break
+            try:
+                step = self._base_of(step)
+            except DataLoss:
+                if not found:
+                    raise
+                break
+        return sorted(found, key=lambda way: way.size)
+
+    def write(self, source: Source, base: Base | None = None, *, full: bool = True) -> Archived:
         """Write a version, read it back, then write archived.json; or return the same version of a writer that was faster.
 
         Args:
             source: The version.
-            base: Version to write a delta of; None for a full version.
+            base: Version to write deltas of; None for none.
+            full: Whether to write it in full, with or without deltas.
 
         Raises ResourceNotFound (VERSION_GONE) if the version or its base retires meanwhile, DataLoss (CHECKSUM; as BaseDiffers
         if the base is not the archived one), AlreadyExists (VERSION_DIFFERS).
@@ -183,7 +230,7 @@ class Checkpoints:
         marker, objects = f"{place}/{MARKER}", f"{place}/{folder}"
         seen = self._remote.content(marker)
         try:
-            archived = self._write_objects(source, base, folder)
+            archived = self._write_objects(source, base, folder, full=full)
             failpoint("archive.before-marker")
             content = markers.encode(archived)
             won = self._remote.create(marker, content) if seen is None else self._remote.replace(marker, content, seen.tag)
@@ -208,15 +255,29 @@ class Checkpoints:
         found = self._each(lambda name: self._read_back(f"{archived.place}/{name}"), names)
         return [name for name, file in zip(names, found, strict=True) if file != archived.objects[name]]
 
-    def fetch(self, archived: Archived, folder: Path) -> None:
-        """Write every file into `folder`. Raises DataLoss (CHECKSUM), which names the object, and OSError."""
-        chain = self.chain(archived)
-        if len(chain) == 1:
-            self._each(lambda name: self._fetch(archived, name, folder / name), list(archived.files))
-            return
-        links = [(link, self.pieces(link)) for link in chain]
-        with ThreadPoolExecutor(_CODERS, "archive-pieces") as coders:
-            self._each(lambda name: self._rebuild(links, name, folder / name, coders), list(archived.files))
+    def fetch(self, archived: Archived, folder: Path, held: Held) -> Way:
+        """Write every file into `folder` by the cheapest way, and return that.
+
+        If the objects of one way are damaged, the next one is tried. Raises DataLoss (CHECKSUM), which names the object of the
+        cheapest one, and OSError.
+        """
+        failed: DataLoss | None = None
+        ways = self.ways(archived, held)
+        while ways:
+            way, ways = ways[0], ways[1:]
+            try:
+                self._fetch_by(way, folder, held)
+                return way
+            except (BaseDiffers, ResourceNotFound) as error:  # of the store, not of the archive
+                _log.warning("archive_base_unused", version=archived.name, reason=str(error))
+                ways = self.ways(archived, {})
+            except DataLoss as error:
+                _log.warning("archive_damaged", version=archived.name, reason=str(error))
+                failed = failed or error
+            for left in folder.iterdir():
+                left.unlink()
+        assert failed is not None
+        raise failed
 
     def remove(self, model: str, number: int) -> None:
         """Remove a version: first archived.json, then its objects."""
@@ -236,7 +297,7 @@ class Checkpoints:
             step: Archived | None = complete[number]
             while step is not None:
                 needed.add(step.number)
-                step = None if step.base is None else complete.get(step.base.number)
+                step = None if step.full or step.base is None else complete.get(step.base.number)
         oldest = min(needed, default=0)
         removed = []
         for number in numbers:  # newest first: a delta goes before its base
@@ -247,30 +308,36 @@ class Checkpoints:
 
     # Writing
 
-    def _write_objects(self, source: Source, base: Base | None, folder: str) -> Archived:
-        record, suffix = source.record, "" if base is None else DELTA
-        place = place_of(record.model, record.number)
+    def _write_objects(self, source: Source, base: Base | None, folder: str, *, full: bool) -> Archived:
+        record, place = source.record, f"{place_of(source.record.model, source.record.number)}/{folder}"
+        ways = ([None] if full else []) + ([base] if base is not None else [])
+        objects: dict[str, File] = {}
         with ThreadPoolExecutor(_CODERS, "archive-coders", initializer=_give_way) as coders:
+            for way in ways:
+                suffix = "" if way is None else DELTA
 
-            def send(name: str) -> _Sent:
-                return self._send(source, base, name, f"{place}/{folder}/{name}{suffix}", coders)
+                def send(name: str, way: Base | None = way, suffix: str = suffix) -> _Sent:
+                    return self._send(source, way, name, f"{place}/{name}{suffix}", coders)
 
-            sent = dict(zip(source.names, self._each(send, source.names), strict=True))
-        pieces = markers.encode_pieces({name: each.pieces for name, each in sent.items()})
-        self._remote.write(f"{place}/{folder}/{PIECES_FILE}", [pieces], len(pieces))
+                sent = dict(zip(source.names, self._each(send, source.names), strict=True))
+                pieces = markers.encode_pieces({name: each.pieces for name, each in sent.items()})
+                self._remote.write(f"{place}/{PIECES_FILE}{suffix}", [pieces], len(pieces))
+                objects |= {f"{name}{suffix}": each.object for name, each in sent.items()}
+                objects[f"{PIECES_FILE}{suffix}"] = _file(pieces)
         archived = Archived(
             record.model,
             record.number,
-            f"{self.url}/{place}/{folder}",
+            f"{self.url}/{place}",
             record.size_bytes,
             record.fingerprint,
             round(self._wall(), 3),
             record.epoch,
             {name: each.file for name, each in sent.items()},
             folder,
-            {f"{name}{suffix}": each.object for name, each in sent.items()} | {PIECES_FILE: _file(pieces)},
+            objects,
             None if base is None else BaseVersion(base.archived.number, base.archived.fingerprint),
-            0 if base is None else base.archived.depth + 1,
+            full,
+            0 if full or base is None else base.archived.depth + 1,
         )
         if damaged := self.damaged(archived):
             raise DataLoss("CHECKSUM", f"{archived.url}: read back differently than written: {', '.join(damaged[:8])}")
@@ -339,15 +406,40 @@ class Checkpoints:
             self._check_open()
         return counted.file()
 
+    def _base_of(self, archived: Archived) -> Archived:
+        base = archived.base
+        assert base is not None
+        there = self.find(archived.model, base.number)
+        if there is None or there.fingerprint != base.fingerprint or (archived.depth and there.depth >= archived.depth):
+            has = "that is missing" if there is None else f"found fingerprint {there.fingerprint} and depth {there.depth}"
+            raise DataLoss(
+                "CHECKSUM",
+                f"{archived.url} is a delta of {place_of(archived.model, base.number)} with fingerprint "
+                f"{base.fingerprint}, {has}: restore another version",
+            )
+        return there
+
+    def _fetch_by(self, way: Way, folder: Path, held: Held) -> None:
+        newest = way.links[-1].archived
+        if not way.links[-1].delta:
+            self._each(lambda name: self._fetch(newest, name, folder / name), list(newest.files))
+            return
+        with nullcontext() if way.base is None else held[way.base]() as base:
+            links = [(link, self.pieces(link.archived, delta=link.delta)) for link in way.links]
+            with ThreadPoolExecutor(_CODERS, "archive-pieces") as coders:
+                self._each(lambda name: self._rebuild(base, links, name, folder / name, coders), list(newest.files))
+
     def _fetch(self, archived: Archived, name: str, target: Path) -> None:
-        path, expected = archived.object_of(name), archived.files[name]
+        path, expected = archived.object_of(name, delta=False), archived.files[name]
         if (found := self._remote.size(path)) != expected.size:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {expected.size} bytes, found {found}")
         self._write_verified(target, self._remote.chunks(path), expected, path)
 
-    def _rebuild(self, links: Sequence[tuple[Archived, Pieces]], name: str, target: Path, coders: ThreadPoolExecutor) -> None:
-        """Write a file from a full version and deltas, each piece from the last link that has it whole."""
-        newest = links[-1][0]
+    def _rebuild(
+        self, base: Source | None, links: Sequence[tuple[Link, Pieces]], name: str, target: Path, coders: ThreadPoolExecutor
+    ) -> None:
+        """Write a file from links and perhaps a base in the store, each piece from the last link that has it whole."""
+        newest = links[-1][0].archived
         expected = newest.files[name]
         starts = [list(accumulate((piece.size for piece in pieces.get(name, ())), initial=0)) for _, pieces in links]
 
@@ -356,24 +448,29 @@ class Checkpoints:
             first = len(links) - 1
             while first and links[first][1][name][at].how == "xor":
                 first -= 1
-                if (there := links[first][0].files.get(name)) is None or there.size != expected.size:
-                    raise DataLoss(
-                        "CHECKSUM", f"{links[first][0].url}: expected {name} with {expected.size} bytes, found {there}"
-                    )
+                there = links[first][0].archived
+                if (known := there.files.get(name)) is None or known.size != expected.size:
+                    raise DataLoss("CHECKSUM", f"{there.url}: expected {name} with {expected.size} bytes, found {known}")
             content: bytes | memoryview | None = None
+            from_store = links[first][1][name][at].how == "xor" and base is not None
+            if from_store and base is not None:
+                content = base.read(name, start, start + size)
             for (link, pieces), offsets in zip(links[first:], starts[first:], strict=True):
                 self._check_open()
-                path, piece = link.object_of(name), pieces[name][at]
+                path, piece = link.archived.object_of(name, delta=link.delta), pieces[name][at]
                 stored = self._remote.read(path, offsets[at], offsets[at] + piece.size)
                 try:
                     content = decode(piece, stored, content, size)
                 except BadPiece as error:
+                    if from_store and self._read_back(path) == link.archived.objects[path.rpartition("/")[2]]:
+                        raise BaseDiffers("CHECKSUM", f"the store's base of {link.archived.url}: {name}: {error}") from error
                     raise DataLoss("CHECKSUM", f"{self.url}/{path}: piece {at}: {error}") from error
+                from_store = False
             assert content is not None
             return content
 
         pieces = _in_order(coders, rebuilt, range(0, expected.size, PIECE))
-        self._write_verified(target, pieces, expected, newest.object_of(name))
+        self._write_verified(target, pieces, expected, newest.object_of(name, delta=links[-1][0].delta))
 
     def _write_verified(self, target: Path, chunks: Iterable[bytes | memoryview], expected: File, path: str) -> None:
         counted = _Counted()
