@@ -1,6 +1,5 @@
 """Deltas in an archive: exact or refused by name, never longer chains than allowed, and nothing removed that is needed."""
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -8,13 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
-from resharder.converters.geometry.layout import TensorSpec, full_box
-from resharder.converters.storage.digest import digest
-from resharder.converters.storage.files import MappedFiles, lay_out
-from resharder.server.archive import archived as markers
-from resharder.server.archive import checkpoints
 from resharder.server.archive.archive import Archive
 from resharder.server.archive.archived import BaseVersion
 from resharder.server.state.errors import AlreadyExists, DataLoss
@@ -22,20 +15,9 @@ from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 
 from tests.support import bucket
+from tests.support.archived_steps import HARM, LAYOUTS, Trainer, content, place, small_pieces, spoil  # noqa: F401
 from tests.support.observing import wait_until
 from tests.support.store_versions import numbers
-
-PIECE = 4096
-SPECS = [TensorSpec("w", "BF16", (64, 100)), TensorSpec("s", "F32", (33,)), TensorSpec("q", "F8_E4M3", (50, 70))]
-LAYOUTS = lay_out(SPECS, 9000)
-HARM = ("missing", "cut", "longer", "flipped", "another", "earlier")
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of several pieces."""
-    monkeypatch.setattr(checkpoints, "PIECE", PIECE)
-    monkeypatch.setattr(markers, "PIECE", PIECE)
 
 
 @pytest.fixture
@@ -56,38 +38,9 @@ def opened(root: Path) -> Iterator[Callable[..., Archive]]:
         archive.close()
 
 
-class Trainer:
-    """Publishes steps of a model: each changes a few elements of each tensor."""
-
-    def __init__(self, store: Store, seed: int = 0) -> None:
-        self.store, self.random = store, np.random.default_rng(seed)
-        self.weights = {spec.name: self.random.integers(0, 256, spec.size, np.uint8) for spec in SPECS}
-        self.epoch = store.epochs.begin("policy", "job", 1).epoch
-        store.epochs.reserve("policy", self.epoch, LAYOUTS, {"config.json": b"{}"})
-
-    def publish(self, step: int) -> VersionRecord:
-        record, digests = self.store.lifecycle.begin("policy", self.epoch, step, "job"), {}
-        with MappedFiles(self.store.folder.path(record), LAYOUTS, writable=True) as files:
-            for spec in SPECS:
-                weights = self.weights[spec.name]
-                weights[self.random.random(weights.size) < 0.02] ^= 3
-                files.arrays[spec.name][...] = weights.view(files.arrays[spec.name].dtype).reshape(spec.shape)
-                digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
-        return self.store.lifecycle.commit(record, digests, ())
-
-
-def content(store: Store, record: VersionRecord) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.folder.path(record).iterdir()}
-
-
 def found(archive: Archive) -> dict[int, int]:
     """The depth of each archived version."""
     return {each.number: each.depth for each in archive.archived("policy")}
-
-
-def place(root: Path, number: int) -> Path:
-    folder = root / "archive" / "policy" / f"{number:08}"
-    return folder / json.loads((folder / "archived.json").read_bytes())["folder"]
 
 
 def other_store(root: Path, name: str = "other") -> Store:
@@ -118,7 +71,7 @@ def test_every_version_of_a_chain_comes_back_as_it_was(
         for record in records:
             archive.archive_now("policy", record.number)
         assert found(archive) == {1: 0, 2: 1, 3: 2, 4: 0, 5: 1, 6: 2}
-        fourth = archive._checkpoints.find("policy", 4)
+        fourth = archive.checkpoints.find("policy", 4)
         assert fourth.stored_bytes(delta=True) < fourth.stored_bytes(delta=False) / 2, "it is there in both ways"
         other = other_store(root)
         back = opened(other, url)
@@ -168,19 +121,6 @@ def test_a_store_whose_bytes_have_changed_makes_no_delta_of_them(
     other.close()
 
 
-def spoil(path: Path, how: str, others: Path) -> None:
-    """Harm an object. `others` is the same object of another version."""
-    whole = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    elif how in ("another", "earlier"):
-        shutil.copyfile(others, path)
-    else:
-        path.write_bytes(
-            {"cut": whole[: len(whole) // 2], "longer": b"x" + whole, "flipped": whole[:-1] + bytes([whole[-1] ^ 1])}[how]
-        )
-
-
 @pytest.mark.parametrize("how", HARM)
 @pytest.mark.parametrize(("number", "held"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
 @pytest.mark.parametrize("which", ["file", "pieces", "manifest"])
@@ -215,7 +155,7 @@ def test_a_harmed_object_is_named_and_the_version_before_stays(
 
 def read_bytes(archive: Archive) -> list[int]:
     """Counts the bytes of files and deltas that an archive reads from now on."""
-    remote, counted = archive._checkpoints._remote, [0]
+    remote, counted = archive.checkpoints._remote, [0]
     read = remote.read
 
     def counting(path: str, start: int, end: int) -> bytes:
@@ -238,7 +178,7 @@ def test_a_version_comes_by_the_way_with_the_fewest_bytes(
     back = opened(other)
     for number in held:
         back.restore("policy", number)
-    there = {number: archive._checkpoints.find("policy", number) for number in range(1, 7)}
+    there = {number: archive.checkpoints.find("policy", number) for number in range(1, 7)}
     best = {number: 0 if number in held else 1 << 40 for number in range(7)}
     for number, each in there.items():
         if number not in held:
@@ -248,7 +188,7 @@ def test_a_version_comes_by_the_way_with_the_fewest_bytes(
     counted = read_bytes(back)
     back.restore("policy", 6)
     assert content(other, records[5]) == contents[5]
-    way = back._checkpoints.ways(there[6], {BaseVersion(n, records[n - 1].fingerprint): None for n in held})[0]
+    way = back.checkpoints.ways(there[6], {BaseVersion(n, records[n - 1].fingerprint): None for n in held})[0]
     assert way.size == best[6]
     assert counted[0] <= best[6]
     newest = max(held, default=0)
@@ -284,7 +224,7 @@ def test_a_base_that_leaves_the_store_meanwhile_is_done_without(
     back = opened(other)
     back.restore("policy", 1)
     back.restore("policy", 2)
-    pieces = back._checkpoints.pieces
+    pieces = back.checkpoints.pieces
 
     def retired_first(*arguments: object, **options: bool) -> object:
         found = pieces(*arguments, **options)
@@ -292,7 +232,7 @@ def test_a_base_that_leaves_the_store_meanwhile_is_done_without(
             shutil.rmtree(other.folder.path(record), ignore_errors=True)
         return found
 
-    monkeypatch.setattr(back._checkpoints, "pieces", retired_first)
+    monkeypatch.setattr(back.checkpoints, "pieces", retired_first)
     back.restore("policy", 3)
     assert content(other, records[2]) == contents[2]
     other.close()
@@ -357,14 +297,14 @@ def test_of_two_daemons_that_archive_at_once_one_wins_and_the_other_takes_it_or_
 
     def archive(store: Store) -> str:
         one = Archive(store, str(root / "archive"))
-        write = one._checkpoints._write_objects
+        write = one.checkpoints._write_objects
 
         def wait_and_write(*arguments: object, **options: bool) -> object:
             done = write(*arguments, **options)
             together.wait(60)
             return done
 
-        one._checkpoints._write_objects = wait_and_write
+        one.checkpoints._write_objects = wait_and_write
         return one.archive_now("policy", 1).fingerprint
 
     def answer(store: Store) -> str:
@@ -397,7 +337,7 @@ def test_what_no_kept_version_needs_is_removed_and_a_base_stays(steps: Steps, ro
         archive.archive_now("policy", record.number)
         kept.append(sorted(found(archive)))
     assert kept == [[2], [2, 3], [2, 3, 4], [5], [5, 6]]
-    assert sorted(path.name for path in (root / "archive" / "policy").iterdir()) == ["00000005", "00000006"]
+    assert sorted(path.name for path in (root / "archive" / "policy").iterdir()) == ["00000005", "00000006", "latest.json"]
     other = other_store(root)
     opened(other).restore("policy", 6)
     assert content(other, records[5]) == contents[5]

@@ -20,6 +20,7 @@ class Bucket:
         host, port = server.get_host_and_port()
         self.endpoint, self.url = f"http://{host}:{port}", f"s3://{NAME}/here"
         self.requests: list[tuple[str, str]] = []
+        self.answered: list[str] = []
         self.before: Callable[[str, str], int | None] = lambda method, path: None
 
     def answer(self, application: Callable[..., object], environ: dict[str, object], start: Callable[..., object]) -> object:
@@ -28,7 +29,12 @@ class Bucket:
         if status := self.before(method, path):
             start(f"{status} {http.client.responses[status]}", [("Content-Length", "0")])
             return [b""]
-        return application(environ, start)
+
+        def begin(status: str, *arguments: object) -> object:
+            self.answered.append(status)
+            return start(status, *arguments)
+
+        return application(environ, begin)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Records of an archived version: `archived.json`, and the pieces of its files.
+"""Records of an archive: `archived.json` of a version, the pieces of its files, and `latest.json` of a model.
 
 Format 1 (0.1.0) has the files beside its archived.json, and no pieces.
 """
@@ -15,6 +15,7 @@ from resharder.converters.storage.delta import PIECE, StoredPiece
 
 MARKER = "archived.json"
 PIECES_FILE = "pieces.json"
+LATEST = "latest.json"
 DELTA = ".delta"
 FORMAT, _FIRST_FORMAT = 2, 1
 
@@ -57,6 +58,10 @@ class Archived:
     """Whether it is stored in full, perhaps beside its deltas."""
     depth: int = 0
     """Number of deltas from a full version to this one; 0 if it is stored in full."""
+    skipped: bool = False
+    """Whether LATEST skips it."""
+    lineage: str = ""
+    """Random name of all versions of the model in this archive; empty in format 1."""
 
     @property
     def name(self) -> str:
@@ -99,6 +104,8 @@ def encode(archived: Archived) -> bytes:
         "base": None if base is None else {"version": base.number, "fingerprint": base.fingerprint},
         "full": archived.full,
         "depth": archived.depth,
+        "skipped": archived.skipped,
+        "lineage": archived.lineage,
     }
     return json.dumps(content | {"blake3": hash_of(content)}, indent=1).encode()
 
@@ -108,9 +115,11 @@ def decode(content: bytes, url: str) -> Archived:
     fields = parse_json(content)
     if fields.pop("blake3") != hash_of(fields) or fields["format"] not in (FORMAT, _FIRST_FORMAT):
         raise ValueError(f"expected format {FORMAT} and the hash of the rest, found format {fields.get('format')!r}")
-    files, objects, folder, base, full, depth = _files(fields["files"]), None, "", None, True, 0
+    files, objects, folder, base, full, depth, skipped, lineage = _files(fields["files"]), None, "", None, True, 0, False, ""
     if fields["format"] == FORMAT:
         objects, folder, full, depth = _files(fields["objects"]), fields["folder"], fields["full"], fields["depth"]
+        if not isinstance(skipped := fields["skipped"], bool) or not is_text(lineage := fields["lineage"]):
+            raise ValueError(f"expected whether it is skipped, and a lineage, found {skipped!r} and {fields['lineage']!r}")
         if fields["base"] is not None:
             base = BaseVersion(fields["base"]["version"], fields["base"]["fingerprint"])
         if not (isinstance(folder, str) and is_file_name(folder)) or not is_count(depth) or full is not (depth == 0):
@@ -137,11 +146,44 @@ def decode(content: bytes, url: str) -> Archived:
         base,
         full,
         depth,
+        skipped,
+        lineage,
     )
     numbers = is_count(archived.number) and is_count(archived.epoch) and is_number(archived.archive_time)
     if not (numbers and is_text(archived.model) and is_text(archived.fingerprint)):
         raise ValueError("expected a name, numbers and a fingerprint")
     return archived
+
+
+class Latest(NamedTuple):
+    """Newest archived version of a model that LATEST does not skip.
+
+    `lineage`: of `Archived`. `archive_time`: in seconds since 1970.
+    """
+
+    model: str
+    number: int
+    fingerprint: str
+    lineage: str
+    archive_time: float
+
+
+def encode_latest(latest: Latest) -> bytes:
+    """Return the content of latest.json."""
+    content = {"format": 1, **latest._asdict()}
+    return json.dumps(content | {"blake3": hash_of(content)}, indent=1).encode()
+
+
+def decode_latest(content: bytes) -> Latest:
+    """Decode latest.json. Raises ValueError, KeyError, TypeError or AttributeError for other content."""
+    fields = parse_json(content)
+    if fields.pop("blake3") != hash_of(fields) or fields.pop("format") != 1:
+        raise ValueError("expected format 1 and the hash of the rest")
+    latest = Latest(**fields)
+    texts = (latest.model, latest.fingerprint, latest.lineage)
+    if not (is_count(latest.number) and is_number(latest.archive_time) and all(map(is_text, texts))):
+        raise ValueError("expected a name, a number, a fingerprint, a lineage and a time")
+    return latest
 
 
 def encode_pieces(pieces: Pieces) -> bytes:

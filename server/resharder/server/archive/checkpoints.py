@@ -1,5 +1,6 @@
 """Complete versions at a URL: written and read back, found, fetched, removed.
 
+    <url>/<model>/latest.json               which version is the newest, written after it is there
     <url>/<model>/<number>/archived.json    what there is of the version
     <url>/<model>/<number>/<folder>/        in full: every file of it, resharder.json included, and pieces.json
                                             as a delta: <file>.delta, the differences from the files of its base
@@ -16,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,8 +30,19 @@ import xxhash
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.delta import PIECE, BadPiece, StoredPiece, checksum, decode, encode
 from resharder.server.archive import archived as markers
-from resharder.server.archive.archived import DELTA, MARKER, PIECES_FILE, Archived, BaseVersion, File, Pieces, place_of
-from resharder.server.archive.remote import Remote
+from resharder.server.archive.archived import (
+    DELTA,
+    LATEST,
+    MARKER,
+    PIECES_FILE,
+    Archived,
+    BaseVersion,
+    File,
+    Latest,
+    Pieces,
+    place_of,
+)
+from resharder.server.archive.remote import Content, Remote
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, ResourceNotFound, Unavailable
@@ -38,6 +50,7 @@ from resharder.server.state.version import MODEL_NAME, VersionRecord
 from resharder.server.store.manifest import MANIFEST_FILE
 
 _AT_ONCE = 2  # concurrent files
+_TRIES = 5  # of a conditional write
 _CODERS = min(4, os.cpu_count() or 1)  # concurrent pieces; with those that wait, some 0.5 GB of memory
 _INVALID = (ValueError, KeyError, TypeError, AttributeError)
 _log = structlog.get_logger("resharder.archive")
@@ -149,9 +162,10 @@ class Checkpoints:
         """URL of the folder of all models."""
         return self._remote.url
 
-    def models(self) -> list[str]:
-        """Return the names of models with at least one folder, complete or not."""
-        return [name for name in self._remote.names() if MODEL_NAME.fullmatch(name) and self.numbers(name)]
+    def models(self, besides: Collection[str] = ()) -> list[str]:
+        """Return the names of models with at least one folder, complete or not, besides those given."""
+        names = [name for name in self._remote.names() if MODEL_NAME.fullmatch(name) and name not in besides]
+        return [name for name in names if self.numbers(name)]
 
     def numbers(self, model: str) -> list[int]:
         """Return the numbers of a model's folders, newest first, complete or not."""
@@ -163,6 +177,45 @@ class Checkpoints:
         place = place_of(model, number)
         content = self._remote.content(f"{place}/{MARKER}")
         return None if content is None else self._parsed(content.bytes, model, number)
+
+    def latest(self, model: str, seen: Content | None = None) -> tuple[Latest | None, Content | None]:
+        """Return what latest.json of a model says, and its content; None without one. `seen`: as of `Remote.content`.
+
+        Raises DataLoss (CHECKSUM) if it is damaged, or another model's.
+        """
+        path = f"{model}/{LATEST}"
+        content = self._remote.content(path, seen)
+        if content is None:
+            return None, None
+        try:
+            found = markers.decode_latest(content.bytes)
+            if found.model != model:
+                raise ValueError(f"it is that of model {found.model[:64]!r}")
+        except _INVALID as error:
+            raise DataLoss("CHECKSUM", f"{self.url}/{path} is damaged: {error}") from error
+        return found, content
+
+    def point_at(self, archived: Archived) -> None:
+        """Let latest.json name a version, unless it names a newer one that is there.
+
+        Raises Unavailable (ARCHIVE_FAILED) if others write it at the same time, again and again.
+        """
+        model, path = archived.model, f"{archived.model}/{LATEST}"
+        for _ in range(_TRIES):
+            try:
+                known, seen = self.latest(model)
+            except DataLoss as error:
+                _log.warning("archive_damaged", reason=str(error))
+                known, seen = None, self._remote.content(path)
+            if known is not None and known[1:3] == (archived.number, archived.fingerprint):
+                return
+            if known is not None and known.number > archived.number and self.find(model, known.number) is not None:
+                return
+            lineage = (archived.lineage or secrets.token_hex(8)) if known is None else known.lineage
+            content = markers.encode_latest(Latest(model, archived.number, archived.fingerprint, lineage, archived.archive_time))
+            if self._remote.create(path, content) if seen is None else self._remote.replace(path, content, seen.tag):
+                return
+        raise Unavailable("ARCHIVE_FAILED", f"{self.url}/{path}: other daemons write it at the same time; try again")
 
     def pieces(self, archived: Archived, *, delta: bool) -> Pieces:
         """Return how the pieces of a version, or with `delta` those of its deltas, are stored.
@@ -228,9 +281,9 @@ class Checkpoints:
         record, folder = source.record, secrets.token_hex(4)
         place = place_of(record.model, record.number)
         marker, objects = f"{place}/{MARKER}", f"{place}/{folder}"
-        seen = self._remote.content(marker)
+        seen, lineage = self._remote.content(marker), self._lineage(record.model)
         try:
-            archived = self._write_objects(source, base, folder, full=full)
+            archived = self._write_objects(source, base, folder, lineage, full=full)
             failpoint("archive.before-marker")
             content = markers.encode(archived)
             won = self._remote.create(marker, content) if seen is None else self._remote.replace(marker, content, seen.tag)
@@ -286,14 +339,16 @@ class Checkpoints:
         self._remote.clear(place)
 
     def retain(self, model: str, keep: int) -> list[Archived]:
-        """Remove all but the newest `keep` complete versions of a model and the bases that these need; return the removed ones.
+        """Remove all but the newest `keep` complete versions of a model, the newest one that LATEST does not skip, and the bases
+        that these need; return the removed ones.
 
         What an interrupted write has left of older versions is removed too.
         """
         numbers = self.numbers(model)
         complete = {number: found for number in numbers if (found := self.find(model, number)) is not None}
         needed: set[int] = set()
-        for number in list(complete)[:keep]:
+        latest = [number for number, found in complete.items() if not found.skipped][:1]
+        for number in [*list(complete)[:keep], *latest]:
             step: Archived | None = complete[number]
             while step is not None:
                 needed.add(step.number)
@@ -308,7 +363,16 @@ class Checkpoints:
 
     # Writing
 
-    def _write_objects(self, source: Source, base: Base | None, folder: str, *, full: bool) -> Archived:
+    def _lineage(self, model: str) -> str:
+        """Return the lineage of a model's versions: that of latest.json, or if it is gone of the newest version."""
+        with suppress(DataLoss):
+            if (latest := self.latest(model)[0]) is not None:
+                return latest.lineage
+        found = (self.find(model, number) for number in self.numbers(model))
+        known = next((archived.lineage for archived in found if archived is not None), "")
+        return known or secrets.token_hex(8)
+
+    def _write_objects(self, source: Source, base: Base | None, folder: str, lineage: str, *, full: bool) -> Archived:
         record, place = source.record, f"{place_of(source.record.model, source.record.number)}/{folder}"
         ways = ([None] if full else []) + ([base] if base is not None else [])
         objects: dict[str, File] = {}
@@ -338,6 +402,8 @@ class Checkpoints:
             None if base is None else BaseVersion(base.archived.number, base.archived.fingerprint),
             full,
             0 if full or base is None else base.archived.depth + 1,
+            record.skipped,
+            lineage,
         )
         if damaged := self.damaged(archived):
             raise DataLoss("CHECKSUM", f"{archived.url}: read back differently than written: {', '.join(damaged[:8])}")

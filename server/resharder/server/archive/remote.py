@@ -46,11 +46,11 @@ class Remote:
             from obstore.exceptions import BaseError
         except ImportError as error:
             raise FailedPrecondition(
-                "NO_ARCHIVE", f"cannot use {url}, because {error.name} is not installed; {install_line('archive')}"
+                "NO_ARCHIVE", f"cannot use {_shown(url)}, because {error.name} is not installed; {install_line('archive')}"
             ) from error
         scheme, _, _ = url.rpartition("://")
         if scheme not in ("", *_SCHEMES):
-            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder, or a URL of s3, gs, az or file, got {url!r}")
+            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder, or a URL of s3, gs, az or file, got {_shown(url)!r}")
         self._objects: ObjectStore
         self._folder: Path | None = None
         if scheme in ("", "file"):
@@ -73,13 +73,20 @@ class Remote:
             paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
             return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-    def content(self, path: str) -> Content | None:
-        """Return the content of a small object; None if it does not exist."""
+    def content(self, path: str, seen: Content | None = None) -> Content | None:
+        """Return the content of a small object; None if it does not exist.
+
+        `seen`: returned as it is if the object is still in that state, whose content is not transferred again.
+        """
+        from obstore.exceptions import NotModifiedError
+
         with self._failures(path):
             try:
-                found = self._objects.get(self._at(path))
+                found = self._objects.get(self._at(path), options={"if_none_match": seen.tag} if seen and seen.tag else None)
             except FileNotFoundError:
                 return None
+            except NotModifiedError:
+                return seen
             return Content(bytes(found.bytes()), found.meta["e_tag"] or "")
 
     def size(self, path: str) -> int | None:
