@@ -65,12 +65,13 @@ def measured(arguments: argparse.Namespace, rate: float) -> dict[str, float]:
     compress, decompress = zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress
     stored = [encode(*piece) for piece in pieces]
     packed, weights = [compress(each) for each in differences], [compress(piece[0]) for piece in pieces]
+    out = np.empty(PIECE, np.uint8)  # the archive uses its buffers again
     ways: dict[str, Callable[[], object]] = {
         "encode": lambda: [encode(*piece) for piece in pieces],
         "zstd": lambda: [compress(each) for each in differences],
         "weights": lambda: [compress(piece[0]) for piece in pieces],
         "decode": lambda: [
-            decode(how, content, piece[1], len(piece[0])) for (how, content), piece in zip(stored, pieces, strict=True)
+            decode(how, content, piece[1], len(piece[0]), out) for (how, content), piece in zip(stored, pieces, strict=True)
         ],
         "unzstd": lambda: [decompress(each) for each in packed],
         "unweights": lambda: [decompress(each) for each in weights],

@@ -7,8 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from resharder.server.archive.archive import Archive
@@ -18,7 +21,7 @@ from resharder.server.state.version import READY
 
 from tests.support import bucket
 from tests.support.archived_steps import HARM, LAYOUTS, Trainer, content, place, small_pieces, spoil  # noqa: F401
-from tests.support.bucket import Bucket
+from tests.support.bucket import Bucket, Fault
 from tests.support.observing import wait_until
 from tests.support.regions import Home, Region
 from tests.support.store_versions import numbers
@@ -341,6 +344,56 @@ def test_of_many_writers_the_pointer_names_the_newest_version(home: Home, root: 
     home.archive.checkpoints.point_at(there[3])
     found = json.loads(home.latest.read_bytes())
     assert (found["number"], found["lineage"]) == (4, lineage), "one that is gone gives way"
+
+
+FAULTS: dict[str, tuple[Fault, ...]] = {
+    "throttled": (429, 503), "failing": (500, 502), "cut": ("cut",), "stale": ("stale",), "lost": ("lost",),
+    "all": (429, 503, 500, "cut", "stale", "lost"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", FAULTS)
+def test_a_bucket_that_fails_a_third_of_its_requests_loses_and_alters_nothing(
+    root: Path, s3: Bucket, opened: Callable[..., Region], which: str
+) -> None:
+    random = Random(which)
+    home, region = Home(root, s3.url), opened(s3.url)
+    home.publish()
+    region.follower.start()
+    wait_until(lambda: region.has(home, 1))
+    counts: Counter[Fault] = Counter()
+
+    def before(method: str, path: str) -> Fault | None:
+        if random.random() > 0.3:
+            return None
+        fault = random.choice(FAULTS[which])
+        counts[fault] += 1
+        return fault
+
+    for _ in range(4):
+        record = home.trainer.publish(len(home.records))
+        home.records[record.number] = record
+        s3.before = before
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                home.archive.archive_now("policy", record.number)
+                break
+            except (Unavailable, DataLoss):  # named; the background thread tries again as well
+                continue
+        time.sleep(0.3)
+        s3.before = lambda method, path: None
+    home.publish()
+    wait_until(lambda: region.has(home, 6), timeout=90)
+    assert counts.total() > 10
+    for number in numbers(region.store):
+        known = region.store.catalogue.get("policy", number)
+        assert content(region.store, known) == content(home.store, home.records[number])
+    fresh = opened(s3.url, name="fresh")
+    for number in range(2, 7):
+        assert fresh.archive.restore("policy", number) == home.records[number]
+    home.archive.close()
+    home.store.close()
 
 
 _FOLLOW = """

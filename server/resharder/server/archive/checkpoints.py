@@ -25,10 +25,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import structlog
 import xxhash
 from resharder.converters.failpoints import failpoint
-from resharder.converters.storage.delta import PIECE, BadPiece, StoredPiece, checksum, decode, encode
+from resharder.converters.storage.delta import PIECE, BadPiece, Buffer, StoredPiece, checksum, decode, encode
 from resharder.server.archive import archived as markers
 from resharder.server.archive.archived import (
     DELTA,
@@ -94,10 +95,12 @@ class Source:
         finally:
             os.close(descriptor)
 
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Return bytes of a file; fewer if it ends before. Raises as `open` does."""
+    def read_into(self, name: str, start: int, buffer: Buffer) -> memoryview:
+        """Fill a buffer with the bytes of a file from `start`; return those that there are. Raises as `open` does."""
         with self.open(name) as file:
-            return file.read(min(start, file.size), min(end, file.size))
+            path, end = self.folder / name, start + len(buffer)
+            with self.reading(name, start, end), medium_errors(), touching(path, "reading"):
+                return buffer[: os.preadv(file.descriptor, [buffer.data], start)].data
 
 
 class _SourceFile(NamedTuple):
@@ -508,8 +511,9 @@ class Checkpoints:
         newest = links[-1][0].archived
         expected = newest.files[name]
         starts = [list(accumulate((piece.size for piece in pieces.get(name, ())), initial=0)) for _, pieces in links]
+        buffers = _Buffers(min(PIECE, expected.size))
 
-        def rebuilt(start: int) -> bytes | memoryview:
+        def rebuilt(start: int) -> tuple[bytes | memoryview, Buffer | None]:
             at, size = start // PIECE, min(PIECE, expected.size - start)
             first = len(links) - 1
             while first and links[first][1][name][at].how == "xor":
@@ -518,25 +522,34 @@ class Checkpoints:
                 if (known := there.files.get(name)) is None or known.size != expected.size:
                     raise DataLoss("CHECKSUM", f"{there.url}: expected {name} with {expected.size} bytes, found {known}")
             content: bytes | memoryview | None = None
+            used: Buffer | None = None
             from_store = links[first][1][name][at].how == "xor" and base is not None
             if from_store and base is not None:
-                content = base.read(name, start, start + size)
-            for (link, pieces), offsets in zip(links[first:], starts[first:], strict=True):
+                used = buffers.take()
+                content = base.read_into(name, start, used[:size])
+            for (link, stored_pieces), offsets in zip(links[first:], starts[first:], strict=True):
                 self._check_open()
-                path, piece = link.archived.object_of(name, delta=link.delta), pieces[name][at]
+                path, piece = link.archived.object_of(name, delta=link.delta), stored_pieces[name][at]
                 stored = self._remote.read(path, offsets[at], offsets[at] + piece.size)
+                out = buffers.take() if piece.how == "xor" else None
                 try:
-                    content = decode(piece, stored, content, size)
+                    content = decode(piece, stored, content, size, out)
                 except BadPiece as error:
                     if from_store and self._read_back(path) == link.archived.objects[path.rpartition("/")[2]]:
                         raise BaseDiffers("CHECKSUM", f"the store's base of {link.archived.url}: {name}: {error}") from error
                     raise DataLoss("CHECKSUM", f"{self.url}/{path}: piece {at}: {error}") from error
                 from_store = False
+                buffers.give_back(used)
+                used = out
             assert content is not None
-            return content
+            return content, used
 
-        pieces = _in_order(coders, rebuilt, range(0, expected.size, PIECE))
-        self._write_verified(target, pieces, expected, newest.object_of(name, delta=links[-1][0].delta))
+        def pieces() -> Iterator[bytes | memoryview]:
+            for content, used in _in_order(coders, rebuilt, range(0, expected.size, PIECE)):
+                yield content
+                buffers.give_back(used)
+
+        self._write_verified(target, pieces(), expected, newest.object_of(name, delta=links[-1][0].delta))
 
     def _write_verified(self, target: Path, chunks: Iterable[bytes | memoryview], expected: File, path: str) -> None:
         counted = _Counted()
@@ -571,6 +584,24 @@ def check_same(there: Archived, record: VersionRecord) -> None:
             f"{there.url} is another {record.name}, with fingerprint {there.fingerprint}: "
             "give this store an archive_url of its own",
         )
+
+
+class _Buffers:
+    """Buffers of `size` bytes for pieces, used again: fresh pages take as long as what is done with them. Thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._free = size, deque[Buffer]()
+
+    def take(self) -> Buffer:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self._size, np.uint8)
+
+    def give_back(self, buffer: Buffer | None) -> None:
+        """Let a buffer be taken again. Nobody reads it any more."""
+        if buffer is not None:
+            self._free.append(buffer)
 
 
 class _Counted:
