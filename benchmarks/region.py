@@ -50,13 +50,16 @@ def main() -> None:
     for way, full_every in (("delta", 16), ("in full", 1)):
         with Hosts(1, rate=arguments.rate) as hosts, bucket(hosts.address) as environment:
             rows.append({"way": way} | measured(hosts, environment, weights, full_every))
-    table = Table("way", "version", "over the link", "publish to READY at home", "to READY there", "to served there")
+    table = Table(
+        "way", "version", "over the link", "publish to READY at home", "to archived", "to READY there", "to served there"
+    )
     for row in rows:
         table.add_row(
             str(row["way"]),
             f"{row['size'] / 1e9:.2f} GB",
             f"{row['sent'] / 1e6:.1f} MB",
             f"{row['ready']:.2f} s",
+            f"{row['archived']:.2f} s",
             f"{row['there']:.2f} s",
             f"{row['served']:.2f} s",
         )
@@ -105,7 +108,7 @@ def measured(hosts: Hosts, environment: dict[str, str], weights: list[np.ndarray
     region = Daemon(host=hosts.address_of(0), command=tuple(hosts.command(0)), follow=url, keep_count=2, insecure=True)
     for daemon in (home, region):
         daemon.environment |= environment
-    times: dict[str, list[float]] = {"ready": [], "there": [], "served": [], "sent": []}
+    times: dict[str, list[float]] = {"ready": [], "archived": [], "there": [], "served": [], "sent": []}
     try:
         home.start()
         publisher = connect(home.endpoint, model="policy", job="region", rank=0, world_size=1, config=CONFIG)
@@ -113,11 +116,11 @@ def measured(hosts: Hosts, environment: dict[str, str], weights: list[np.ndarray
         publisher.attach_tensors([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
         publisher.publish_tensors(0, tensors.items()).wait_ready(300)
         region.start()
-        with SimulatedServer(region, "there") as server, Operator(region.endpoint) as operator:
+        with SimulatedServer(region, "there"), Operator(region.endpoint) as operator, Operator(home.endpoint) as at_home:
             until(lambda: served(operator) == 1)
             for step, each in enumerate(weights[1:], start=1):
                 time.sleep(3)  # the archive is at rest
-                before, began = received(hosts), time.monotonic()
+                before, began, wall = received(hosts), time.monotonic(), time.time()
                 publisher.publish_tensors(step, tensors_of(each).items()).wait_ready(300)
                 times["ready"].append(time.monotonic() - began)
                 until(
@@ -129,12 +132,19 @@ def measured(hosts: Hosts, environment: dict[str, str], weights: list[np.ndarray
                 until(lambda number=step + 1: served(operator) == number)
                 times["served"].append(time.monotonic() - began)
                 times["sent"].append(received(hosts) - before)
-            assert server is not None
+                until(lambda number=step + 1: archived(at_home, number))
+                times["archived"].append(archived(at_home, step + 1) - wall)
         publisher.close()
     finally:
         region.close()
         home.close()
     return {name: median(each) for name, each in times.items()} | {"size": float(weights[0].nbytes)}
+
+
+def archived(operator: Operator, number: int) -> float:
+    """Return the time at which a version was archived, in seconds since 1970; 0 if it was not yet."""
+    found = operator.events(subject=f"models/policy/versions/{number}")
+    return next((event.time.timestamp() for event in found if event.what == "archived" and event.time), 0.0)
 
 
 def served(operator: Operator) -> int:
