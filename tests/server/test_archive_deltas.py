@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from resharder.server.archive import checkpoints
 from resharder.server.archive.archive import Archive
 from resharder.server.archive.archived import BaseVersion
 from resharder.server.state.errors import AlreadyExists, DataLoss
@@ -196,6 +197,28 @@ def test_a_version_comes_by_the_way_with_the_fewest_bytes(
     start = f"from version {newest} of the store" if newest else "in full"
     assert f"{start} and {deltas} delta" in back.reports[0]
     other.close()
+
+
+def test_small_pieces_share_requests(
+    steps: Steps, root: Path, opened: Callable[..., Archive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for record in records[:3]:
+        archive.archive_now("policy", record.number)
+    for block in (100, 1000, 1 << 20):  # smaller and larger than a piece
+        monkeypatch.setattr(checkpoints, "_BLOCK", block)
+        other = other_store(root, f"other-{block}")
+        back = opened(other)
+        back.restore("policy", 1)
+        read, requests = back.checkpoints._remote.read, []
+        back.checkpoints._remote.read = lambda *span, read=read, requests=requests: requests.append(span) or read(*span)
+        back.restore("policy", 3)
+        assert content(other, records[2]) == contents[2]
+        if block == 1 << 20:
+            files = len(archive.checkpoints.find("policy", 3).files)
+            assert len(requests) <= 2 * files, "one of each delta, however many pieces it has"
+        other.close()
 
 
 def test_a_base_in_the_store_that_was_altered_is_not_used(steps: Steps, root: Path, opened: Callable[..., Archive]) -> None:

@@ -51,6 +51,7 @@ from resharder.server.state.version import MODEL_NAME, VersionRecord
 from resharder.server.store.manifest import MANIFEST_FILE
 
 _AT_ONCE = 2  # concurrent files
+_BLOCK, _BLOCKS_AHEAD, _READERS = 2 << 20, 3, 8  # bytes of a shared read, how many are begun ahead, and at once
 _TRIES = 5  # of a conditional write
 _CODERS = min(4, os.cpu_count() or 1)  # concurrent pieces; with those that wait, some 0.5 GB of memory
 _INVALID = (ValueError, KeyError, TypeError, AttributeError)
@@ -495,8 +496,11 @@ class Checkpoints:
             return
         with nullcontext() if way.base is None else held[way.base]() as base:
             links = [(link, self.pieces(link.archived, delta=link.delta)) for link in way.links]
-            with ThreadPoolExecutor(_CODERS, "archive-pieces") as coders:
-                self._each(lambda name: self._rebuild(base, links, name, folder / name, coders), list(newest.files))
+            with (
+                ThreadPoolExecutor(_CODERS, "archive-pieces") as coders,
+                ThreadPoolExecutor(_READERS, "archive-reads") as readers,
+            ):
+                self._each(lambda name: self._rebuild(base, links, name, folder / name, coders, readers), list(newest.files))
 
     def _fetch(self, archived: Archived, name: str, target: Path) -> None:
         path, expected = archived.object_of(name, delta=False), archived.files[name]
@@ -505,13 +509,21 @@ class Checkpoints:
         self._write_verified(target, self._remote.chunks(path), expected, path)
 
     def _rebuild(
-        self, base: Source | None, links: Sequence[tuple[Link, Pieces]], name: str, target: Path, coders: ThreadPoolExecutor
+        self,
+        base: Source | None,
+        links: Sequence[tuple[Link, Pieces]],
+        name: str,
+        target: Path,
+        coders: ThreadPoolExecutor,
+        readers: ThreadPoolExecutor,
     ) -> None:
         """Write a file from links and perhaps a base in the store, each piece from the last link that has it whole."""
         newest = links[-1][0].archived
         expected = newest.files[name]
         starts = [list(accumulate((piece.size for piece in pieces.get(name, ())), initial=0)) for _, pieces in links]
         buffers = _Buffers(min(PIECE, expected.size))
+        paths = [link.archived.object_of(name, delta=link.delta) for link, _ in links]
+        objects = [_Ahead(self._remote, path, offsets[-1], readers) for path, offsets in zip(paths, starts, strict=True)]
 
         def rebuilt(start: int) -> tuple[bytes | memoryview, Buffer | None]:
             at, size = start // PIECE, min(PIECE, expected.size - start)
@@ -527,10 +539,11 @@ class Checkpoints:
             if from_store and base is not None:
                 used = buffers.take()
                 content = base.read_into(name, start, used[:size])
-            for (link, stored_pieces), offsets in zip(links[first:], starts[first:], strict=True):
+            for number in range(first, len(links)):
                 self._check_open()
-                path, piece = link.archived.object_of(name, delta=link.delta), stored_pieces[name][at]
-                stored = self._remote.read(path, offsets[at], offsets[at] + piece.size)
+                (link, stored_pieces), path, offset = links[number], paths[number], starts[number][at]
+                piece = stored_pieces[name][at]
+                stored = objects[number].read(offset, offset + piece.size)
                 out = buffers.take() if piece.how == "xor" else None
                 try:
                     content = decode(piece, stored, content, size, out)
@@ -584,6 +597,34 @@ def check_same(there: Archived, record: VersionRecord) -> None:
             f"{there.url} is another {record.name}, with fingerprint {there.fingerprint}: "
             "give this store an archive_url of its own",
         )
+
+
+class _Ahead:
+    """Reads of an object, about in order, which small pieces share: a request of each would take its time on a long way.
+
+    Thread-safe. Missing bytes are left out, as in `Remote.read`.
+    """
+
+    def __init__(self, remote: Remote, path: str, size: int, readers: ThreadPoolExecutor) -> None:
+        self._remote, self._path, self._size, self._readers = remote, path, size, readers
+        self._lock, self._blocks = threading.Lock(), dict[int, Future[bytes]]()
+
+    def read(self, start: int, end: int) -> bytes:
+        if end - start > _BLOCK:
+            return self._remote.read(self._path, start, end)
+        if start == end:
+            return b""
+        first, last, final = start // _BLOCK, (end - 1) // _BLOCK, (self._size - 1) // _BLOCK
+        with self._lock:
+            for at in range(first, min(last + _BLOCKS_AHEAD, final) + 1):
+                if at not in self._blocks:
+                    span = at * _BLOCK, min((at + 1) * _BLOCK, self._size)
+                    self._blocks[at] = self._readers.submit(self._remote.read, self._path, *span)
+            for old in [at for at in self._blocks if at < first - 1]:
+                del self._blocks[old]
+            wanted = [self._blocks[at] for at in range(first, last + 1)]
+        found = b"".join(block.result() for block in wanted)
+        return found[start - first * _BLOCK : end - first * _BLOCK]
 
 
 class _Buffers:
