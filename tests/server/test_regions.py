@@ -102,14 +102,14 @@ def test_what_a_region_cannot_follow_is_an_event_a_metric_and_a_problem_on_its_p
         wait_until(lambda: f"{metric} 0.0" in urlopen(f"{page}/metrics").read().decode())
 
 
-def test_a_daemon_that_would_follow_and_archive_does_not_start(tmp_path: Path) -> None:
-    daemon = Daemon(follow=tmp_path / "one", archive_url=tmp_path / "other")
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [({"archive_url": "/other"}, "a daemon that follows an archive writes none"), ({"hold": "none"}, "it restores")],
+)
+def test_a_daemon_that_could_not_follow_does_not_start(tmp_path: Path, option: dict[str, str], why: str) -> None:
+    daemon = Daemon(follow=tmp_path / "one", **option)
     try:
         assert daemon.launch().wait(60) == 2
-        assert (
-            daemon.log.read_text()
-            .splitlines()[-1]
-            .startswith("resharderd: --follow: a daemon that follows an archive writes none")
-        )
+        assert daemon.log.read_text().splitlines()[-1].startswith(f"resharderd: --follow: {why}")
     finally:
         daemon.close()

@@ -202,6 +202,8 @@ class Daemon:
             raise ConfigError(
                 "--follow: a daemon that follows an archive writes none, and archive_url is set too: set one of them"
             )
+        if config.follow and config.hold == "none":
+            raise ConfigError("--follow: it restores versions on this host, which holds none with hold: none: set it to all")
         try:
             if config.follow:
                 return Archive(self.store, config.follow, read_only=True, report=report)
