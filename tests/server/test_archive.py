@@ -340,6 +340,7 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
     store = Store(root / "store")
     archive = opened(store)
     assert archived(archive) == []
+    assert not (root / "archive" / "policy" / "latest.json").exists()
     archive.close()
     archive = opened(store, every=1)
     wait_until(lambda: archived(archive) == [1])
@@ -351,6 +352,19 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
         assert [record.number for record in other.catalogue.versions("policy") if record.state == "READY"] == left, failpoint
         assert not list((other.folder.root / "models" / "policy" / "staging").glob("*"))
         other.close()
+
+
+def test_a_daemon_killed_before_it_names_a_version_the_latest_does_so_when_it_starts(
+    root: Path, opened: Callable[..., Archive]
+) -> None:
+    die("archive.before-latest", root / "store", root / "archive", "publish")
+    latest = root / "archive" / "policy" / "latest.json"
+    assert not latest.exists()
+    store = Store(root / "store")
+    archive = opened(store, restore=False)
+    assert archived(archive) == [1]
+    assert json.loads(latest.read_bytes())["number"] == 1
+    store.close()
 
 
 def test_a_daemon_on_an_empty_host_serves_what_the_archive_has(tmp_path: Path) -> None:
