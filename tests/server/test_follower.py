@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -110,6 +111,18 @@ def test_any_gap_is_caught_up_by_the_way_with_the_fewest_bytes(home: Home, opene
     assert numbers(region.store) == [2, 2 + gap], "versions between are skipped"
 
 
+def test_a_region_retires_what_its_own_retention_does_not_keep(home: Home, opened: Callable[..., Region]) -> None:
+    region = opened(keep_count=2)
+    for count in range(1, 6):
+        home.publish()
+        region.follower.look("policy")
+        assert numbers(region.store) == [number for number in (count - 1, count) if number]
+    region.archive.restore("policy", 1)
+    home.publish()
+    region.follower.look("policy")
+    assert numbers(region.store) == [1, 5, 6], "what an operator restores stays"
+
+
 def test_what_latest_skips_at_home_is_not_followed(home: Home, opened: Callable[..., Region]) -> None:
     region = opened()
     home.publish(2)
@@ -146,8 +159,7 @@ def test_harm_is_named_once_and_the_version_before_stays_until_it_is_mended(
     before = content(region.store, home.records[2])
     kept = root / "kept"
     shutil.copytree(root / "archive", kept)
-    region.follower.close()
-    region.store.close()
+    region.close()
     region = opened()  # looks at nothing until it is started
     home.publish()
     paths = {
@@ -408,11 +420,16 @@ Region(Path(sys.argv[1])).follower.look("policy")
 
 
 @pytest.mark.parametrize(
-    "point",
-    ["follow.write", "follow.write@2", "follow.before-fetch", "restore.write", "restore.write@2", "adopt.before-proof",
-     "adopt.before-rename", "adopt.after-rename"],
+    ("point", "first"),
+    [
+        *product(
+            ("follow.write", "follow.before-fetch", "restore.write", "restore.write@2", "adopt.before-proof",
+             "adopt.before-rename", "adopt.after-rename"),
+            (True, False),
+        ),
+        ("follow.write@2", True),  # once the lineage is known, it is written once
+    ],
 )  # fmt: skip
-@pytest.mark.parametrize("first", [True, False])
 def test_a_region_killed_in_mid_fetch_goes_on_with_nothing_half_done(
     home: Home, root: Path, opened: Callable[..., Region], point: str, first: bool
 ) -> None:
@@ -422,8 +439,6 @@ def test_a_region_killed_in_mid_fetch_goes_on_with_nothing_half_done(
         region.follower.look("policy")
         region.close()
         home.publish()
-    if not first and point == "follow.write@2":
-        pytest.skip("the lineage is known")
     environment = os.environ | {"RESHARDER_FAILPOINT": f"{point}=kill"}
     run = subprocess.run([sys.executable, "-c", _FOLLOW, str(root)], env=environment, timeout=300, capture_output=True)
     assert run.returncode == -signal.SIGKILL, run.stderr

@@ -37,6 +37,7 @@ class Region:
     def __init__(self, root: Path, url: str = "", name: str = "region", keep_count: int = 9) -> None:
         self.store = Store(root / name, keep_count=keep_count)
         self.reports: list[tuple[str, str, str]] = []
+        self.closed = False
         report = lambda name, what, reason: self.reports.append((name, what, reason))  # noqa: E731
         archive = Archive(self.store, url or str(root / "archive"), read_only=True, pause=0.01, report=report)
         self.archive, self.follower = archive, Follower(archive, root / name / "followed.json", pause=0.01)
@@ -53,5 +54,7 @@ class Region:
         return [f"{name} {reason}" for name, what, reason in self.reports if what == "failed"]
 
     def close(self) -> None:
-        self.follower.close()
-        self.store.close()
+        if not self.closed:
+            self.closed = True
+            self.follower.close()
+            self.store.close()

@@ -23,6 +23,7 @@ from resharder.server.infra.filesystem import touching, write_file
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, ResourceNotFound, Unavailable
 
+_HOLDER = "follower"
 _LOOK = 10.0  # between two lists of the models
 _LONGEST = 30.0  # seconds between two tries
 _AT_ONCE = 2  # versions that are fetched
@@ -163,11 +164,18 @@ class Follower:
         with self._slots:
             failpoint("follow.before-fetch")
             self._archive.restore(model, latest.number, latest.fingerprint)
+        self._retain(model, latest.number)
         self._remember(model, _Known(latest.lineage, latest.number))
         self._put(Followed(model, latest.number, latest.archive_time, has=True))
         if before.problem:
             _log.info("followed_again", model=model, version=latest.number)
         return content
+
+    def _retain(self, model: str, number: int) -> None:
+        """Retire what the store's retention does not keep beside a version: an adopted one retires none, a released pin does."""
+        lifecycle = self._archive.store.lifecycle
+        lifecycle.pin(model, number, _HOLDER)
+        lifecycle.release(model, number, _HOLDER)
 
     def _accept(self, place: str, latest: Latest) -> None:
         """Raise AlreadyExists (VERSION_DIFFERS) or DataLoss (CHECKSUM) unless a version continues those that were followed."""
