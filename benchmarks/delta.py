@@ -8,7 +8,7 @@ encodes it: its bytes, and its time beside zstd alone, of the differences (the s
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import numpy as np
@@ -65,12 +65,13 @@ def measured(arguments: argparse.Namespace, rate: float) -> dict[str, float]:
     compress, decompress = zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress
     stored = [encode(*piece) for piece in pieces]
     packed, weights = [compress(each) for each in differences], [compress(piece[0]) for piece in pieces]
+    out = np.empty(PIECE, np.uint8)  # the archive uses its buffers again
     ways: dict[str, Callable[[], object]] = {
         "encode": lambda: [encode(*piece) for piece in pieces],
         "zstd": lambda: [compress(each) for each in differences],
         "weights": lambda: [compress(piece[0]) for piece in pieces],
         "decode": lambda: [
-            decode(how, content, piece[1], len(piece[0])) for (how, content), piece in zip(stored, pieces, strict=True)
+            decode(how, content, piece[1], len(piece[0]), out) for (how, content), piece in zip(stored, pieces, strict=True)
         ],
         "unzstd": lambda: [decompress(each) for each in packed],
         "unweights": lambda: [decompress(each) for each in weights],
@@ -99,10 +100,15 @@ def measured(arguments: argparse.Namespace, rate: float) -> dict[str, float]:
 
 def last_step(arguments: argparse.Namespace, rate: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the BF16 bytes of the weights before and after the last step."""
-    model = a_model(arguments.gigabytes)
+    before, after = steps_of(arguments.gigabytes, rate, arguments.steps, 2)
+    return before, after
+
+
+def steps_of(gigabytes: float, rate: float, steps: int, last: int) -> Iterator[np.ndarray]:
+    """Yield the BF16 bytes of the weights after each of the last steps."""
+    model = a_model(gigabytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.999))
-    before = after = weight_bytes(model)
-    for step in range(arguments.steps):
+    for step in range(steps):
         tokens = torch.randint(0, VOCABULARY, (GROUP, TOKENS + 1))
         logits = model(tokens[:, :-1]).logits.float()
         advantages = torch.randn(GROUP)
@@ -112,9 +118,8 @@ def last_step(arguments: argparse.Namespace, rate: float) -> tuple[np.ndarray, n
         (-(advantages * log_probabilities).mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step >= arguments.steps - 2:
-            before, after = after, weight_bytes(model)
-    return before, after
+        if step >= steps - last:
+            yield weight_bytes(model)
 
 
 def a_model(gigabytes: float) -> Qwen3ForCausalLM:

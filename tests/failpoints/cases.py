@@ -37,6 +37,8 @@ REMOTE = {"worker.stage.mirror", "worker.fetch.write", "data.send"}
 """Points that are reached for a server that may not map the store."""
 AT_HOME = {"gather.write", "snapshot.kept"}
 """Points of the daemon that are reached with a node: for ranks that write into its files, and for what it keeps."""
+AWAY = {"follow.before-fetch", "follow.write"}
+"""Points of a daemon that follows the archive of the cycle's."""
 
 
 TOGETHER: dict[str, tuple[int, ...]] = {

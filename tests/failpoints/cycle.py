@@ -19,7 +19,7 @@ import grpc
 from resharder.client import errors
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
-from tests.failpoints.cases import AT_HOME, LEASE, REMOTE, RESTARTED, Case
+from tests.failpoints.cases import AT_HOME, AWAY, LEASE, REMOTE, RESTARTED, Case
 from tests.failpoints.light_server import LightServer
 from tests.failpoints.roles import Console, Trainer
 from tests.support.daemon import Daemon
@@ -116,6 +116,7 @@ class Cycle:
         self.daemon = KeptDaemon(**options)
         self.node = KeptNode(self.daemon.endpoint, self.environment_of(case, "node")) if with_node else None
         self.daemon.environment["RESHARDER_CYCLE"] = str(self.folder)
+        self.region = KeptDaemon(follow=self.folder / "archive") if case is not None and case.point in AWAY else None
         self.actors: dict[str, Remote] = {}
         self.job: tuple[str, str, bool] = ("a", "auto", False)
         self.ready: dict[int, str] = {}  # fingerprints of the versions that were READY
@@ -152,7 +153,10 @@ class Cycle:
         from tests.failpoints.checks import check
 
         point = self.report.case.point if self.report.case else ""
-        if point not in RESTARTED:
+        if self.region is not None:
+            self.region.environment |= {"RESHARDER_CYCLE": str(self.folder)} | self.environment("daemon")
+            self.region.keep()
+        elif point not in RESTARTED:
             self.daemon.environment |= self.environment("daemon")
         self.daemon.keep()
         if self.node is not None:
@@ -178,6 +182,9 @@ class Cycle:
         for step in (4, 5):
             self.follows(self.publish(step))
         self.archived(first)
+        if self.region is not None:
+            for number in sorted(self.ready)[-2:]:
+                self.followed(number)
         self.imported(first)
         self.register("d", "http")
         self.follows(self.publish(6))
@@ -215,6 +222,19 @@ class Cycle:
         self.do("operator", "version", "restore", number)
         self.retired.remove(number)
         self.achieve(lambda: None, lambda: number in self.look(), f"version {number} is READY again")
+
+    def followed(self, number: int) -> None:
+        """Archive a version, and find it in the region."""
+        self.do("operator", "version", "archive", number)
+
+        def is_there() -> bool:
+            stub = operator_pb2_grpc.OperatorServiceStub(self.region.channel)
+            with suppress(grpc.RpcError):
+                found = stub.GetVersion(operator_pb2.GetVersionRequest(version=f"models/policy/versions/{number}"), timeout=5)
+                return found.state == Version.READY and found.fingerprint == self.ready[number]
+            return False
+
+        self.achieve(lambda: None, is_there, f"version {number} is in the region")
 
     def imported(self, number: int) -> None:
         """Export a version and import it under another number."""
@@ -360,6 +380,12 @@ class Cycle:
             self.node.let_go()
             self.node.close()
             self.report.deaths += ["node"] * (self.node.starts - 1)
+        if self.region is not None:
+            self.region.let_go()
+            with suppress(OSError):
+                shutil.copy(self.region.log, self.folder / "region.log")
+            self.region.close()
+            self.report.deaths += ["region"] * (self.region.starts - 1)
         self.daemon.let_go()
         with suppress(OSError):
             shutil.copy(self.daemon.log, self.folder / "daemon.log")

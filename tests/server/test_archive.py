@@ -72,14 +72,14 @@ class Gate:
 
     def __init__(self, archive: Archive) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
-        write = archive._checkpoints._remote.write
+        write = archive.checkpoints._remote.write
 
         def wait_and_write(path: str, chunks: object, size: int) -> None:
             self.reached.set()
             assert self.open.wait(60)
             write(path, chunks, size)
 
-        archive._checkpoints._remote.write = wait_and_write
+        archive.checkpoints._remote.write = wait_and_write
 
 
 def place(root: Path, number: int = 1) -> Path:
@@ -123,7 +123,7 @@ def test_an_archived_version_is_every_file_of_its_folder_and_comes_back_as_it_wa
     found = archive.archive_now("policy", 1)
     assert (found.name, found.size_bytes, found.fingerprint) == (record.name, SIZE, record.fingerprint)
     folder = store.folder.path(record)
-    remote = archive._checkpoints._remote
+    remote = archive.checkpoints._remote
     kept = {path.name: remote.content(f"{found.place}/{path.name}").bytes for path in folder.iterdir()}
     assert kept == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert archive.archived() == [found]
@@ -197,7 +197,7 @@ def test_a_slow_archive_gives_way_to_a_publish_that_needs_the_room(root: Path, o
 
 def test_what_the_archive_fails_at_is_tried_again_and_then_said(store: Store, opened: Callable[..., Archive]) -> None:
     epoch, archive = claim(store), opened(store, every=1)
-    objects, failures = archive._checkpoints._remote._objects, [2]
+    objects, failures = archive.checkpoints._remote._objects, [2]
     put = objects.put
 
     def fail(*args: object, **kwargs: object) -> object:
@@ -340,6 +340,7 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
     store = Store(root / "store")
     archive = opened(store)
     assert archived(archive) == []
+    assert not (root / "archive" / "policy" / "latest.json").exists()
     archive.close()
     archive = opened(store, every=1)
     wait_until(lambda: archived(archive) == [1])
@@ -351,6 +352,19 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
         assert [record.number for record in other.catalogue.versions("policy") if record.state == "READY"] == left, failpoint
         assert not list((other.folder.root / "models" / "policy" / "staging").glob("*"))
         other.close()
+
+
+def test_a_daemon_killed_before_it_names_a_version_the_latest_does_so_when_it_starts(
+    root: Path, opened: Callable[..., Archive]
+) -> None:
+    die("archive.before-latest", root / "store", root / "archive", "publish")
+    latest = root / "archive" / "policy" / "latest.json"
+    assert not latest.exists()
+    store = Store(root / "store")
+    archive = opened(store, restore=False)
+    assert archived(archive) == [1]
+    assert json.loads(latest.read_bytes())["number"] == 1
+    store.close()
 
 
 def test_a_daemon_on_an_empty_host_serves_what_the_archive_has(tmp_path: Path) -> None:

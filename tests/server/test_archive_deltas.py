@@ -1,39 +1,24 @@
 """Deltas in an archive: exact or refused by name, never longer chains than allowed, and nothing removed that is needed."""
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
-from resharder.converters.geometry.layout import TensorSpec, full_box
-from resharder.converters.storage.digest import digest
-from resharder.converters.storage.files import MappedFiles, lay_out
-from resharder.server.archive import archived as markers
 from resharder.server.archive import checkpoints
 from resharder.server.archive.archive import Archive
+from resharder.server.archive.archived import BaseVersion
 from resharder.server.state.errors import AlreadyExists, DataLoss
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 
 from tests.support import bucket
+from tests.support.archived_steps import HARM, LAYOUTS, Trainer, content, place, small_pieces, spoil  # noqa: F401
 from tests.support.observing import wait_until
 from tests.support.store_versions import numbers
-
-PIECE = 4096
-SPECS = [TensorSpec("w", "BF16", (64, 100)), TensorSpec("s", "F32", (33,)), TensorSpec("q", "F8_E4M3", (50, 70))]
-LAYOUTS = lay_out(SPECS, 9000)
-HARM = ("missing", "cut", "longer", "flipped", "another", "earlier")
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of several pieces."""
-    monkeypatch.setattr(checkpoints, "PIECE", PIECE)
-    monkeypatch.setattr(markers, "PIECE", PIECE)
 
 
 @pytest.fixture
@@ -41,7 +26,10 @@ def opened(root: Path) -> Iterator[Callable[..., Archive]]:
     started: list[Archive] = []
 
     def open_(store: Store, url: str = "", **options: int) -> Archive:
-        archive = Archive(store, url or str(root / "archive"), pause=0.01, **options)
+        reports: list[str] = []
+        report = lambda name, what, reason: reports.append(reason)  # noqa: E731
+        archive = Archive(store, url or str(root / "archive"), pause=0.01, report=report, **options)
+        archive.reports = reports
         started.append(archive)
         archive.start(restore=False)
         return archive
@@ -51,38 +39,9 @@ def opened(root: Path) -> Iterator[Callable[..., Archive]]:
         archive.close()
 
 
-class Trainer:
-    """Publishes steps of a model: each changes a few elements of each tensor."""
-
-    def __init__(self, store: Store, seed: int = 0) -> None:
-        self.store, self.random = store, np.random.default_rng(seed)
-        self.weights = {spec.name: self.random.integers(0, 256, spec.size, np.uint8) for spec in SPECS}
-        self.epoch = store.epochs.begin("policy", "job", 1).epoch
-        store.epochs.reserve("policy", self.epoch, LAYOUTS, {"config.json": b"{}"})
-
-    def publish(self, step: int) -> VersionRecord:
-        record, digests = self.store.lifecycle.begin("policy", self.epoch, step, "job"), {}
-        with MappedFiles(self.store.folder.path(record), LAYOUTS, writable=True) as files:
-            for spec in SPECS:
-                weights = self.weights[spec.name]
-                weights[self.random.random(weights.size) < 0.02] ^= 3
-                files.arrays[spec.name][...] = weights.view(files.arrays[spec.name].dtype).reshape(spec.shape)
-                digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
-        return self.store.lifecycle.commit(record, digests, ())
-
-
-def content(store: Store, record: VersionRecord) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.folder.path(record).iterdir()}
-
-
 def found(archive: Archive) -> dict[int, int]:
     """The depth of each archived version."""
     return {each.number: each.depth for each in archive.archived("policy")}
-
-
-def place(root: Path, number: int) -> Path:
-    folder = root / "archive" / "policy" / f"{number:08}"
-    return folder / json.loads((folder / "archived.json").read_bytes())["folder"]
 
 
 def other_store(root: Path, name: str = "other") -> Store:
@@ -113,8 +72,8 @@ def test_every_version_of_a_chain_comes_back_as_it_was(
         for record in records:
             archive.archive_now("policy", record.number)
         assert found(archive) == {1: 0, 2: 1, 3: 2, 4: 0, 5: 1, 6: 2}
-        full, delta = (sum(each.size for each in archive._checkpoints.find("policy", n).objects.values()) for n in (4, 5))
-        assert delta < full / 2
+        fourth = archive.checkpoints.find("policy", 4)
+        assert fourth.stored_bytes(delta=True) < fourth.stored_bytes(delta=False) / 2, "it is there in both ways"
         other = other_store(root)
         back = opened(other, url)
         for record, expected in zip(records[::-1], contents[::-1], strict=True):
@@ -163,24 +122,11 @@ def test_a_store_whose_bytes_have_changed_makes_no_delta_of_them(
     other.close()
 
 
-def spoil(path: Path, how: str, others: Path) -> None:
-    """Harm an object. `others` is the same object of another version."""
-    whole = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    elif how in ("another", "earlier"):
-        shutil.copyfile(others, path)
-    else:
-        path.write_bytes(
-            {"cut": whole[: len(whole) // 2], "longer": b"x" + whole, "flipped": whole[:-1] + bytes([whole[-1] ^ 1])}[how]
-        )
-
-
 @pytest.mark.parametrize("how", HARM)
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(("number", "held"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
 @pytest.mark.parametrize("which", ["file", "pieces", "manifest"])
 def test_a_harmed_object_is_named_and_the_version_before_stays(
-    steps: Steps, root: Path, opened: Callable[..., Archive], how: str, number: int, which: str
+    steps: Steps, root: Path, opened: Callable[..., Archive], how: str, number: int, which: str, held: bool
 ) -> None:
     store, records, contents = steps
     archive = opened(store)
@@ -188,22 +134,147 @@ def test_a_harmed_object_is_named_and_the_version_before_stays(
         archive.archive_now("policy", each)
     other = other_store(root)
     back = opened(other)
-    back.restore("policy", 1)
+    if held:
+        back.restore("policy", 1)
     suffix = "" if number == 1 else ".delta"
-    name = {"file": LAYOUTS[0].path + suffix, "pieces": "pieces.json", "manifest": f"resharder.json{suffix}"}[which]
+    name = {"file": LAYOUTS[0].path, "pieces": "pieces.json", "manifest": "resharder.json"}[which] + suffix
     replaced_by = place(root, 4 if how == "another" else 3 if number == 2 else 2)
-    spoil(place(root, number) / name, how, replaced_by / (name if number > 1 or which == "pieces" else f"{name}.delta"))
+    spoil(place(root, number) / name, how, replaced_by / (name if number > 1 else f"{name}.delta"))
     unused = which == "manifest" and number < 3  # a manifest is that of its version alone
-    if unused:
+    if unused or (held and number == 1):
         back.restore("policy", 3)
     else:
         with pytest.raises(DataLoss, match=rf"0000000{number}/\w+/{name}"):
             back.restore("policy", 3)
-        assert numbers(other) == [1]
-        assert content(other, records[0]) == contents[0]
+        assert numbers(other) == [1] * held
+        assert not held or content(other, records[0]) == contents[0]
         archive.archive_now("policy", number)  # writes it again, in full
         back.restore("policy", 3)
     assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+def read_bytes(archive: Archive) -> list[int]:
+    """Counts the bytes of files and deltas that an archive reads from now on."""
+    remote, counted = archive.checkpoints._remote, [0]
+    read = remote.read
+
+    def counting(path: str, start: int, end: int) -> bytes:
+        counted[0] += end - start
+        return read(path, start, end)
+
+    remote.read = counting
+    return counted
+
+
+@pytest.mark.parametrize("held", [held for count in range(3) for held in combinations(range(1, 6), count)])
+def test_a_version_comes_by_the_way_with_the_fewest_bytes(
+    steps: Steps, root: Path, opened: Callable[..., Archive], held: tuple[int, ...]
+) -> None:
+    store, records, contents = steps
+    archive = opened(store, full_every=3)
+    for record in records:
+        archive.archive_now("policy", record.number)
+    other = other_store(root)
+    back = opened(other)
+    for number in held:
+        back.restore("policy", number)
+    there = {number: archive.checkpoints.find("policy", number) for number in range(1, 7)}
+    best = {number: 0 if number in held else 1 << 40 for number in range(7)}
+    for number, each in there.items():
+        if number not in held:
+            delta = best[number - 1] + each.stored_bytes(delta=True) if each.base else 1 << 40
+            best[number] = min(delta, each.stored_bytes(delta=False) if each.full else 1 << 40)
+    back.reports.clear()
+    counted = read_bytes(back)
+    back.restore("policy", 6)
+    assert content(other, records[5]) == contents[5]
+    way = back.checkpoints.ways(there[6], {BaseVersion(n, records[n - 1].fingerprint): None for n in held})[0]
+    assert way.size == best[6]
+    assert counted[0] <= best[6]
+    newest = max(held, default=0)
+    deltas = 6 - newest if newest else 2
+    start = f"from version {newest} of the store" if newest else "in full"
+    assert f"{start} and {deltas} delta" in back.reports[0]
+    other.close()
+
+
+def test_small_pieces_share_requests(
+    steps: Steps, root: Path, opened: Callable[..., Archive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for record in records[:3]:
+        archive.archive_now("policy", record.number)
+    for block in (100, 1000, 1 << 20):  # smaller and larger than a piece
+        monkeypatch.setattr(checkpoints, "_BLOCK", block)
+        other = other_store(root, f"other-{block}")
+        back = opened(other)
+        back.restore("policy", 1)
+        read, requests = back.checkpoints._remote.read, []
+        back.checkpoints._remote.read = lambda *span, read=read, requests=requests: requests.append(span) or read(*span)
+        back.restore("policy", 3)
+        assert content(other, records[2]) == contents[2]
+        if block == 1 << 20:
+            files = len(archive.checkpoints.find("policy", 3).files)
+            assert len(requests) <= 2 * files, "one of each delta, however many pieces it has"
+        other.close()
+
+
+def test_a_base_in_the_store_that_was_altered_is_not_used(steps: Steps, root: Path, opened: Callable[..., Archive]) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for each in (1, 2, 3):
+        archive.archive_now("policy", each)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 2)
+    spoil(other.folder.path(records[1]) / LAYOUTS[0].path, "flipped", root)
+    back.restore("policy", 3)
+    assert "in full and 2 deltas" in back.reports[-1]
+    assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+def test_a_base_that_leaves_the_store_meanwhile_is_done_without(
+    steps: Steps, root: Path, opened: Callable[..., Archive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, records, contents = steps
+    archive = opened(store)
+    for each in (1, 2, 3):
+        archive.archive_now("policy", each)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 1)
+    back.restore("policy", 2)
+    pieces = back.checkpoints.pieces
+
+    def retired_first(*arguments: object, **options: bool) -> object:
+        found = pieces(*arguments, **options)
+        for record in records[:2]:
+            shutil.rmtree(other.folder.path(record), ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(back.checkpoints, "pieces", retired_first)
+    back.restore("policy", 3)
+    assert content(other, records[2]) == contents[2]
+    other.close()
+
+
+def test_a_damaged_delta_is_passed_by_where_the_version_is_there_in_full(
+    steps: Steps, root: Path, opened: Callable[..., Archive]
+) -> None:
+    store, records, contents = steps
+    archive = opened(store, full_every=3)
+    for record in records:
+        archive.archive_now("policy", record.number)
+    other = other_store(root)
+    back = opened(other)
+    back.restore("policy", 3)
+    spoil(place(root, 4) / f"{LAYOUTS[0].path}.delta", "cut", root)
+    back.restore("policy", 5)
+    assert "in full and 1 delta:" in back.reports[-1]
+    assert content(other, records[4]) == contents[4]
     other.close()
 
 
@@ -249,14 +320,14 @@ def test_of_two_daemons_that_archive_at_once_one_wins_and_the_other_takes_it_or_
 
     def archive(store: Store) -> str:
         one = Archive(store, str(root / "archive"))
-        write = one._checkpoints._write_objects
+        write = one.checkpoints._write_objects
 
-        def wait_and_write(*arguments: object) -> object:
-            done = write(*arguments)
+        def wait_and_write(*arguments: object, **options: bool) -> object:
+            done = write(*arguments, **options)
             together.wait(60)
             return done
 
-        one._checkpoints._write_objects = wait_and_write
+        one.checkpoints._write_objects = wait_and_write
         return one.archive_now("policy", 1).fingerprint
 
     def answer(store: Store) -> str:
@@ -289,7 +360,7 @@ def test_what_no_kept_version_needs_is_removed_and_a_base_stays(steps: Steps, ro
         archive.archive_now("policy", record.number)
         kept.append(sorted(found(archive)))
     assert kept == [[2], [2, 3], [2, 3, 4], [5], [5, 6]]
-    assert sorted(path.name for path in (root / "archive" / "policy").iterdir()) == ["00000005", "00000006"]
+    assert sorted(path.name for path in (root / "archive" / "policy").iterdir()) == ["00000005", "00000006", "latest.json"]
     other = other_store(root)
     opened(other).restore("policy", 6)
     assert content(other, records[5]) == contents[5]

@@ -306,7 +306,7 @@ OPTIONS = {  # every option, with a value that is not its default
     "lease_file": "/shared/lease", "kubernetes_lease": "rl/resharder", "daemon_lease_seconds": 9.0,
     "shared_memory": False, "lease_seconds": 7.5, "chunk_bytes": 4096, "max_message_bytes": 3 << 20, "threads": 9, "transfers": 8,
     "digest_threads": 99, "drain_seconds": 1.5, "pause_mode": "wait", "log_format": "json", "log_level": "debug",
-    "forget_seconds": 60.0, "archive_url": "/archive", "archive_every": 5, "archive_full_every": 3,
+    "forget_seconds": 60.0, "archive_url": "/archive", "follow": "/other", "archive_every": 5, "archive_full_every": 3,
     "archive_keep": 4, "archive_restore": False, "check_seconds": 60.0,
     "web_listen": "127.0.0.1:10", "data_listen": "127.0.0.1:11", "data_address": "host:12",
     "direct_staging_bytes": 8 << 20, "direct_seconds": 3.0, "direct_trusted_fabric": True,

@@ -3,32 +3,62 @@
 import http.client
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 from urllib.request import Request, urlopen
 
 import pytest
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
 
-Answer = Callable[[dict[str, object], Callable[..., object]], object]
+Fault = int | Literal["cut", "stale", "lost"]
 NAME = "versions"
 
 
 class Bucket:
-    """A bucket, whose requests pass by `before`: a function of (method, path) that returns a status to fail with, or None."""
+    """A bucket, whose requests pass by `before`.
+
+    It is a function of (method, path) that returns None, a status to fail with, `cut`: half of the body, `stale`: the answer that
+    the same request had before, or `lost`: the request is carried out, and answered with 500.
+    """
 
     def __init__(self, server: ThreadedMotoServer) -> None:
         host, port = server.get_host_and_port()
         self.endpoint, self.url = f"http://{host}:{port}", f"s3://{NAME}/here"
         self.requests: list[tuple[str, str]] = []
-        self.before: Callable[[str, str], int | None] = lambda method, path: None
+        self.answered: list[str] = []
+        self.before: Callable[[str, str], Fault | None] = lambda method, path: None
+        self._earlier: dict[tuple[object, ...], tuple[str, list[tuple[str, str]], bytes]] = {}
 
     def answer(self, application: Callable[..., object], environ: dict[str, object], start: Callable[..., object]) -> object:
         method, path = str(environ["REQUEST_METHOD"]), str(environ["PATH_INFO"])
         self.requests.append((method, path))
-        if status := self.before(method, path):
-            start(f"{status} {http.client.responses[status]}", [("Content-Length", "0")])
+        fault = self.before(method, path)
+        if isinstance(fault, int):
+            start(f"{fault} {http.client.responses[fault]}", [("Content-Length", "0")])
             return [b""]
-        return application(environ, start)
+        key = (method, path, environ.get("QUERY_STRING"), environ.get("HTTP_RANGE"))
+        if fault == "stale" and method in ("GET", "HEAD") and key in self._earlier:
+            status, headers, body = self._earlier[key]
+        else:
+            status, headers, body = self._answered(application, environ)
+        self.answered.append(status)
+        if method in ("GET", "HEAD") and status[:3] in ("200", "206", "404"):
+            self._earlier.setdefault(key, (status, headers, body))
+        if fault == "lost":
+            start("500 Internal Server Error", [("Content-Length", "0")])
+            return [b""]
+        if fault == "cut":
+            start(status, [*headers, ("Connection", "close")])
+            return [body[: len(body) // 2]]
+        start(status, headers)
+        return [body]
+
+    def _answered(
+        self, application: Callable[..., object], environ: dict[str, object]
+    ) -> tuple[str, list[tuple[str, str]], bytes]:
+        begun: list[object] = []
+        body = b"".join(application(environ, lambda *arguments: begun.extend(arguments)))
+        return begun[0], begun[1], body
 
 
 @contextmanager

@@ -233,9 +233,11 @@ def version_manifest(random: Random, workspace: Workspace) -> str:
 def archive_marker(random: Random, workspace: Workspace) -> str:
     """Decode the marker of an archived version."""
     files = {"config.json": markers.File(2, "00"), "model.safetensors": markers.File(9, "11")}
-    objects = {f"{name}.delta": file for name, file in files.items()} | {"pieces.json": markers.File(3, "22")}
+    objects = {f"{name}.delta": file for name, file in (files | {"pieces.json": markers.File(3, "22")}).items()}
     base = markers.BaseVersion(1, "another")
-    archived = markers.Archived("policy", 2, "file:///x", 9, "fingerprint", 1.0, 1, files, "0a", objects, base, 1)
+    archived = markers.Archived(
+        "policy", 2, "file:///x", 9, "fingerprint", 1.0, 1, files, "0a", objects, base, False, 1, True, "0b"
+    )
     content = json.loads(markers.encode(archived))
     if random.random() < 0.5:
         content = spoiled_value(random, content)

@@ -25,13 +25,14 @@ DaemonPoint = Literal[
     "commit.after-proof", "commit.before-manifest", "commit.after-manifest", "commit.after-rename", "commit.after-sync",
     "commit.after-history", "abort.record", "leave.after-rename", "adopt.before-proof", "adopt.before-rename",
     "adopt.after-rename", "server.claim", "server.attach", "server.order", "server.worker-report", "archive.before-marker",
-    "direct.offer", "direct.join", "data.send", "snapshot.kept",
+    "archive.before-latest", "follow.before-fetch", "direct.offer", "direct.join", "data.send", "snapshot.kept",
 ]  # fmt: skip
 """Points of the daemon between two steps."""
 DaemonFilePoint = Literal[
     "start.read", "claim.write", "reserve.write", "claim.effect", "pool.write", "pool.recycle", "commit.before-rename",
     "commit.sync", "leave.before-rename", "journal.write", "event.sync", "fleet.write", "archive.read", "restore.write",
     "export.read", "decision.write", "decision.remove", "decision.complete", "gather.write",
+    "follow.write",
 ]  # fmt: skip
 """Points of the daemon before a file operation."""
 TrainerPoint = Literal[

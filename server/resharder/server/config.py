@@ -177,11 +177,16 @@ class Config(BaseSettings):
         "with `wait`. [vLLM servers](vllm.md) explains them",
     )
     archive_url: str = Field("", description="folder or bucket of the archive: `s3://`, `gs://`, `az://`, `file://`; empty: none")
+    follow: str = Field(
+        "",
+        description="folder or bucket of another daemon's archive, to bring its versions to [another region](regions.md). This "
+        "daemon then takes none from trainers, and archives none",
+    )
     archive_every: int = Field(0, ge=0, description="archive every n-th READY version of a model; 0: on command")
     archive_full_every: int = Field(
         16,
         ge=1,
-        description="archive every n-th of these versions in full, the others as deltas of the one before; 1: all in full",
+        description="archive every n-th of these versions in full, and all as deltas of the one before; 1: no deltas",
     )
     archive_keep: int = Field(
         0, ge=0, description="versions of each model that the archive keeps, besides those that these are deltas of; 0: all"

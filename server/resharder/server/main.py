@@ -21,6 +21,7 @@ import typer
 from resharder.converters.failpoints import failpoint
 from resharder.converters.printable import printable_output
 from resharder.server.archive.archive import Archive
+from resharder.server.archive.follower import Follower
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import ChunkWrites
@@ -176,6 +177,7 @@ class Daemon:
             replicate=self.fetcher.hold,
             nodes=self.nodes.homes,
             audience=self.fleets.serving,
+            read_only=bool(config.follow),
         )
         self.fleets.serving_changed.connect(self.intake.serving_changed)
         self.tracing = Tracing()
@@ -184,6 +186,7 @@ class Daemon:
             self.intake.version_ended.connect(traced.version_ended)
             self.fleets.server_stepped.connect(traced.server_stepped)
         self.archive = self._archive()
+        self.follower = Follower(self.archive, config.store / "followed.json") if self.archive and config.follow else None
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
         self.shown = self._shown()
@@ -210,13 +213,21 @@ class Daemon:
             self.events.add("archive", name, what, reason)
 
         config = self.config
+        if config.follow and config.archive_url:
+            raise ConfigError(
+                "--follow: a daemon that follows an archive writes none, and archive_url is set too: set one of them"
+            )
+        if config.follow and config.hold == "none":
+            raise ConfigError("--follow: it restores versions on this host, which holds none with hold: none: set it to all")
         try:
+            if config.follow:
+                return Archive(self.store, config.follow, read_only=True, report=report)
             if not config.archive_url:
                 return None
             full_every, keep = config.archive_full_every, config.archive_keep
             return Archive(self.store, config.archive_url, config.archive_every, full_every=full_every, keep=keep, report=report)
         except DaemonError as error:
-            raise ConfigError(f"--archive-url: {error}") from error
+            raise ConfigError(f"--{'follow' if config.follow else 'archive-url'}: {error}") from error
 
     def _server(self) -> RpcServer:
         config = self.config
@@ -269,7 +280,10 @@ class Daemon:
         security = self.config.security
         check, tls = (web.access_check(self.access), web.tls_context(security)) if security is not None else (None, None)
         try:
-            return Shown(self.config.web_listen, self.intake, self.fleets, self.nodes, self.events, check, tls)
+            following = tuple if self.follower is None else self.follower.followed
+            return Shown(
+                self.config.web_listen, self.intake, self.fleets, self.nodes, self.events, check, tls, following=following
+            )
         except (OSError, ValueError) as error:
             why = why_not_bound(self.config.web_listen) or (error.strerror if isinstance(error, OSError) else error)
             raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
@@ -301,7 +315,9 @@ class Daemon:
 
     def start(self) -> None:
         """Read the archive, listen for calls, and report ready. Returns once calls are accepted."""
-        if self.archive is not None:
+        if self.follower is not None:
+            self.follower.start()
+        elif self.archive is not None:
             self.archive.start(self.config.archive_restore)
         self.events.add("daemon", "daemon", "started", release=RELEASE)
         self.tenure.start()
@@ -356,7 +372,9 @@ class Daemon:
         self.fetcher.close()
         self.snapshots.close()
         self.borrowing.close()
-        if self.archive is not None:
+        if self.follower is not None:
+            self.follower.close()
+        elif self.archive is not None:
             self.archive.close()
         self.tracing.close()
         self.shown.close()

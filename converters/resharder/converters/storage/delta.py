@@ -9,12 +9,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 PIECE = 16 << 20
 _LEVEL = 1
-_BLOCK = 1 << 20
+_BLOCK = 256 << 10
 _scratch = threading.local()
 How = Literal["xor", "whole"]
+Buffer = NDArray[np.uint8]
 
 
 class StoredPiece(NamedTuple):
@@ -54,7 +56,9 @@ def encode(content: bytes | memoryview, base: bytes | memoryview | None) -> tupl
     return StoredPiece("whole", len(content), proof), content
 
 
-def decode(piece: StoredPiece, stored: bytes, base: bytes | memoryview | None, size: int) -> bytes | memoryview:
+def decode(
+    piece: StoredPiece, stored: bytes, base: bytes | memoryview | None, size: int, out: Buffer | None = None
+) -> bytes | memoryview:
     """Return the `size` bytes of a piece.
 
     Args:
@@ -62,42 +66,46 @@ def decode(piece: StoredPiece, stored: bytes, base: bytes | memoryview | None, s
         stored: Its stored bytes.
         base: Bytes of the base's piece; unused where it is stored whole.
         size: Size of the piece.
+        out: Buffer for the bytes, of `size` bytes or more, that is not `base`; a new one by default, whose fresh pages take as
+            long as the XOR. It is not used for a piece that is stored whole.
 
     Raises:
         BadPiece: These are not the stored bytes, or the base is another one.
     """
     if len(stored) != piece.size:
         raise BadPiece(f"expected {piece.size} bytes, found {len(stored)}")
-    content: bytes | memoryview = stored
-    if piece.how == "xor":
+    if piece.how == "whole":
+        content: bytes | memoryview = stored
+        found = checksum(content)
+    else:
         if base is None or len(base) != size:
             raise BadPiece(f"expected a base of {size} bytes, found {'none' if base is None else len(base)}")
-        content = _unpacked(stored, base)
+        content, found = _unpacked(stored, base, np.empty(size, np.uint8) if out is None else out[:size])
     if len(content) != size:
         raise BadPiece(f"expected a piece of {size} bytes, found {len(content)}")
-    if checksum(content) != piece.checksum:
-        raise BadPiece(f"expected checksum {piece.checksum}, found {checksum(content)}")
+    if found != piece.checksum:
+        raise BadPiece(f"expected checksum {piece.checksum}, found {found}")
     return content
 
 
-def _unpacked(stored: bytes, base: bytes | memoryview) -> memoryview:
-    """Return the bytes of a difference applied to a base, block by block while they are in a core's cache."""
+def _unpacked(stored: bytes, base: bytes | memoryview, content: Buffer) -> tuple[memoryview, str]:
+    """Return the bytes of a difference applied to a base, and their checksum, which is taken while they are in a core's cache."""
     import zstandard
 
-    before = np.frombuffer(base, np.uint8)
+    before, proof = np.frombuffer(base, np.uint8), xxhash.xxh3_64()
     try:
-        if zstandard.frame_content_size(stored) != len(before):  # before that much is allocated
+        if zstandard.frame_content_size(stored) != len(before):
             raise BadPiece(f"expected a frame of {len(before)} bytes, found {zstandard.frame_content_size(stored)}")
-        content = np.empty(len(before), np.uint8)
         with zstandard.ZstdDecompressor().stream_reader(stored) as frame:
-            for start in range(0, len(content), _BLOCK):
-                block = content[start : start + _BLOCK]
-                if (found := frame.readinto(block)) != len(block):
-                    raise BadPiece(f"expected a frame of {len(content)} bytes, found {start + found}")
-                np.bitwise_xor(block, before[start : start + _BLOCK], out=block)
+            if (found := frame.readinto(content)) != len(before):  # in one call, which needs no window of its own
+                raise BadPiece(f"expected a frame of {len(before)} bytes, found {found}")
     except zstandard.ZstdError as error:
         raise BadPiece(f"not a zstd frame: {error}") from error
-    return content.data
+    for start in range(0, len(content), _BLOCK):
+        block = content[start : start + _BLOCK]
+        np.bitwise_xor(block, before[start : start + _BLOCK], out=block)
+        proof.update(block.data)
+    return content.data, proof.hexdigest()
 
 
 def _xor(one: bytes | memoryview, other: bytes | memoryview) -> memoryview:

@@ -7,18 +7,20 @@ has that one, and in full otherwise, or once `full_every` versions depend on eac
 
 import secrets
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 
 import structlog
+from resharder.converters.failpoints import failpoint
 from resharder.converters.units import size_text
 from resharder.converters.wire.pieces import PieceSpan
-from resharder.server.archive.archived import Archived
-from resharder.server.archive.checkpoints import Base, BaseDiffers, Checkpoints, Source, check_same
+from resharder.server.archive.archived import MARKER, Archived, BaseVersion, place_of
+from resharder.server.archive.checkpoints import Base, BaseDiffers, Checkpoints, Held, Source, Way, check_same
 from resharder.server.archive.remote import Remote
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.errors import DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
+from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord, check_model_name
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
@@ -41,6 +43,7 @@ class Archive:
         every: Archive every n-th READY version of a model; 0: on command only.
         full_every: Longest chain of a full version and deltas; 1: no deltas.
         keep: Versions of each model that are kept, besides the bases that they need; 0: all.
+        read_only: Whether nothing is written to the archive.
         pause: Seconds before a failed operation is retried, doubling.
         report: Called with a resource's name, `archived`, `restored` or `failed`, and the reason, after each.
 
@@ -56,14 +59,15 @@ class Archive:
         *,
         full_every: int = 16,
         keep: int = 0,
+        read_only: bool = False,
         pause: float = 1.0,
         report: Callable[[str, str, str], object] = lambda name, what, reason: None,
     ) -> None:
         self.store, self.every, self._report = store, every, report
-        self._full_every, self._keep_count = full_every, keep
+        self._full_every, self._keep_count, self._read_only = full_every, keep, read_only
         self._pause = pause
-        self._closed, self._looked = threading.Event(), threading.Event()
-        self._checkpoints = Checkpoints(Remote(url), self._closed)
+        self.closed, self._looked = threading.Event(), threading.Event()
+        self.checkpoints = Checkpoints(Remote(url), self.closed)
         self._changed = threading.Condition()
         self._waiting: dict[str, VersionRecord] = {}
         self._writing: VersionRecord | None = None
@@ -75,7 +79,7 @@ class Archive:
     @property
     def url(self) -> str:
         """URL of the archive, with its scheme."""
-        return self._checkpoints.url
+        return self.checkpoints.url
 
     def start(self, restore: bool = True) -> None:
         """Read the archive, so that its numbers and epochs are not reused, and return after that or after 30 seconds.
@@ -91,7 +95,7 @@ class Archive:
 
     def close(self) -> None:
         """Stop writing and restoring, and wait up to 30 seconds for the thread. Later versions are not archived."""
-        self._closed.set()
+        self.closed.set()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not None:
@@ -105,11 +109,16 @@ class Archive:
         """Archive a version, blocking until every file was read back. A damaged copy is written again.
 
         Raises:
+            FailedPrecondition: READ_ONLY.
             ResourceNotFound: MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE.
             AlreadyExists: VERSION_DIFFERS.
             DataLoss: CHECKSUM.
             Unavailable: ARCHIVE_FAILED.
         """
+        if self._read_only:
+            raise FailedPrecondition(
+                "READ_ONLY", f"this daemon follows {self.url}: archive the version with the daemon that writes there"
+            )
         holder = f"{_HOLDER}-{secrets.token_hex(4)}"
         record = self.store.lifecycle.pin(model, number, holder, yielding=True)
         try:
@@ -121,25 +130,35 @@ class Archive:
         """Return the complete versions of one model or of all, newest first. Raises InvalidArgument
         (MODEL_NAME), Unavailable (ARCHIVE_FAILED).
         """
-        models = [check_model_name(model)] if model else self._checkpoints.models()
-        found = (self._checkpoints.find(name, number) for name in models for number in self._checkpoints.numbers(name))
+        models = [check_model_name(model)] if model else self.checkpoints.models()
+        found = (self.checkpoints.find(name, number) for name in models for number in self.checkpoints.numbers(name))
         return [archived for archived in found if archived is not None]
 
-    def restore(self, model: str, number: int) -> VersionRecord:
-        """Restore a version, READY under its own number and verified.
+    def restore(self, model: str, number: int, fingerprint: str = "") -> VersionRecord:
+        """Restore a version, READY under its own number and verified. With a fingerprint, only that version.
 
-        Raises ResourceNotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and the errors of
-            `VersionLifecycle.adopt`.
+        Raises ResourceNotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), AlreadyExists
+        (VERSION_DIFFERS), and the errors of `VersionLifecycle.adopt`.
         """
-        archived = self._checkpoints.find(model, number)
+        archived = self.checkpoints.find(model, number)
         if archived is None:
             raise ResourceNotFound(
                 "NOT_ARCHIVED",
-                f"{self.url} has no complete models/{model}/versions/{number}: `resharder archived` lists what it has",
+                f"{self.url} has no complete models/{model}/versions/{number}: {place_of(model, number)}/{MARKER} is missing or "
+                "damaged; `resharder archived` lists what it has",
             )
-        write = partial(self._checkpoints.fetch, archived)
+        if fingerprint and archived.fingerprint != fingerprint:
+            raise AlreadyExists(
+                "VERSION_DIFFERS", f"{archived.url} is another {archived.name}, not the one with fingerprint {fingerprint}"
+            )
+        ways: list[Way] = []
+
+        def write(folder: Path) -> None:
+            ways.append(self.checkpoints.fetch(archived, folder, self._held(model)))
+
         record = self.store.lifecycle.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
-        self._report(record.name, "restored", f"from {archived.url}")
+        for way in ways:  # none if it was READY already
+            self._report(record.name, "restored", f"from {archived.url}, {_told(way)}")
         return record
 
     # Background work
@@ -151,7 +170,7 @@ class Archive:
                 self._looked.set()
             except DaemonError as error:
                 _log.error("archive_unreachable", url=self.url, reason=str(error))
-                if self._closed.wait(10 * self._pause):
+                if self.closed.wait(10 * self._pause):
                     return
         for model in missing:
             self._bring_back(model)
@@ -163,31 +182,43 @@ class Archive:
         versions, incomplete ones included.
         """
         missing = []
-        for model in self._checkpoints.models():
-            numbers = self._checkpoints.numbers(model)
-            found = (self._checkpoints.find(model, number) for number in numbers)
+        for model in self.checkpoints.models():
+            numbers = self.checkpoints.numbers(model)
+            found = (self.checkpoints.find(model, number) for number in numbers)
             newest = next((archived for archived in found if archived is not None), None)
             coming = restore and newest is not None and self.store.catalogue.newest(model) is None
             self.store.epochs.expect(model, numbers[0], newest.epoch if newest else 0, coming=coming)
             self._newest[model] = newest.number if newest else 0
             missing += [model] if coming else []
+            self._mend_latest(model, numbers)
         for model in self.store.catalogue.models():
             if (record := self.store.catalogue.newest(model)) is not None:
                 self._on_version(record)
         return missing
 
+    def _mend_latest(self, model: str, numbers: list[int]) -> None:
+        """Let latest.json name the newest version: an earlier release has not written it, or a daemon was killed before."""
+        try:
+            found = (self.checkpoints.find(model, number) for number in numbers)
+            if (
+                newest := next((archived for archived in found if archived is not None and not archived.skipped), None)
+            ) is not None:
+                self.checkpoints.point_at(newest)
+        except Unavailable as error:  # as where this daemon may only read
+            _log.warning("archive_not_pointed", model=model, reason=str(error))
+
     def _bring_back(self, model: str) -> None:
         """Restore the newest complete version of a model, unless a trainer has published meanwhile."""
         try:
-            for number in self._checkpoints.numbers(model):
-                if self.store.catalogue.newest(model) is not None or self._closed.is_set():
+            for number in self.checkpoints.numbers(model):
+                if self.store.catalogue.newest(model) is not None or self.closed.is_set():
                     break
                 try:
                     self._again(partial(self.restore, model, number))
                 except (DataLoss, ResourceNotFound) as error:
-                    self._failed(f"models/{model}/versions/{number}", "not restored", error)
+                    self.failed(f"models/{model}/versions/{number}", "not restored", error)
         except Exception as error:
-            self._failed(f"models/{model}", "not restored", error)
+            self.failed(f"models/{model}", "not restored", error)
         finally:
             self.store.epochs.expect(model, 0, 0, coming=False)
 
@@ -220,8 +251,8 @@ class Archive:
     def _next(self) -> VersionRecord | None:
         """Return the version that has waited longest; None after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
-            if self._closed.is_set():
+            self._changed.wait_for(lambda: bool(self._waiting) or self.closed.is_set())
+            if self.closed.is_set():
                 return None
             self._writing = record = self._waiting.pop(next(iter(self._waiting)))
             return record
@@ -230,7 +261,7 @@ class Archive:
         try:
             self._again(partial(self._keep, record, sure=False), lambda: record.model in self._waiting)
         except Exception as error:
-            self._failed(record.name, "not archived", error)
+            self.failed(record.name, "not archived", error)
         finally:
             with self._changed:
                 self._writing = None
@@ -246,35 +277,39 @@ class Archive:
             except Unavailable as error:
                 number += error.reason != "PIECES_ELSEWHERE"
                 known = error.reason in ("ARCHIVE_FAILED", "STORE_FAILED", "PIECES_ELSEWHERE")
-                if not known or number == _TRIES or overtaken() or self._closed.is_set():
+                if not known or number == _TRIES or overtaken() or self.closed.is_set():
                     raise
                 _log.warning("archive_tried", tries=number, reason=str(error))
-            self._closed.wait(backoff(max(number, 1), self._pause))
+            self.closed.wait(backoff(max(number, 1), self._pause))
 
-    def _failed(self, name: str, what: str, error: Exception) -> None:
-        if not self._closed.is_set():
+    def failed(self, name: str, what: str, error: Exception) -> None:
+        """Report a failure, unless the archive is closed."""
+        if not self.closed.is_set():
             self._report(name, "failed", f"{what}: {error}")
 
     def _keep(self, record: VersionRecord, *, sure: bool) -> Archived:
         """Return a version's copy in the archive, written if it is missing; with `sure`, its bytes are verified as well."""
         with self._one:
-            there = self._checkpoints.find(record.model, record.number)
+            there = self.checkpoints.find(record.model, record.number)
             if there is not None:
                 check_same(there, record)
             damaged = there is not None and sure and self._is_damaged(there)
             kept = there if there is not None and not damaged else self._write(record, in_full=damaged)
             self._newest[record.model] = max(record.number, self._newest.get(record.model, 0))
+            if not kept.skipped:
+                failpoint("archive.before-latest")
+                self.checkpoints.point_at(kept)
             if self.every and self._full_every > 1:
                 self._hold_base(record)
             if self._keep_count and record.number == self._newest[record.model]:
-                for removed in self._checkpoints.retain(record.model, self._keep_count):
+                for removed in self.checkpoints.retain(record.model, self._keep_count):
                     _log.info("archive_removed", version=removed.name, url=removed.url)
         return kept
 
     def _is_damaged(self, archived: Archived) -> bool:
         """Read a version, with all that it is restored from."""
         try:
-            return any(self._checkpoints.damaged(link) for link in self._checkpoints.chain(archived))
+            return any(self.checkpoints.damaged(link) for link in self.checkpoints.chain(archived))
         except DataLoss as error:
             _log.warning("archive_damaged", version=archived.name, reason=str(error))
             return True
@@ -282,16 +317,16 @@ class Archive:
     def _write(self, record: VersionRecord, *, in_full: bool) -> Archived:
         self.store.reader.await_whole(record.model, record.number)
         archived = None if in_full else self._write_delta(record)
-        how = "in full" if archived is None else "as a delta"
         if archived is None:
-            archived = self._checkpoints.write(self._source(record))
+            archived = self.checkpoints.write(self._source(record))
+        how = " and ".join((["in full"] if archived.full else []) + (["as a delta"] if archived.base else []))
         size = sum(each.size for each in archived.objects.values())
         self._report(record.name, "archived", f"to {archived.url}, {how}: {size_text(size)}")
         return archived
 
     def _write_delta(self, record: VersionRecord) -> Archived | None:
-        """Write a version as a delta of the newest older one in the archive; None if the store no longer has that one, or has
-        other bytes, or if it would need too many others.
+        """Write a version as a delta of the newest older one in the archive, and in full as well if it would need too many
+        others; None if the store no longer has that one, or has other bytes.
         """
         there = self._newest_before(record)
         if there is None:
@@ -302,8 +337,9 @@ class Archive:
             if base.fingerprint != there.fingerprint or self._layout(base) != self._layout(record):
                 return None
             self.store.reader.await_whole(base.model, base.number)
-            pieces = self._checkpoints.pieces(there)
-            return self._checkpoints.write(self._source(record), Base(there, pieces, self._source(base)))
+            pieces = self.checkpoints.pieces(there, delta=not there.full)
+            base_files = Base(there, pieces, self._source(base))
+            return self.checkpoints.write(self._source(record), base_files, full=there.depth + 1 >= self._full_every)
         except (ResourceNotFound, BaseDiffers) as error:
             _log.info("archive_in_full", version=record.name, reason=str(error))
             return None
@@ -314,9 +350,9 @@ class Archive:
             self.store.lifecycle.release(there.model, there.number, holder)
 
     def _newest_before(self, record: VersionRecord) -> Archived | None:
-        for number in self._checkpoints.numbers(record.model):
-            if number < record.number and (there := self._checkpoints.find(record.model, number)) is not None:
-                return there if there.folder and there.depth + 1 < self._full_every else None
+        for number in self.checkpoints.numbers(record.model):
+            if number < record.number and (there := self.checkpoints.find(record.model, number)) is not None:
+                return there if there.folder and self._full_every > 1 else None
         return None
 
     def _layout(self, record: VersionRecord) -> dict[str, int]:
@@ -335,6 +371,23 @@ class Archive:
         contents = {MANIFEST_FILE: reader.manifest_content(*version)}
         return Source(record, self.store.folder.path(record), names, reading, contents)
 
+    def _held(self, model: str) -> Held:
+        """Return the whole READY versions of the store, of which the archive's may be deltas."""
+        reader = self.store.reader
+        ready = [record for record in self.store.catalogue.versions(model) if record.state == READY]
+        whole = [record for record in ready if reader.partial(model, record.number) is None]
+        return {BaseVersion(record.number, record.fingerprint): partial(self._pinned, record) for record in whole}
+
+    @contextmanager
+    def _pinned(self, record: VersionRecord) -> Iterator[Source]:
+        """Pin a version, until the store needs its capacity. Raises ResourceNotFound (VERSION_GONE)."""
+        holder = f"{_BASE_HOLDER}-{secrets.token_hex(4)}"
+        self.store.lifecycle.pin(record.model, record.number, holder, yielding=True)
+        try:
+            yield self._source(record)
+        finally:
+            self.store.lifecycle.release(record.model, record.number, holder)
+
     def _hold_base(self, record: VersionRecord) -> None:
         """Pin the newest archived version for the next delta, until the store needs its capacity."""
         held = self._bases.get(record.model, 0)
@@ -346,6 +399,14 @@ class Archive:
             return
         self._bases[record.model] = record.number
         self.store.lifecycle.release(record.model, held, _BASE_HOLDER)
+
+
+def _told(way: Way) -> str:
+    """Return a way as a part of a sentence."""
+    deltas, size = sum(link.delta for link in way.links), size_text(way.size)
+    start = "in full" if way.base is None else f"from version {way.base.number} of the store"
+    more = f" and {deltas} delta{'s' if deltas > 1 else ''}" if deltas else ""
+    return f"{start}{more}: {size}"
 
 
 def needed(archive: Archive | None) -> Archive:

@@ -1,4 +1,4 @@
-"""Records of an archived version: `archived.json`, and the pieces of its files.
+"""Records of an archive: `archived.json` of a version, the pieces of its files, and `latest.json` of a model.
 
 Format 1 (0.1.0) has the files beside its archived.json, and no pieces.
 """
@@ -15,6 +15,7 @@ from resharder.converters.storage.delta import PIECE, StoredPiece
 
 MARKER = "archived.json"
 PIECES_FILE = "pieces.json"
+LATEST = "latest.json"
 DELTA = ".delta"
 FORMAT, _FIRST_FORMAT = 2, 1
 
@@ -50,11 +51,17 @@ class Archived:
     folder: str = ""
     """Folder of the objects within the version's; none in format 1."""
     objects: dict[str, File] = field(default_factory=dict)
-    """Objects by name: a full version's files, or a delta's, and the pieces."""
+    """Objects by name: the files, their deltas, or both, and the pieces of each."""
     base: BaseVersion | None = None
-    """Base of a delta; None for a full version."""
+    """Base of the deltas; None if it is stored in full alone."""
+    full: bool = True
+    """Whether it is stored in full, perhaps beside its deltas."""
     depth: int = 0
-    """Number of deltas from a full version to this one."""
+    """Number of deltas from a full version to this one; 0 if it is stored in full."""
+    skipped: bool = False
+    """Whether LATEST skips it."""
+    lineage: str = ""
+    """Random name of all versions of the model in this archive; empty in format 1."""
 
     @property
     def name(self) -> str:
@@ -66,9 +73,14 @@ class Archived:
         """Folder of the objects, relative to the archive."""
         return f"{place_of(self.model, self.number)}/{self.folder}".rstrip("/")
 
-    def object_of(self, file: str) -> str:
-        """Return the path of the object that has a file's bytes, relative to the archive."""
-        return f"{self.place}/{file}{DELTA if self.base is not None else ''}"
+    def object_of(self, file: str, *, delta: bool) -> str:
+        """Return the path of the object that has a file's bytes, or with `delta` its delta, relative to the archive."""
+        return f"{self.place}/{file}{DELTA if delta else ''}"
+
+    def stored_bytes(self, *, delta: bool) -> int:
+        """Return the bytes of all files, or with `delta` of their deltas, with the pieces."""
+        found = (f"{name}{DELTA if delta else ''}" for name in (*self.files, PIECES_FILE))
+        return sum(self.objects[name].size for name in found if name in self.objects)
 
 
 def place_of(model: str, number: int) -> str:
@@ -90,7 +102,10 @@ def encode(archived: Archived) -> bytes:
         "folder": archived.folder,
         "objects": _encoded(archived.objects),
         "base": None if base is None else {"version": base.number, "fingerprint": base.fingerprint},
+        "full": archived.full,
         "depth": archived.depth,
+        "skipped": archived.skipped,
+        "lineage": archived.lineage,
     }
     return json.dumps(content | {"blake3": hash_of(content)}, indent=1).encode()
 
@@ -100,17 +115,21 @@ def decode(content: bytes, url: str) -> Archived:
     fields = parse_json(content)
     if fields.pop("blake3") != hash_of(fields) or fields["format"] not in (FORMAT, _FIRST_FORMAT):
         raise ValueError(f"expected format {FORMAT} and the hash of the rest, found format {fields.get('format')!r}")
-    files, objects, folder, base, depth = _files(fields["files"]), None, "", None, 0
+    files, objects, folder, base, full, depth, skipped, lineage = _files(fields["files"]), None, "", None, True, 0, False, ""
     if fields["format"] == FORMAT:
-        objects, folder, depth = _files(fields["objects"]), fields["folder"], fields["depth"]
+        objects, folder, full, depth = _files(fields["objects"]), fields["folder"], fields["full"], fields["depth"]
+        if not isinstance(skipped := fields["skipped"], bool) or not is_text(lineage := fields["lineage"]):
+            raise ValueError(f"expected whether it is skipped, and a lineage, found {skipped!r} and {fields['lineage']!r}")
         if fields["base"] is not None:
             base = BaseVersion(fields["base"]["version"], fields["base"]["fingerprint"])
-        if not (isinstance(folder, str) and is_file_name(folder)) or not is_count(depth) or bool(depth) != (base is not None):
-            raise ValueError("expected a plain folder, and a base with a depth or neither")
+        if not (isinstance(folder, str) and is_file_name(folder)) or not is_count(depth) or full is not (depth == 0):
+            raise ValueError("expected a plain folder, and a depth unless it is stored in full")
+        if base is None and not full:
+            raise ValueError("expected a base, or a version in full")
         if base is not None and not (is_count(base.number) and is_text(base.fingerprint) and base.number != fields["version"]):
             raise ValueError("expected a base of another number")
-        suffix = "" if base is None else DELTA
-        if {f"{name}{suffix}" for name in files} | {PIECES_FILE} != objects.keys():
+        suffixes = ([""] if full else []) + ([DELTA] if base is not None else [])
+        if {f"{name}{suffix}" for name in (*files, PIECES_FILE) for suffix in suffixes} != objects.keys():
             raise ValueError("expected an object for each file, and the pieces")
     size = sum(file.size for name, file in files.items() if name.endswith(".safetensors"))
     archived = Archived(
@@ -125,12 +144,46 @@ def decode(content: bytes, url: str) -> Archived:
         folder,
         files if objects is None else objects,
         base,
+        full,
         depth,
+        skipped,
+        lineage,
     )
     numbers = is_count(archived.number) and is_count(archived.epoch) and is_number(archived.archive_time)
     if not (numbers and is_text(archived.model) and is_text(archived.fingerprint)):
         raise ValueError("expected a name, numbers and a fingerprint")
     return archived
+
+
+class Latest(NamedTuple):
+    """Newest archived version of a model that LATEST does not skip.
+
+    `lineage`: of `Archived`. `archive_time`: in seconds since 1970.
+    """
+
+    model: str
+    number: int
+    fingerprint: str
+    lineage: str
+    archive_time: float
+
+
+def encode_latest(latest: Latest) -> bytes:
+    """Return the content of latest.json."""
+    content = {"format": 1, **latest._asdict()}
+    return json.dumps(content | {"blake3": hash_of(content)}, indent=1).encode()
+
+
+def decode_latest(content: bytes) -> Latest:
+    """Decode latest.json. Raises ValueError, KeyError, TypeError or AttributeError for other content."""
+    fields = parse_json(content)
+    if fields.pop("blake3") != hash_of(fields) or fields.pop("format") != 1:
+        raise ValueError("expected format 1 and the hash of the rest")
+    latest = Latest(**fields)
+    texts = (latest.model, latest.fingerprint, latest.lineage)
+    if not (is_count(latest.number) and is_number(latest.archive_time) and all(map(is_text, texts))):
+        raise ValueError("expected a name, a number, a fingerprint, a lineage and a time")
+    return latest
 
 
 def encode_pieces(pieces: Pieces) -> bytes:

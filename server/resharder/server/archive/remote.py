@@ -3,14 +3,16 @@
 import fcntl
 import os
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from resharder.converters.extras import install_line
+from resharder.server.infra.backoff import backoff
 from resharder.server.infra.filesystem import sync
 from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
 
@@ -21,6 +23,8 @@ CHUNK = 4 << 20
 _RANGE = 16 << 20  # of one read; a request has 30 s in all
 _PART, _PARTS = 8 << 20, 9000  # of an upload: S3 allows 10,000 parts
 _AT_ONCE = 4  # parts of an upload
+_TRIES, _PAUSE = 5, 0.1  # of a request whose answer was cut, and seconds before the second one, doubling
+Found = TypeVar("Found")
 _SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
 _SECRET = re.compile(r"(?<=[\w/])\?[^\s)\"']+|(?<=://)[^\s/@:]*:[^\s/@]*@")  # a signed query, or a user with a password
 
@@ -46,11 +50,11 @@ class Remote:
             from obstore.exceptions import BaseError
         except ImportError as error:
             raise FailedPrecondition(
-                "NO_ARCHIVE", f"cannot use {url}, because {error.name} is not installed; {install_line('archive')}"
+                "NO_ARCHIVE", f"cannot use {_shown(url)}, because {error.name} is not installed; {install_line('archive')}"
             ) from error
         scheme, _, _ = url.rpartition("://")
         if scheme not in ("", *_SCHEMES):
-            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder, or a URL of s3, gs, az or file, got {url!r}")
+            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder, or a URL of s3, gs, az or file, got {_shown(url)!r}")
         self._objects: ObjectStore
         self._folder: Path | None = None
         if scheme in ("", "file"):
@@ -69,24 +73,34 @@ class Remote:
     def names(self, folder: str = "") -> list[str]:
         """Return the names in a folder, sorted; an empty list if it does not exist."""
         with self._failures(folder):
-            found = self._objects.list_with_delimiter(self._at(folder))
+            found = self._tried(lambda: self._objects.list_with_delimiter(self._at(folder)))
             paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
             return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-    def content(self, path: str) -> Content | None:
-        """Return the content of a small object; None if it does not exist."""
+    def content(self, path: str, seen: Content | None = None) -> Content | None:
+        """Return the content of a small object; None if it does not exist.
+
+        `seen`: returned as it is if the object is still in that state, whose content is not transferred again.
+        """
+        from obstore.exceptions import NotModifiedError
+
+        def get() -> Content:
+            found = self._objects.get(self._at(path), options={"if_none_match": seen.tag} if seen and seen.tag else None)
+            return Content(bytes(found.bytes()), found.meta["e_tag"] or "")
+
         with self._failures(path):
             try:
-                found = self._objects.get(self._at(path))
+                return self._tried(get)
             except FileNotFoundError:
                 return None
-            return Content(bytes(found.bytes()), found.meta["e_tag"] or "")
+            except NotModifiedError:
+                return seen
 
     def size(self, path: str) -> int | None:
         """Return the size of an object in bytes; None if it does not exist."""
         with self._failures(path):
             try:
-                return self._objects.head(self._at(path))["size"]
+                return self._tried(lambda: self._objects.head(self._at(path)))["size"]
             except FileNotFoundError:
                 return None
 
@@ -96,7 +110,7 @@ class Remote:
             return b""
         with self._failures(path):
             try:
-                return bytes(self._objects.get_range(self._at(path), start=start, end=end))
+                return self._tried(lambda: bytes(self._objects.get_range(self._at(path), start=start, end=end)))
             except Exception:
                 if (self.size(path) or 0) < end:
                     return b""
@@ -105,7 +119,7 @@ class Remote:
     def chunks(self, path: str) -> Iterator[bytes]:
         """Yield the content of an object in chunks of 4 MiB."""
         with self._failures(path):
-            size = self._objects.head(self._at(path))["size"]
+            size = self._tried(lambda: self._objects.head(self._at(path)))["size"]
         for start in range(0, size, _RANGE):
             content = self.read(path, start, min(start + _RANGE, size))
             for at in range(0, len(content), CHUNK):
@@ -114,8 +128,12 @@ class Remote:
     def write(self, path: str, chunks: Iterable[bytes | memoryview], size: int) -> None:
         """Write a whole object of at most `size` bytes. In a folder, the file and its folders are synced."""
         with self._failures(path):
-            part = max(_PART, -(-size // _PARTS))
-            self._objects.put(self._at(path), iter(chunks), chunk_size=part, max_concurrency=_AT_ONCE)
+            if size <= _PART:  # in one request, where parts need three
+                content = b"".join(chunks)
+                self._tried(lambda: self._objects.put(self._at(path), content, use_multipart=False))
+            else:
+                part = max(_PART, -(-size // _PARTS))
+                self._objects.put(self._at(path), iter(chunks), chunk_size=part, max_concurrency=_AT_ONCE)
             self._sync(path)
 
     def create(self, path: str, content: bytes) -> bool:
@@ -124,7 +142,7 @@ class Remote:
 
         with self._failures(path):
             try:
-                self._objects.put(self._at(path), content, mode="create")
+                self._tried(lambda: self._objects.put(self._at(path), content, mode="create"))
             except AlreadyExistsError:
                 # A request that is repeated after its answer was lost finds its own object.
                 there = self.content(path)
@@ -140,7 +158,7 @@ class Remote:
             try:
                 with self._alone(path):
                     if self._folder is None:
-                        self._objects.put(self._at(path), content, mode={"e_tag": tag})
+                        self._tried(lambda: self._objects.put(self._at(path), content, mode={"e_tag": tag}))
                     elif (there := self.content(path)) is not None and there.tag == tag:
                         self._objects.put(self._at(path), content)
                     else:
@@ -189,6 +207,19 @@ class Remote:
             yield
         finally:
             os.close(descriptor)
+
+    def _tried(self, act: Callable[[], Found]) -> Found:
+        """Return the result of a request, which is repeated if its answer was cut: obstore repeats the other failures itself."""
+        from obstore.exceptions import GenericError
+
+        for number in range(1, _TRIES):
+            try:
+                return act()
+            except GenericError as error:
+                if "body error" not in str(error):
+                    raise
+            time.sleep(backoff(number, _PAUSE))
+        return act()
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:

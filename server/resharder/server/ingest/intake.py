@@ -121,6 +121,7 @@ class Intake:
             argument returns True: a version is aborted.
         clock: Monotonic clock in seconds.
         nodes: Nodes into whose files ranks may write; None for none.
+        read_only: Whether publishers are refused, because the versions are those of an archive that the daemon follows.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
             and all that follow the model.
     """
@@ -137,8 +138,9 @@ class Intake:
         clock: Callable[[], float] = time.monotonic,
         nodes: HomeRegister | None = None,
         audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),
+        read_only: bool = False,
     ) -> None:
-        self.store, self._clock, self._audience = store, clock, audience
+        self.store, self._clock, self._audience, self._read_only = store, clock, audience, read_only
         self.nodes = nodes or HomeRegister()
         self.lease_seconds, self.chunk_bytes, self._threads = lease_seconds, chunk_bytes, threads
         self._patience, self._replicate = writer_patience, replicate
@@ -173,10 +175,15 @@ class Intake:
         Raises:
             InvalidArgument: MODEL_NAME, MODEL_FILE, JOB, WORLD_SIZE.
             AlreadyExists: WORLD_SIZE.
-            FailedPrecondition: STALE_EPOCH; BASE: the model and the base contradict what is known of either.
+            FailedPrecondition: READ_ONLY; STALE_EPOCH; BASE: the model and the base contradict what is known of either.
             Unavailable: DRAINING.
         """
         check_model_name(model)
+        if self._read_only:
+            raise FailedPrecondition(
+                "READ_ONLY",
+                f"this daemon follows an archive, and takes no versions: publish {model!r} to the daemon that archives it",
+            )
         if base:
             check_model_name(base)
         check_files(files, base)

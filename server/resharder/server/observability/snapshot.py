@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from resharder.server.archive.follower import Followed
 from resharder.server.fleets.explain import FleetView, ServerView
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.intake import Intake
@@ -53,6 +54,7 @@ class Snapshot:
     available: Mapping[str, int] = field(default_factory=dict)  # bytes for versions after the READY ones, by model
     store_problem: str = ""  # why the daemon can no longer use its store
     stuck: Mapping[str, int] = field(default_factory=dict)  # bytes of folders that could not be removed, by path
+    following: Sequence[Followed] = ()  # models whose versions come from another daemon's archive
 
     def not_retired(self, model: str) -> list[VersionRecord]:
         """Return the READY versions beyond retention whose files cannot be moved."""
@@ -81,7 +83,13 @@ class Snapshot:
         return sum(view.server.serving == number for view in views)
 
 
-def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[], float] = time.time) -> Snapshot:
+def take(
+    intake: Intake,
+    fleets: Fleets,
+    nodes: NodeRegistry,
+    following: Sequence[Followed] = (),
+    wall: Callable[[], float] = time.time,
+) -> Snapshot:
     """Take a snapshot. Each part is read on its own, without a common lock; models that vanish meanwhile are left out."""
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
@@ -110,6 +118,7 @@ def take(intake: Intake, fleets: Fleets, nodes: NodeRegistry, wall: Callable[[],
         store.capacity.available_bytes(),
         store.folder.problem(),
         {str(path): size for model in store.catalogue.stored() for path, size in list(model.stuck.items())},
+        following,
     )
 
 

@@ -3,10 +3,11 @@
 import importlib.metadata
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from resharder.server.archive.follower import Followed
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.infra.addresses import is_loopback, parse_listen
 from resharder.server.infra.event_log import Events
@@ -34,7 +35,9 @@ class Shown:
         check: AccessCheck | None = None,
         tls: ssl.SSLContext | None = None,
         wall: Callable[[], float] = time.time,
+        following: Callable[[], Sequence[Followed]] = tuple,
     ) -> None:
+        self._following = following
         self._intake, self._fleets, self._nodes, self._events = intake, fleets, nodes, events
         self._since = wall()
         self._ready = False
@@ -61,7 +64,7 @@ class Shown:
             self._listener.close()
 
     def _look(self) -> snapshot.Snapshot:
-        return snapshot.take(self._intake, self._fleets, self._nodes)
+        return snapshot.take(self._intake, self._fleets, self._nodes, self._following())
 
     def _status(self) -> dict[str, Any]:
         return status(self._look(), self._events.last(_EVENTS), release=RELEASE, started=self._since, unready=self._unready())

@@ -63,6 +63,10 @@ def _problems(now: Snapshot) -> Iterator[str]:
             yield f"node {node.name.removeprefix('nodes/')} is LOST: it has not called within its lease"
         for copy in (copy for copy in node.copies if copy.problem and copy.wanted):
             yield f"node {node.name.removeprefix('nodes/')}: {copy.version} does not arrive: {copy.problem}"
+    for each in now.following:
+        if each.problem:
+            what = f"models/{each.model} is not followed" if each.model else "the archive cannot be followed"
+            yield f"{what}: {each.problem}"
     for each in now.shortages:
         yield f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}"
 

@@ -33,6 +33,7 @@ def families(now: Snapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("resharder_store_used_bytes", "Bytes of versions and reserves", value=now.store_used)
     yield GaugeMetricFamily("resharder_store_limit_bytes", "Bound on the bytes of versions and reserves", value=now.store_limit)
     yield from _models(now)
+    yield from _following(now)
     yield from _publishers(now)
     yield from _fleets(now)
     yield from _nodes(now)
@@ -72,6 +73,24 @@ def _models(now: Snapshot) -> Iterator[Metric]:
             ready.add_metric([model], last.ready_time)
             sizes.add_metric([model], last.size_bytes)
     yield from (states, newest, ready, sizes, available, stuck)
+
+
+def _following(now: Snapshot) -> Iterator[Metric]:
+    wanted = GaugeMetricFamily(
+        "resharder_followed_version", "Newest version in the archive that the daemon follows; 0: unknown", labels=["model"]
+    )
+    lag = GaugeMetricFamily(
+        "resharder_follow_lag_seconds", "Seconds since that version was archived, until it is READY here", labels=["model"]
+    )
+    failing = GaugeMetricFamily(
+        "resharder_follow_failing", "1 while a version, or with an empty model the archive, cannot be fetched", labels=["model"]
+    )
+    for each in now.following:
+        failing.add_metric([each.model], bool(each.problem))
+        if each.model:
+            wanted.add_metric([each.model], each.wanted)
+            lag.add_metric([each.model], 0.0 if each.has or not each.wanted else max(0.0, now.time - each.archive_time))
+    yield from (wanted, lag, failing)
 
 
 def _publishers(now: Snapshot) -> Iterator[Metric]:
