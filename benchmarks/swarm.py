@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.holding.sources import (
+from resharder.server.holding.piece_requests import (
     LIMITS,
     UPLOADS,
     PeerRecord,

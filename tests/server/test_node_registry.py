@@ -9,7 +9,7 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.swarm import MOST_LINKS, LinkLog, bounded_link
+from resharder.server.holding.piece_fetcher import MOST_LINKS, LinkLog, bounded_link
 from resharder.server.infra.change_signal import Pause
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.registry import NodeRegistry

@@ -37,7 +37,7 @@ from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.from_nodes import registry_key, restore_from_nodes
 from resharder.server.holding.held_files import HeldFiles
-from resharder.server.holding.sources import LIMITS
+from resharder.server.holding.piece_requests import LIMITS
 from resharder.server.holding.tls import certificate_of
 from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.addresses import is_loopback, reachable_at

@@ -1,4 +1,4 @@
-"""A node's loop: it reports to the daemon, follows its orders, and keeps the swarm busy.
+"""A node's loop: it reports to the daemon, follows its orders, and keeps the fetcher busy.
 
 Two threads: one exchanges reports and orders, so that a daemon that is away stops no transfer; the other one creates and drops
 versions and starts requests. Orders are complete each time: a version that they do not name is dropped, once no process uses it.
@@ -18,7 +18,7 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.endpoint import PROXY, proxy_address
 from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.server.holding.swarm import Swarm, named_in
+from resharder.server.holding.piece_fetcher import PieceFetcher, named_in
 from resharder.server.holding.transfers import ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import CopyProblems, HeldVersion, NodeCopies
@@ -106,8 +106,8 @@ class NodeAgent:
         identity: The node's identity.
         daemon: Calls of the daemon.
         copies: The versions.
-        make_swarm: Function that returns the swarm, which calls its argument after each piece.
-        received: Bytes that the swarm has received.
+        make_fetcher: Function that returns the fetcher, which calls its argument after each piece.
+        received: Bytes that the fetcher has received.
         sent: Function that returns (bytes sent, requests being answered) of the data port.
         sets: Files into which ranks write.
         instance: Nonce of the process's lifetime.
@@ -118,7 +118,7 @@ class NodeAgent:
         identity: NodeIdentity,
         daemon: DaemonClient,
         copies: NodeCopies,
-        make_swarm: Callable[[Callable[[], object]], Swarm],
+        make_fetcher: Callable[[Callable[[], object]], PieceFetcher],
         received: ReceivedBytes,
         sent: Callable[[], tuple[int, int]],
         sets: FileSets,
@@ -138,7 +138,7 @@ class NodeAgent:
         self._has_few = False  # whether few pieces are left of those that the daemon has named
         self._ending = False
         self._problems = CopyProblems(clock)
-        self._swarm = make_swarm(self._wake)
+        self._fetcher = make_fetcher(self._wake)
         self._snapshots = KeptSnapshots(daemon, identity.id, self._report_soon)
         self.failure: Exception | None = None
         """Error that ended the loop."""
@@ -190,7 +190,7 @@ class NodeAgent:
         for thread in self._threads:
             thread.join(timeout=15)
         self._snapshots.close()
-        self._swarm.close()
+        self._fetcher.close()
         self._sets.close()
         if self.failure is None:
             try:
@@ -288,7 +288,7 @@ class NodeAgent:
             keeps_snapshots=True,
             snapshots=self._snapshots.revisions(),
             certificate=self._daemon.certificate(),
-            links=self._swarm.links.all(),
+            links=self._fetcher.links.all(),
             reservations=reservations,
         )
 
@@ -299,7 +299,7 @@ class NodeAgent:
                 folder=str(version.folder),
                 held=version.held().to_bytes(),
                 wanted=version.wanted().to_bytes(),
-                problem=self._problems.stuck(version, self._swarm.problem(version.name)),
+                problem=self._problems.stuck(version, self._fetcher.problem(version.name)),
                 addresses=version.addresses(),
             )
             for version in self._copies.all()
@@ -340,13 +340,13 @@ class NodeAgent:
             if version.name not in wanted:
                 try:
                     if self._copies.drop(version.name):
-                        self._swarm.forget(version.name)
+                        self._fetcher.forget(version.name)
                         self._problems.forget(version.name)
                         _log.info("version_dropped", version=version.name)
                 except OSError as error:
                     _log.warning("not_dropped", version=version.name, reason=str(error))
         for name in set(self._problems.all()) - wanted:
-            self._swarm.forget(name)
+            self._fetcher.forget(name)
             self._problems.forget(name)
 
     def _advance(self, order: node_pb2.NodeOrder) -> None:
@@ -366,7 +366,7 @@ class NodeAgent:
         except ValueError as error:  # of a daemon that numbers pieces in another way
             self._failed(order.version, str(error))
             return
-        self._has_few = self._swarm.fill(version, named) <= FEW or self._has_few
+        self._has_few = self._fetcher.fill(version, named) <= FEW or self._has_few
 
     def _enlarge(self, version: HeldVersion, order: node_pb2.NodeOrder) -> None:
         """Want the pieces that further workers need. Raises ValueError for pieces of another version."""

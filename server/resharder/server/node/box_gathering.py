@@ -17,7 +17,7 @@ from resharder.converters.wire.chunk_body import ReusedMemory
 from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, RangeConnection, WrongBytes
 from resharder.converters.wire.windows import BoxPart, Window, cut_windows, window_request
 from resharder.server.holding.part_files import FilesOnNode
-from resharder.server.holding.sources import LIMITS
+from resharder.server.holding.piece_requests import LIMITS
 from resharder.server.holding.tls import NodeTls
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes, data_address
 from resharder.server.infra.filesystem import MediumRefused, touching

@@ -11,7 +11,7 @@ from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.memory import EngineFailed, MemoryEngine, PieceTaken, VersionMemory
-from resharder.server.holding.sources import LIMITS, PeerRecord, RequestLimits, after_failure
+from resharder.server.holding.piece_requests import LIMITS, PeerRecord, RequestLimits, after_failure
 from resharder.server.holding.transfers import PartChecksum, PieceSource, PieceTransfer, ReceivedBytes
 
 _log = structlog.get_logger("resharder.node")

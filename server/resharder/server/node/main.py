@@ -32,8 +32,8 @@ from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import open_port
 from resharder.server.data.versions import ServedVersion
 from resharder.server.holding.memory import EngineFailed
-from resharder.server.holding.sources import LIMITS, UPLOADS
-from resharder.server.holding.swarm import Swarm
+from resharder.server.holding.piece_fetcher import PieceFetcher
+from resharder.server.holding.piece_requests import LIMITS, UPLOADS
 from resharder.server.holding.tls import NodeTls, certificate_id
 from resharder.server.holding.transfers import HttpTransfer, PieceTransfer, ReceivedBytes
 from resharder.server.infra.addresses import TcpAddress, is_loopback, parse_listen, reachable_at
@@ -217,7 +217,7 @@ class Node:
             ),
             self.daemon,
             self.copies,
-            lambda changed: Swarm(transfer, received, changed),
+            lambda changed: PieceFetcher(transfer, received, changed),
             received,
             lambda: (self._sent, self.port.transfers),
             self.sets,

@@ -13,8 +13,8 @@ import structlog
 from resharder.converters.wire.pieces import Bitmap, PieceSpan
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.held_files import pieces_of
-from resharder.server.holding.sources import LIMITS
-from resharder.server.holding.swarm import Swarm, named_in
+from resharder.server.holding.piece_fetcher import PieceFetcher, named_in
+from resharder.server.holding.piece_requests import LIMITS
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
 from resharder.server.nodes.placement import ReplicasShort
@@ -58,7 +58,7 @@ class StoreFetcher:
         self._ended = self._woken = False
         self._partials: dict[str, VerifiedVersion] = {}
         self._retries: dict[str, tuple[float, int]] = {}  # when the next attempt to make a version whole is due, and failures
-        self._swarm = Swarm(transfer, ReceivedBytes(), self._wake, replace(LIMITS, longest=_LONGEST_PAUSE))
+        self._fetcher = PieceFetcher(transfer, ReceivedBytes(), self._wake, replace(LIMITS, longest=_LONGEST_PAUSE))
         self._thread = threading.Thread(target=self._loop, name="store-pieces", daemon=True)
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class StoreFetcher:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        self._swarm.close()
+        self._fetcher.close()
 
     # Before READY
 
@@ -129,7 +129,7 @@ class StoreFetcher:
         node, lacked = next((node, lacked) for node, lacked in homes if len(lacked))
         self._nodes.homes.suspend(node)
         file, start, end = version.numbering.span(next(iter(lacked)))
-        problems = {link.peer: link.problem for link in self._swarm.links.all()}
+        problems = {link.peer: link.problem for link in self._fetcher.links.all()}
         why = problems.get(f"nodes/{node}") or f"nothing has arrived for {_PATIENCE:g} s"
         return ReplicasShort(f"nodes/{node}: {file}, bytes {start} to {end}: {why}")
 
@@ -146,11 +146,11 @@ class StoreFetcher:
         for name in self._partials.keys() - ready.keys():
             del self._partials[name]
             self._retries.pop(name, None)
-            self._swarm.forget(name)
+            self._fetcher.forget(name)
         for partial in [*self._lifecycle.partials(UPLOADING), *ready.values()]:
             if len(partial.missing()):
-                order = self._nodes.own_order(partial, self._swarm.links.all())
-                self._swarm.fill(partial, named_in(order, partial.numbering.count, ""))
+                order = self._nodes.own_order(partial, self._fetcher.links.all())
+                self._fetcher.fill(partial, named_in(order, partial.numbering.count, ""))
         self._nodes.count_own()
 
     def settle(self) -> None:

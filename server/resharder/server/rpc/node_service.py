@@ -8,7 +8,7 @@ from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.versions import ServedVersions
 from resharder.server.holding.part_files import FileProof, files_to_proto
-from resharder.server.holding.swarm import MOST_LINKS, bounded_link
+from resharder.server.holding.piece_fetcher import MOST_LINKS, bounded_link
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.checksums import checksum_of

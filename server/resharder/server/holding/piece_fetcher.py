@@ -14,7 +14,7 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.pieces import Bitmap
 from resharder.server.holding.held_files import HeldFiles
-from resharder.server.holding.sources import (
+from resharder.server.holding.piece_requests import (
     LIMITS,
     PeerRecord,
     PieceChoice,
@@ -110,7 +110,7 @@ def named_in(order: node_pb2.NodeOrder, pieces: int, daemon_address: str) -> lis
     return found
 
 
-class Swarm:
+class PieceFetcher:
     """Requests of a host for the pieces that the daemon has named, of one version at a time. Thread-safe.
 
     Args:

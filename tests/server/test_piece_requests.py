@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.wire.pieces import Bitmap
-from resharder.server.holding.sources import (
+from resharder.server.holding.piece_fetcher import named_in
+from resharder.server.holding.piece_requests import (
     LIMITS,
     PeerRecord,
     PieceRequest,
@@ -16,7 +17,6 @@ from resharder.server.holding.sources import (
     after_failure,
     choose,
 )
-from resharder.server.holding.swarm import named_in
 from resharder.server.nodes.pieces import PieceTable
 from resharder.server.nodes.tracker import AHEAD, ALONE, LATE, SENDING, STREAMS, Tracker
 from resharder.v1 import node_pb2
