@@ -16,7 +16,7 @@ from resharder.server.ingest.intake import CLOSED
 from resharder.server.rpc.dispatch import DOMAIN
 
 ROOT = Path(__file__).parents[2]
-AT_START = {"STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER"}
+AT_START = {"STORE_FILESYSTEM", "STORE_IN_USE", "STORE_LOCKED", "STORE_OWNER"}
 """Said on standard error, before there is anybody to send them to."""
 
 
@@ -44,10 +44,13 @@ def raised() -> set[tuple[str, str]]:
     kinds_of_conversion = {conversion.ConversionError, *conversion.ConversionError.__subclasses__()}
     kinds_of_conversion -= {conversion.ReplicasDiffer}  # ranks find it among themselves
     found |= {("INVALID_ARGUMENT", kind.reason) for kind in kinds_of_conversion}
-    for path in (ROOT / "server/resharder/server").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
-                found |= {(kinds[node.func.id], reason) for reason in _reasons(node.args[0])}
+    nodes = [each for path in (ROOT / "server/resharder/server").rglob("*.py") for each in ast.walk(ast.parse(path.read_text()))]
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and node.bases and (base := ast.unparse(node.bases[0])) in kinds:
+            kinds[node.name] = kinds[base]
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
+            found |= {(kinds[node.func.id], reason) for reason in _reasons(node.args[0])}
     return found
 
 
