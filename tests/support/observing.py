@@ -54,7 +54,10 @@ def expect_leaving(daemon: Daemon) -> Iterator[None]:
         wait_until(lambda: [server.state for server in operator.servers()] == [Server.State.SERVING], "it serves")
         (before,) = list(operator.events(last=1))
         yield
-        wait_until(lambda: operator.servers() == [], "it has left")
+        try:
+            wait_until(lambda: operator.servers() == [], "it has left", 60)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; there is: {operator.servers()}, after: {[*operator.events(last=5)]}") from None
         changes = [event.what for event in operator.events(last=100) if event.kind == "server" and event.id > before.id]
     assert changes[-1] == "left"
     assert "lost" not in changes

@@ -55,7 +55,8 @@ def watch_server() -> None:
 
     plain_run, plain_warm_up = http_server._setup_and_run_http_server, http_server._wait_and_warmup
     handler = tokenizer_manager.SignalHandler
-    plain_quit, plain_launch = handler.running_phase_sigquit_handler, Engine._launch_scheduler_processes.__func__
+    plain_term, plain_quit = handler.sigterm_handler, handler.running_phase_sigquit_handler
+    plain_launch = Engine._launch_scheduler_processes.__func__
     if hasattr(plain_run, "resharder"):
         return
 
@@ -76,6 +77,13 @@ def watch_server() -> None:
             return plain_warm_up(*args, **kwargs)
         return None
 
+    @functools.wraps(plain_term)
+    def term_handler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attached = getattr(self.tokenizer_manager, _ATTRIBUTE, None)
+        if attached is not None:  # before its requests are drained: 0.5.17 ends by SIGKILL afterwards
+            attached.end("")
+        return plain_term(self, *args, **kwargs)
+
     @functools.wraps(plain_quit)
     def quit_handler(self: Any, *args: Any, **kwargs: Any) -> Any:
         attached, ordered = getattr(self.tokenizer_manager, _ATTRIBUTE, None), self.tokenizer_manager.gracefully_exit
@@ -85,7 +93,8 @@ def watch_server() -> None:
 
     run.resharder = True  # type: ignore[attr-defined]
     http_server._setup_and_run_http_server, http_server._wait_and_warmup = run, warm_up
-    handler.running_phase_sigquit_handler, Engine._launch_scheduler_processes = quit_handler, classmethod(launch)
+    handler.sigterm_handler, handler.running_phase_sigquit_handler = term_handler, quit_handler
+    Engine._launch_scheduler_processes = classmethod(launch)
 
 
 def gate(app: Any, manager: Any) -> None:
