@@ -28,7 +28,7 @@ logger = logging.getLogger("resharder.inference.lease")
 
 FIRST_LEASE_SECONDS = 15.0  # assumed until the daemon's first answer
 LONGEST_PAUSE_SECONDS = 5.0  # between attempts to reach the daemon
-LEAVE_SECONDS = 5.0  # for the daemon to receive the last report: on a busy host 2 were too few, and the server was LOST
+LEAVE_SECONDS = 5.0  # for the daemon to receive the last report, on a busy host too
 
 
 @dataclass(frozen=True)
