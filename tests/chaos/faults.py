@@ -54,6 +54,7 @@ class Faults:
             return  # the storm is over
         self._system.keepers[node].down_until = self._history.now + down
         kept.failpoint, kept.small = failpoint, small
+        self._history.record("killing", process=node)  # perhaps long after the fault
         self._system.signal(kept.processes(), signal.SIGKILL)
 
     def _node_gone(self, nodes: list[str], down: float) -> None:
@@ -69,6 +70,7 @@ class Faults:
             return  # the storm is over
         for node in nodes:
             self._system.keepers[node].down_until = self._history.now + down
+            self._history.record("killing", process=node)
             self._system.signal(self._system.nodes[node].processes(), signal.SIGKILL)
         self._history.record("alone", nodes=nodes, versions=alone)
         for node in nodes:

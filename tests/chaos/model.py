@@ -322,8 +322,8 @@ def unexpected_death(events: Sequence[Event]) -> Iterator[Violation]:
     for event in events:
         if event["kind"] == "fault" and event["name"] in _KILLS:
             faulty |= dict.fromkeys([event["target"], *event["given"].get("nodes", ())], True)
-        if event["kind"] == "ready":
-            faulty[event["process"]] = bool(event.get("failpoint"))
+        if event["kind"] in ("ready", "killing"):
+            faulty[event["process"]] = event["kind"] == "killing" or bool(event.get("failpoint"))
         if event["kind"] == "peace" and event["phase"] == "shutdown":
             return
         if event["kind"] in ("death", "failed") and not faulty[event["process"]]:

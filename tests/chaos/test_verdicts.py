@@ -176,6 +176,14 @@ def processes() -> Iterator[Row]:
     yield "a daemon that ends without a fault", killed().add("death", process="daemon", status=1), ["unexpected death"]
     armed = Book().add("ready", process="daemon", failpoint="commit.sync@1=kill").add("death", process="daemon", status=-9)
     yield "a daemon with an armed failpoint may end", armed, []
+    ready = Book().fault("node.kill", "far").add("ready", process="far", failpoint="")
+    yield (
+        "a node that ends before it is killed",
+        ready.add("death", process="far", status=-9),
+        ["unexpected death"],
+    )
+    late = Book().fault("node.kill", "far").add("ready", process="far", failpoint="").add("killing", process="far")
+    yield "a node that is killed long after its fault may end", late.add("death", process="far", status=-9), []
     yield "a server that does not arrive", Book().peace("arrived", "servers/left is STAGING"), ["peace, arrived"]
     yield "shared memory that is left behind", Book().peace("end", "left: resharder-page"), ["peace, end"]
 
