@@ -14,6 +14,11 @@ def test_a_page_installs_from_a_checkout_or_a_wheel_not_by_a_name_that_no_index_
     assert re.findall(r"pip install[^`\n]*?['\" ]resharder\b.*", page.read_text()) == []
 
 
+def test_no_page_has_a_merge_that_was_left_open() -> None:
+    found = [page.name for page in PAGES if re.search(r"^(<<<<<<<|=======|>>>>>>>)( |$)", page.read_text(), re.M)]
+    assert found == []
+
+
 def test_the_pages_of_a_contributor_are_not_among_the_guides() -> None:
     (contributing,) = re.findall(r"^  - Contributing:\n(.*?)(?=^  - |\Z)", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
     named = {"architecture.md", "one-tensor.md", "protocol.md", "adding-a-family.md", "robustness.md"}

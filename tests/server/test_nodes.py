@@ -68,7 +68,7 @@ def test_a_worker_maps_the_version_of_the_node_on_its_host(daemon: Daemon) -> No
 
 
 def received_bytes(daemon: Daemon, name: str) -> tuple[int, int]:
-    """What a node has reported of the bytes that it received from the daemon, and from nodes."""
+    """Bytes that a node has reported as received: from the daemon, and from other nodes."""
     found = nodes(daemon)[f"nodes/{name}"]
     return found.received_daemon_bytes, found.received_peer_bytes
 

@@ -200,9 +200,8 @@ class Archive:
         """Let latest.json name the newest version: an earlier release has not written it, or a daemon was killed before."""
         try:
             found = (self.checkpoints.find(model, number) for number in numbers)
-            if (
-                newest := next((archived for archived in found if archived is not None and not archived.skipped), None)
-            ) is not None:
+            newest = next((archived for archived in found if archived is not None and not archived.skipped), None)
+            if newest is not None:
                 self.checkpoints.point_at(newest)
         except Unavailable as error:  # as where this daemon may only read
             _log.warning("archive_not_pointed", model=model, reason=str(error))

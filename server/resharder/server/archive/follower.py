@@ -33,10 +33,14 @@ _log = structlog.get_logger("resharder.follower")
 
 
 class Followed(NamedTuple):
-    """What a daemon knows of a model that it follows.
+    """State of a followed model.
 
-    `wanted`: the version that latest.json names; 0 if unknown. `archive_time`: of that, in seconds since 1970. `problem`: why
-    the daemon does not have it, or cannot look; empty if there is none.
+    Attributes:
+        model: Its name; empty while the archive cannot be listed.
+        wanted: Number of the version that latest.json names; 0 if unknown.
+        archive_time: Time at which that version was archived, in seconds since 1970.
+        has: Whether the daemon has it.
+        problem: Why the daemon lacks it, or cannot read latest.json; empty if there is no problem.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""What a node has seen of its peers, and which of the pieces that the daemon has named it requests next.
+"""Records of a node's peers, and the choice of its next requests among the pieces that the daemon has named.
 
 A peer that fails is left alone for a time that doubles each time.
 """
