@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from urllib.request import Request, urlopen
@@ -132,7 +132,7 @@ def measured(hosts: Hosts, environment: dict[str, str], weights: list[np.ndarray
                 until(lambda number=step + 1: served(operator) == number)
                 times["served"].append(time.monotonic() - began)
                 times["sent"].append(received(hosts) - before)
-                until(lambda number=step + 1: archived(at_home, number))
+                until(lambda number=step + 1: archived(at_home, number) > 0)
                 times["archived"].append(archived(at_home, step + 1) - wall)
         publisher.close()
     finally:
@@ -157,9 +157,9 @@ def received(hosts: Hosts) -> int:
         return int(file.read())
 
 
-def until(holds: object) -> None:
+def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
-    while not holds():  # type: ignore[operator]
+    while not holds():
         if time.monotonic() > deadline:
             raise TimeoutError("the region did not follow within 300 s")
         time.sleep(0.02)
