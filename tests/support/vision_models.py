@@ -1,0 +1,165 @@
+"""Tiny vision-language models with a processor, what is asked of their servers, and what transformers would answer.
+
+torchvision, which transformers' processors need, is the stand-in in `images` where there is none.
+"""
+
+import base64
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from tests.support.vllm_server import MODEL_NAME, ServerFailed, VllmServer
+
+IMAGES, PLUGINS = (Path(__file__).with_name(name) for name in ("images", "raw_mode"))
+ROOT = Path(__file__).parents[2]
+_SPECIAL = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+_SPECIAL |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+TEXT = "t5 t17 t42 t7"
+
+
+class Said(NamedTuple):
+    """An answer: one logprob for each token id. `version`: the header, None without the plugin."""
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: str | None
+
+    @property
+    def content(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        return self.token_ids, self.logprobs
+
+
+def vision_server(folder: Path, endpoint: str | None, *arguments: str, plugins: str = "", **options: Any) -> VllmServer:
+    """A server of a model with a processor, which follows the daemon at `endpoint`, or has nothing of Resharder without one.
+
+    `plugins`: others, each with a comma before it.
+    """
+    names = "resharder" if endpoint else ""
+    environment = {"PYTHONPATH": _path(PLUGINS), "VLLM_PLUGINS": (names + plugins).strip(","), "RESHARDER_ENDPOINT": endpoint}
+    environment |= options.pop("env", {})
+    given = ["--skip-mm-profiling", *arguments, *(["--load-format", "resharder"] if endpoint else [])]
+    # Not forked: what servers are forked from has looked for torchvision in vain.
+    return VllmServer(folder, given, environment, python=str(Path(sys.executable).with_name("python3")), **options)
+
+
+def save_processor(folder: Path, config: Mapping[str, Any]) -> Path:
+    """config.json, and Qwen's processor with a tokenizer of the words `t0 t1 t2 …` and those that stand for images and videos."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", __name__, str(folder)]  # transformers looks for torchvision once in a process
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": _path(ROOT)}, check=True)
+    return folder
+
+
+def _path(*folders: Path) -> str:
+    stand_in = [] if find_spec("torchvision") else [IMAGES]
+    return os.pathsep.join([*map(str, (*stand_in, *folders)), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _save_processor(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    special = {config[name]: word for name, word in _SPECIAL.items()}
+    words = {special.get(i, f"t{i}"): i for i in range(config["text_config"]["vocab_size"])}
+    levels = Tokenizer(models.WordLevel(vocab=words, unk_token="t3"))
+    levels.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ends = {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0", "unk_token": "t3"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=levels, additional_special_tokens=[*_SPECIAL.values()], **ends)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    vision, found = config["vision_config"], import_module("transformers")
+    sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"], "temporal_patch_size": 2}
+    square = (vision["patch_size"] * vision["spatial_merge_size"]) ** 2
+    sizes["size"] = {"shortest_edge": square, "longest_edge": 4096 * square}
+    old = config["model_type"] == "qwen2_5_vl"
+    processor = found.Qwen2_5_VLProcessor if old else found.Qwen3VLProcessor
+    videos = found.Qwen2VLVideoProcessor if old else found.Qwen3VLVideoProcessor
+    processor(found.Qwen2VLImageProcessor(**sizes), tokenizer, videos(**sizes)).save_pretrained(folder)
+
+
+def picture(seed: int, rows: int = 24, columns: int = 32) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (rows, columns, 3)).astype("uint8"))
+
+
+def encoded(image: Image.Image) -> str:
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def image_part(image: Image.Image) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(image)}"}}
+
+
+def video_part(frames: Sequence[Image.Image]) -> dict[str, Any]:
+    """Frames, as vLLM reads them from a comma-separated list."""
+    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(map(encoded, frames))}"}}
+
+
+def ask(server: VllmServer, *parts: Mapping[str, Any], tokens: int = 8) -> Said:
+    """A greedy answer to images and videos, then `TEXT`."""
+    content = [*parts, {"type": "text", "text": TEXT}]
+    asked = {"model": MODEL_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": tokens, "temperature": 0}
+    response = server.request(
+        "POST", "/v1/chat/completions", asked | {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
+    )
+    if response.status != 200:
+        raise ServerFailed(f"expected 200 for a chat, got {response.status}: {response.body[:500]!r}\n{server.log_tail()}")
+    answer = response.json()
+    choice = answer["choices"][0]
+    logprobs = tuple(each["logprob"] for each in choice["logprobs"]["content"])
+    return Said(tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs, response.version)
+
+
+class VisionReference:
+    """transformers' own model of a config with given weights, under the names on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self._config = AutoConfig.for_model(**config)
+        made = AutoModelForImageTextToText.from_pretrained(
+            folder, config=self._config, dtype=torch.float32, attn_implementation="eager"
+        )
+        self._model = made.eval()
+
+    @torch.no_grad()
+    def logprobs(self, said: Said, image: Image.Image) -> list[float]:
+        """Of each token of an answer to one image."""
+        tokens = torch.tensor([[*said.prompt, *said.token_ids]])
+        pixels, grid = patches(image, self._config.vision_config)
+        kinds = (tokens == self._config.image_token_id).int()
+        found = self._model(input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds).logits
+        logprobs = found[0, len(said.prompt) - 1 : -1].log_softmax(-1)
+        return [float(row[token]) for row, token in zip(logprobs, said.token_ids, strict=True)]
+
+
+def patches(image: Image.Image, vision: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """An image as the tower takes it: patches, those of a square that is merged one after the other, each with all its frames;
+    and the numbers of frames, rows and columns of patches."""
+    size, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+    middle, deviation = (torch.tensor(each).view(3, 1, 1) for each in (_MEAN, _DEVIATION))
+    pixels = (torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - middle) / deviation
+    rows, columns = pixels.shape[1] // size, pixels.shape[2] // size
+    cut = pixels.reshape(3, rows // merge, merge, size, columns // merge, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
+    flat = cut.reshape(rows * columns, 3, 1, size, size).expand(-1, -1, frames, -1, -1).reshape(rows * columns, -1)
+    return flat, torch.tensor([[1, rows, columns]])
+
+
+_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of Qwen2-VL's image processor: those of CLIP."""
+
+
+if __name__ == "__main__":
+    _save_processor(Path(sys.argv[1]))
