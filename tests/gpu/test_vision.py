@@ -31,7 +31,7 @@ LANGUAGE: dict[str, dict[str, Any]] = {
 SECTIONS = {"qwen3_vl": [24, 20, 20], "qwen3_5_moe_vl": [6, 5, 5]}  # of half the dimensions that turn
 TOWER = {"hidden_size": 512, "num_heads": 8, "intermediate_size": 1024, "patch_size": 16, "out_hidden_size": 2048}
 SMALL = ["--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "4"]
-SMALL += ["--mm-encoder-attn-backend", "TORCH_SDPA"]
+SMALL += ["--mm-encoder-attn-backend", "TORCH_SDPA", "--gdn-prefill-backend", "triton"]  # without FlashInfer
 PICTURES = [picture(0, 96, 128), picture(1, 64, 64)]
 
 
