@@ -35,6 +35,10 @@ def test_an_endpoint_may_have_several_addresses() -> None:
 def test_several_addresses_are_one_list_for_grpc() -> None:
     assert target_of("daemon:7677") == "daemon:7677"
     assert target_of("127.0.0.1:1,127.0.0.2:2") == "ipv4:127.0.0.1:1,127.0.0.2:2"
+    assert [target_of("127.0.0.1:1,127.0.0.2:2", first) for first in (1, 2)] == [
+        "ipv4:127.0.0.2:2,127.0.0.1:1",
+        "ipv4:127.0.0.1:1,127.0.0.2:2",
+    ]
     assert target_of("127.0.0.1:1,[::1]:2") == "ipv6:[::ffff:127.0.0.1]:1,[::1]:2"
     assert target_of("no-such-host.invalid:1,127.0.0.1:2") == "ipv4:127.0.0.1:2"
     with pytest.raises(ValueError, match=r"none of the names in a.invalid:1,b.invalid:1 resolves"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from resharder.client.inference.settings import PluginSettings
-from resharder.server.config import load
+from resharder.server.config import Config, load
 from resharder.server.node.main import NodeConfig
 
 from tests.support.tools import checked, tool
@@ -121,11 +121,34 @@ def test_node_and_server_of_a_further_machine_share_its_memory(
     assert config.folder.is_relative_to(mounts.pop().removeprefix("store:"))
 
 
+def daemons(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Config:
+    """The daemon's options, with the defaults of Compose's variables."""
+    for key, value in services["resharderd"]["environment"].items():
+        monkeypatch.setenv(key, re.sub(r"\$\{\w+:-(\w*)\}", r"\1", value))
+    return load(None, {})
+
+
+def test_what_is_commented_out_seals_the_registry_that_nodes_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text(re.sub(r"^( +)#(?=\S)", r"\1", COMPOSE.read_text(), flags=re.MULTILINE))
+    checked(tool("check-jsonschema", "PyPI"), "--builtin-schema", "vendor.compose-spec", file)
+    services = yaml.safe_load(file.read_text())["services"]
+    key = daemons(services, monkeypatch).registry_key
+    assert key is not None
+    mounted = [volume.split(":") for volume in services["resharderd"]["volumes"]]
+    assert ["/etc/resharder/registry.key", str(key), "ro"] in mounted
+
+
+def test_one_start_takes_the_registry_from_nodes(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert services["resharderd"]["environment"]["RESHARDERD_FROM_NODES"] == "${RESHARDERD_FROM_NODES:-false}"
+    monkeypatch.setenv("RESHARDERD_FROM_NODES", "true")
+    assert load(None, {}).from_nodes
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_daemon_and_server_take_their_environment(services: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in services["resharderd"]["environment"].items():
-        monkeypatch.setenv(key, value)
-    config = load(None, {})
+    config = daemons(services, monkeypatch)
+    assert not config.from_nodes
     settings = PluginSettings.from_environment(services[engine]["environment"])
     assert settings.server == engine
     assert services[engine]["environment"][f"{engine.upper()}_PLUGINS"] == "resharder"

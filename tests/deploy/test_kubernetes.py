@@ -1,6 +1,7 @@
 """Manifests that kustomize makes of each overlay, and Helm of the chart: Kubernetes' own schemas, and what no schema says."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -357,3 +358,25 @@ def test_a_standby_shares_the_store_and_may_change_its_lease_alone(tmp_path: Pat
     assert [(rule["resourceNames"], rule["verbs"]) for rule in named] == [([name], ["get", "update"])]
     assert pod["serviceAccountName"] == of(resources, "RoleBinding", "resharderd")[0]["subjects"][0]["name"]
     assert pod["automountServiceAccountToken"]
+
+
+def test_a_secret_seals_the_registry_that_nodes_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = extended(tmp_path, "registry-key")
+    (daemon,) = of(resources, "StatefulSet", "resharderd")
+    kubernetes_validate.validate(daemon, VERSIONS[-1], strict=True)
+    pod = daemon["spec"]["template"]["spec"]
+    for each in pod["containers"][0]["env"]:
+        monkeypatch.setenv(each["name"], each["value"])
+    key = load(None, {}).registry_key
+    assert key is not None
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "registry-key")
+    (mount,) = (mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "registry-key")
+    comment = (KUBERNETES / "components" / "registry-key" / "kustomization.yaml").read_text()
+    (secret, made) = re.findall(r"create secret generic (\S+) --from-literal=(\w+)=", comment)[0]
+    assert (str(key), volume["secret"]["secretName"]) == (f"{mount['mountPath']}/{made}", secret)
+    names = re.findall(r"set env statefulset/resharderd (\w+)(?:=true|-)$", comment, re.MULTILINE)
+    assert names == ["RESHARDERD_FROM_NODES"] * 2
+    (service,) = of(resources, "Service", "resharderd")
+    assert service["spec"]["publishNotReadyAddresses"], "nodes find a daemon that waits for them"
+    monkeypatch.setenv(names[0], "true")
+    assert load(None, {}).from_nodes

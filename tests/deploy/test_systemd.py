@@ -85,3 +85,19 @@ def test_a_node_has_time_to_wait_for_copies_of_what_it_alone_holds() -> None:
         found = re.search(bound, (deploy / file).read_text(), re.MULTILINE)
         assert found is not None, file
         assert int(found[1]) >= least, file
+
+
+def test_what_is_commented_out_seals_the_registry_and_takes_it_from_nodes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from resharder.server.config import load
+
+    unit = root / "etc" / "systemd" / "system" / "resharderd.service"
+    lines = re.findall(r"^#(\w+=.*)$", unit.read_text(), re.MULTILINE)
+    unit.write_text(re.sub(r"^#(\w+=.*)$", r"\1", unit.read_text(), flags=re.MULTILINE))
+    assert checked(tool("systemd-analyze", "systemd"), "verify", "--man=no", f"--root={root}", unit.name) == ""
+    credential, *environment = lines
+    for line in environment:
+        name, value = line.removeprefix("Environment=").split("=")
+        monkeypatch.setenv(name, value.replace("%d", "/run/credentials/resharderd.service"))
+    config = load(None, {})
+    assert config.from_nodes
+    assert credential == f"LoadCredential={config.registry_key.name}:/etc/resharder/registry.key"  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from resharder.converters.wire import pieces
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.ingest.publisher import check_files
-from resharder.server.nodes.placement import ReplicasShort
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store import manifest

@@ -9,7 +9,7 @@ import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.pieces import Bitmap, number_pieces
-from resharder.server.nodes.placement import ReplicasShort
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord

@@ -11,7 +11,7 @@ from blake3 import blake3
 from resharder.converters.wire.term import Term
 from resharder.server.node.kept_snapshots import KeptSnapshots
 from resharder.server.nodes import snapshots as snapshots_module
-from resharder.server.nodes.placement import ReplicasShort
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.nodes.snapshots import Snapshots
 from resharder.server.standby.seals import read_key, seal_of
 from resharder.server.standby.tenure import read_term, write_term

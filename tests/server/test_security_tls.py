@@ -22,7 +22,7 @@ from resharder.client import Operator, Tls
 from resharder.client.errors import AccessDenied, NotFound, ResharderError, UsageError, WaitTimeout
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
-from resharder.client.rpc.secure_channel import SecureChannel
+from resharder.client.rpc.daemon_channel import DaemonChannel
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from safetensors.torch import load_file
@@ -128,12 +128,12 @@ def test_a_file_without_a_token_is_refused_at_first_and_ignored_in_use(
     file = tmp_path / "token"
     file.write_bytes(b"a" * 32)
     tls = authority.tls(token_file=file)
-    with closing(SecureChannel("127.0.0.1:1", tls, [])) as channel:
+    with closing(DaemonChannel("127.0.0.1:1", tls, [])) as channel:
         sent = channel.metadata()
         file.write_bytes(content)
         assert channel.metadata() == sent == (("authorization", f"Bearer {'a' * 32}"),)
     with pytest.raises(UsageError, match=f"{file} has no token of printable letters and digits"):
-        SecureChannel("127.0.0.1:1", tls, [])
+        DaemonChannel("127.0.0.1:1", tls, [])
 
 
 def test_new_certificates_of_a_new_authority_are_taken_by_daemon_and_clients_without_a_restart(

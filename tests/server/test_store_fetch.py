@@ -20,7 +20,7 @@ from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.filesystem import MediumRefused
 from resharder.server.nodes import store_fetch
-from resharder.server.nodes.placement import ReplicasShort
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.nodes.store_fetch import StoreFetcher
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.server.store.manifest import Manifest

@@ -12,7 +12,7 @@ import pytest
 from resharder.client.errors import DaemonUnreachable
 from resharder.client.operator.operator import Operator
 from resharder.client.rpc.channel import Channel
-from resharder.client.rpc.term_channel import DaemonReplaced, TermChannel
+from resharder.client.rpc.daemon_channel import DaemonChannel, DaemonReplaced
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.term import NewestTerms, Term, parse_term, term_of
 from resharder.server.standby.tenure import REPLACED_STATUS, Tenure, begin_term, raise_term, read_term
@@ -84,13 +84,18 @@ def test_a_daemon_ends_for_a_higher_term_of_its_registry_alone(tmp_path: Path) -
     ended: list[str] = []
     term = begin_term(tmp_path)
     tenure = Tenure(tmp_path, term, ended.append)
-    tenure.check(())
-    tenure.check(term.metadata())
-    tenure.check(Term(OTHER if term.registry != OTHER else REGISTRY, 99).metadata())
+    tenure.check((), believed=True)
+    tenure.check(term.metadata(), believed=True)
+    tenure.check(Term(OTHER if term.registry != OTHER else REGISTRY, 99).metadata(), believed=True)
     tenure.look()
     assert not ended
-    with pytest.raises(Unavailable, match="its term is 2, this one's is 1"):
-        tenure.check(Term(term.registry, 2).metadata())
+    higher = Term(term.registry, 2).metadata()
+    with pytest.raises(Unavailable, match="the call names term 2 of this registry, the daemon's is 1: call the daemon that has"):
+        tenure.check(higher, believed=False)
+    assert not ended
+    with pytest.raises(Unavailable):
+        tenure.check(higher, believed=True)
+    assert [reason.partition(".")[0] for reason in ended] == ["another daemon has taken over: its term is 2, this one's is 1"]
     raise_term(tmp_path)
     tenure.look()
     assert len(ended) == 2
@@ -161,7 +166,7 @@ def test_a_stream_of_the_older_daemon_is_not_believed_once_a_newer_one_has_answe
     terms, follow = NewestTerms(), operator_pb2.ListEventsRequest(last=1, follow=True)
     with closing(standby(copied(older, tmp_path / "store"), take_over=True)) as newer:
         newer.start()
-        before, after = TermChannel(older.channel, terms), TermChannel(newer.channel, terms)
+        before, after = DaemonChannel(older.endpoint, None, [], terms), DaemonChannel(newer.endpoint, None, [], terms)
         events = operator_pb2_grpc.OperatorServiceStub(before).ListEvents(follow)
         next(events)
         operator_pb2_grpc.OperatorServiceStub(after).GetDaemon(operator_pb2.GetDaemonRequest())
@@ -196,6 +201,6 @@ def test_an_answer_without_a_term_is_believed() -> None:
         def initial_metadata(self) -> tuple[()]:
             return ()
 
-    channel = TermChannel(Channel("127.0.0.1:9").grpc, NewestTerms())
-    assert channel.seen(Call()) is None
+    channel = DaemonChannel("127.0.0.1:9", None, [], NewestTerms())
+    assert channel.seen(Call(), channel.now()) is None
     assert channel.metadata() == ()

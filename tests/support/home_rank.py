@@ -6,9 +6,9 @@ with Remote(Ranks, hidden=[other.root]) as ranks:   # cannot read what is in `hi
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from resharder.client import Publisher, connect
@@ -34,7 +34,11 @@ def index(at: int, count: int, dimension: int = 0) -> tuple[slice, ...]:
 
 
 class Ranks:
-    """The role."""
+    """The role. Others have another model."""
+
+    config: ClassVar[Mapping[str, Any]] = CONFIG
+    dtype = torch.bfloat16
+    weights = staticmethod(weights)
 
     def __init__(self) -> None:
         self._rows: dict[str, Rows] = {}
@@ -45,9 +49,9 @@ class Ranks:
         self._rows = ranks
         for rank, rows in ranks.items():
             self._publishers[rank] = connect(
-                endpoint, model="policy", job=job, rank=int(rank), world_size=world_size, config=CONFIG, **options
+                endpoint, model="policy", job=job, rank=int(rank), world_size=world_size, config=self.config, **options
             )
-            declared = [(name, torch.bfloat16, tuple(shape), index(*part)) for name, shape, *part in rows]
+            declared = [(name, self.dtype, tuple(shape), index(*part)) for name, shape, *part in rows]
             self._publishers[rank].attach_tensors(declared, wait=False)
 
     def publish(self, step: int, only: Sequence[str] = (), *, once: bool = False, spoil: Sequence[Any] = ()) -> list[list[str]]:
@@ -60,7 +64,7 @@ class Ranks:
             if spoil and rank == max(self._rows):
                 change_byte(*spoil)
             for name, shape, *part in self._rows[rank]:
-                yield name, index(*part), weights(name, shape, step)[index(*part)]
+                yield name, index(*part), self.weights(name, shape, step)[index(*part)]
 
         found = []
         for rank in only or self._rows:

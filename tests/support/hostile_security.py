@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 
 from resharder.client.errors import UsageError
-from resharder.client.rpc.secure_channel import SecureChannel
+from resharder.client.rpc.daemon_channel import DaemonChannel
 from resharder.client.rpc.tls import Tls
 from resharder.server.security.files import Pems, SecurityFilesError, Watched, hash_of, read_pems, read_tokens, server_credentials
 
@@ -53,7 +53,7 @@ def tls_files(random: Random, workspace: Workspace) -> str:
     write(valid)
     in_use = Watched([certificate, key, ca], read)
     server_credentials(in_use)
-    client = SecureChannel("127.0.0.1:1", Tls(ca, certificate, key), [])
+    client = DaemonChannel("127.0.0.1:1", Tls(ca, certificate, key), [])
     write(_damaged(random, valid))
     try:
         client.now()
@@ -66,7 +66,7 @@ def tls_files(random: Random, workspace: Workspace) -> str:
             started = False
         assert in_use.value == expected, "the files in use are neither the old ones nor the new ones"
         try:
-            SecureChannel("127.0.0.1:1", Tls(ca, certificate, key), []).close()
+            DaemonChannel("127.0.0.1:1", Tls(ca, certificate, key), []).close()
         except UsageError:
             return "UsageError of the client alone" if started else "UsageError"
         return ACCEPTED if started else "SecurityFilesError"
@@ -83,7 +83,7 @@ def token_files(random: Random, workspace: Workspace) -> str:
     listed.write_bytes(lines)
     own.write_bytes(b"a" * 40 + b"\n")
     in_use = Watched([listed], lambda: read_tokens(listed))
-    client = SecureChannel("127.0.0.1:1", Tls(folder / "ca.pem", token_file=own), [])
+    client = DaemonChannel("127.0.0.1:1", Tls(folder / "ca.pem", token_file=own), [])
     before, sent = in_use.value, client.metadata()
     listed.write_bytes(spoil(random, lines))
     own.write_bytes(random.choice((spoil(random, b"a" * 40 + b"\n"), b"", b"a\nb", b"\xff", "ä".encode(), b"a b", b"\0")))
@@ -99,7 +99,7 @@ def token_files(random: Random, workspace: Workspace) -> str:
         assert value.isascii(), f"a call would fail with {value!r}"
         assert value.isprintable(), f"a call would fail with {value!r}"
         try:
-            SecureChannel("127.0.0.1:1", Tls(folder / "ca.pem", token_file=own), []).close()
+            DaemonChannel("127.0.0.1:1", Tls(folder / "ca.pem", token_file=own), []).close()
         except UsageError:
             assert client.metadata() == sent
             return "UsageError"

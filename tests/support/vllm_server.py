@@ -92,7 +92,8 @@ class Token:
 class VllmServer:
     """`dtype` float32 makes answers exact: `auto` turns fp32 checkpoints into bf16. `env` entries of None are removed.
 
-    `hidden`: folders that are empty to its processes.
+    `hidden`: folders that are empty to its processes. `within`: a command before theirs, as for a network namespace, with
+    `host` as its address.
     """
 
     tier = "engine"
@@ -107,6 +108,8 @@ class VllmServer:
     port: int = 0
     timeout: float = 500.0  # seconds to become ready; 20 on an idle box
     hidden: Sequence[Path] = ()
+    within: Sequence[str] = ()
+    host: str = "127.0.0.1"
     process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, init=False)
     ready_seconds: float = field(default=0.0, init=False)
 
@@ -132,26 +135,31 @@ class VllmServer:
             self.log = Path(path)
         self.port = self.port or free_port()
         arguments = ["serve", str(self.model)]
-        arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
+        arguments += ["--host", self.host, "--port", str(self.port), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
         arguments += [*SMALL, *(["--enforce-eager"] if self.eager else []), *self.args]
         imported_with = EAGER_ENVIRONMENT if self.eager else CPU_ENVIRONMENT
         wanted: dict[str, str | None] = {**os.environ, **imported_with, **self.env}
         environment = {name: value for name, value in wanted.items() if value is not None}
         with self.log.open("wb") as output:
-            if ON_CPU and self.eager and self.python == sys.executable:
+            if ON_CPU and self.eager and self.python == sys.executable and not self.within:
                 options: dict[str, Any] = {"imported_with": imported_with, "hidden": self.hidden}
                 module = "tests.support.vllm_serve"
                 self.process = start(module, environment, output, arguments=arguments, session=True, **options)
                 return
             program = str(Path(__file__).with_name("vllm_serve.py"))
             self.process = subprocess.Popen(
-                [*(hiding(self.hidden) if self.hidden else ()), self.python, program, *arguments],
+                [*self._before(), self.python, program, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _before(self) -> Sequence[str]:
+        if not self.hidden:
+            return self.within
+        return hiding(self.hidden, self.within) if self.within else hiding(self.hidden)
 
     def wait_ready(self) -> None:
         """Until /health says 200. Raises ServerFailed when the server ends first, or after `timeout` seconds."""
@@ -273,7 +281,7 @@ class VllmServer:
     def _send(
         self, method: str, path: str, body: Any, timeout: float
     ) -> Iterator[tuple[int, dict[str, str], http.client.HTTPResponse]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
             content = None if body is None else json.dumps(body)
             connection.request(method, path, content, {"Content-Type": "application/json"})

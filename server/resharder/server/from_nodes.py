@@ -57,7 +57,7 @@ class _Waiting:
     def __init__(self, access: Access) -> None:
         self._access = access
         self.caller, self.check_size, self.judge = access.caller, access.check_size, access.judge
-        self.decide, self.open, self.redact = access.decide, access.open, access.redact
+        self.decide, self.open, self.redact, self.ends_daemon = access.decide, access.open, access.redact, access.ends_daemon
 
     def admit(self, method: Method, context: Any) -> Caller:
         """Identify a caller who may return snapshots. Raises Unavailable (REGISTRY_WANTED), and as `Access.admit` does."""

@@ -11,12 +11,11 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.experimental
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
-from resharder.client.rpc.secure_channel import SecureChannel
-from resharder.client.rpc.term_channel import TermChannel
+from resharder.client.rpc.daemon_channel import DaemonChannel
 from resharder.client.rpc.tls import Tls
 from resharder.client.settings import ENDPOINT
 from resharder.converters.wire.backoff import Backoff
-from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, addresses_of, check_endpoint, route_options, target_of
+from resharder.converters.wire.endpoint import DEFAULT_ENDPOINT, addresses_of, check_endpoint, route_options
 from resharder.v1.revision import user_agent
 
 Answer = TypeVar("Answer")
@@ -90,7 +89,6 @@ class Channel:
     ) -> None:
         try:
             self.endpoint, route = check_endpoint(endpoint), route_options(endpoint=endpoint)
-            target = target_of(endpoint)
         except ValueError as error:
             raise UsageError(f"the daemon's endpoint: {error}") from error
         self.patience = bound(patience)
@@ -102,9 +100,10 @@ class Channel:
             )
         agent = ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder")))
         options = (*dict((*_OPTIONS, *route)).items(), *(_INTERRUPTIBLE if interruptible else ()), agent)
-        self.grpc: grpc.Channel = TermChannel(
-            SecureChannel(target, self.tls, options) if self.tls else grpc.insecure_channel(target, options=options)
-        )
+        try:
+            self.grpc: grpc.Channel = DaemonChannel(endpoint, self.tls, options)
+        except ValueError as error:
+            raise UsageError(f"the daemon's endpoint: {error}") from error
 
     def call(
         self, method: Callable[..., Answer], request: Any, *, timeout: float | None = 30.0, patience: float | None = None

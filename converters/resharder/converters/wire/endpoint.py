@@ -41,16 +41,18 @@ def addresses_of(endpoint: str) -> list[str]:
     return [address.strip() for address in endpoint.split(",")]
 
 
-def target_of(endpoint: str) -> str:
+def target_of(endpoint: str, first: int = 0) -> str:
     """Return an endpoint as gRPC takes it: several addresses as one list, with names looked up now.
 
-    Names that nobody knows are left out. Raises ValueError if no other one is left.
+    `first` is the number, from 0 and modulo their count, of the one to be tried first. Names that nobody knows are left out.
+    Raises ValueError if no other one is left.
     """
     if len(addresses := addresses_of(endpoint)) == 1:
         return addresses[0]
-    found = dict.fromkeys(each for address in addresses for each in _looked_up(address))
+    found = list(dict.fromkeys(each for address in addresses for each in _looked_up(address)))
     if not found:
         raise ValueError(f"none of the names in {endpoint} resolves")
+    found = found[first % len(found) :] + found[: first % len(found)]
     if all(family == socket.AF_INET for family, _, _ in found):
         return "ipv4:" + ",".join(f"{host}:{port}" for _, host, port in found)
     return "ipv6:" + ",".join(

@@ -4,7 +4,7 @@ A registry (the folder that a daemon keeps) has an id, and a number that rises w
 names both in the initial metadata of each answer, and callers name the newest that they have seen in each call:
 
 - an answer of a lower term of the same registry is not believed: it becomes an error, as if the daemon could not be reached;
-- a daemon that is called with a higher term of its registry ends.
+- a daemon that is called with a higher term of its registry ends, or refuses the call if it does not trust the caller with that.
 
 Terms of different registries say nothing about each other.
 """

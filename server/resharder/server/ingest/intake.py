@@ -53,8 +53,8 @@ from resharder.server.ingest.publisher import (
     ranks_at_home,
 )
 from resharder.server.ingest.upload import AT_HOME, MAPPED, HomeFiles, Proof, Upload, hash_digests
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.nodes.homes import HomeRegister, NodeHome, Readable
-from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.state.errors import (
     AlreadyExists,
     DaemonError,

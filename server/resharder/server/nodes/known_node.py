@@ -1,11 +1,10 @@
 """A node as the daemon's register has it: its last report, what workers on its host need, and views of it for operators."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-import xxhash
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering
 from resharder.server.infra.change_signal import ChangeSignal
@@ -54,6 +53,16 @@ class KnownNode:
         self.replicas.pop(version, None)
         return self.wants.pop(version, None) is not None
 
+    def replicate(self, planned: Mapping[str, Bitmap], unread: Collection[str]) -> None:
+        """Replace the planned replicas. Former ones stay wanted, except those of `unread` versions that no server asked for."""
+        for version in self.replicas.keys() - planned.keys():
+            if version in unread and not self.wants.get(version):
+                self.forget(version)
+        for version, pieces in planned.items():
+            if len(pieces - self.pieces.get(version, Bitmap(pieces.count))):
+                self.want(version, (), pieces)
+        self.replicas = dict(planned)
+
     def replaced(self) -> FailedPrecondition:
         """Return the error for a former process of this id."""
         return FailedPrecondition(
@@ -89,32 +98,6 @@ def bitmap_of(count: int, copy: node_pb2.NodeVersion | None) -> Bitmap:
         return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
     except ValueError as error:
         raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None
-
-
-def chosen_of(
-    node: KnownNode, numberings: Mapping[str, PieceNumbering], is_source: Callable[[str], bool], reserved: int
-) -> list[str]:
-    """Return the versions that a node should hold.
-
-    These are the ones with pieces that the daemon's store lacks, planned replicas, and unless the node is drained the last
-    requested ones that fit.
-
-    Args:
-        node: The node.
-        numberings: Numbering of the pieces of each READY version.
-        is_source: Function that returns whether the node has pieces that the daemon's store lacks, or that ranks have written
-            there of a version that is soon READY.
-        reserved: Bytes of the node's capacity that are reserved for versions that ranks write.
-    """
-    chosen = [version for version in node.wants if is_source(version) or version in node.replicas]
-    left = node.report.capacity_bytes - reserved - sum(numberings[version].size_of(node.pieces[version]) for version in chosen)
-    others = [version for version in node.wants if version in numberings and version not in chosen]
-    for version in reversed(others) if not node.drained else ():
-        size = numberings[version].size_of(node.pieces[version])
-        if not chosen or size <= left:
-            chosen.append(version)
-            left -= size
-    return chosen
 
 
 def peer_of(id: str, node: KnownNode | None, version: str, pieces: Bitmap, is_source: bool = False) -> node_pb2.NodePeer:
@@ -211,11 +194,6 @@ def notify(nodes: Iterable[KnownNode]) -> None:
     """Let nodes that wait for a change of their orders look again."""
     for node in nodes:
         node.changed.emit()
-
-
-def revision_of(parts: Iterable[object]) -> int:
-    """Return a number, not 0, that changes with the parts of a node's orders."""
-    return xxhash.xxh3_64_intdigest("\n".join(map(str, parts)).encode()) or 1
 
 
 def model_of(version: str) -> str:

@@ -3,25 +3,27 @@
 A version is wanted on a node from the first request of a worker on its host until the version is retired, or until newer ones
 need the node's capacity. After a restart of the daemon, nodes report what they hold, and those versions are wanted again.
 
-With more than one replica, or where the daemon's host holds nothing, nodes also hold what `placement.py` gives them: before a
-version is READY, and afterwards what has become lost. They hold it as they hold what workers need, but it does not make way for
-other versions while it is planned.
+With more than one replica, or where the daemon's host holds nothing, nodes also hold replicas: before a version is READY, and
+afterwards what has become lost. They hold it as they hold what workers need, but it does not make way for other versions while it
+is planned.
+
+The register has the lock, the waits, and the calls of the store. What it decides is in `decisions.py`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.holding.held_files import pieces_of
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
+from resharder.server.nodes import decisions
+from resharder.server.nodes.decisions import HeldVersion, ReplicaPlacement, ReplicaRules, ReplicasShort
 from resharder.server.nodes.homes import HomeRegister
 from resharder.server.nodes.known_node import (
     KnownNode,
     bitmap_of,
-    chosen_of,
     copies_of,
     failures_of,
     host_copy_of,
@@ -31,12 +33,10 @@ from resharder.server.nodes.known_node import (
     peer_of,
     readers_of,
     reading,
-    revision_of,
     shown,
     wanted_of,
 )
 from resharder.server.nodes.pieces import PieceTable
-from resharder.server.nodes.placement import Counts, ReplicaNeed, ReplicaPlacement, ReplicasShort, place
 from resharder.server.nodes.records import DrainedNodes
 from resharder.server.nodes.snapshots import Snapshots
 from resharder.server.nodes.tracker import LONGEST, Tracker, TrackerAnswer
@@ -106,7 +106,7 @@ class NodeRegistry:
         self._settles = clock() + lease_seconds
         """When nodes have reported what they hold: before, no replica of a READY version is made up."""
         self._placements: dict[str, ReplicaPlacement] = {}
-        self._failing: dict[tuple[str, str, str], tuple[float, str]] = {}  # by version, node and instance: until, and why
+        self._failing: dict[tuple[str, str], tuple[float, str, str]] = {}  # by version and node: until, instance, and why
         self._changed = ChangeSignal()
         """Emitted when a holder has reported, or may have more."""
 
@@ -244,13 +244,12 @@ class NodeRegistry:
             if failed := next((each.failure for each in versions if each.failure), None):
                 raise failed
             self._plan()
-            (holders, why), silent = self._late(names), self._silent(names)
-            if not holders and not silent:
+            late, why = self._late(names)
+            if not late:
                 return
-            if lacking != (lacking := holders + len(silent)):
+            if lacking != (lacking := late):
                 since = self._clock()
             elif self._clock() - since >= self._replica_seconds:
-                why = why or f"nodes/{silent[0]} does not hold what ranks have written there"
                 raise ReplicasShort(f"{why}: nothing has changed for {self._replica_seconds:g} s")
             time.sleep(_SHORTEST_LOOK)
             self._changed.wait(seen, _LONGEST_LOOK)
@@ -258,17 +257,18 @@ class NodeRegistry:
     def shortages(self) -> list[operator_pb2.ReplicaShortage]:
         """Return the versions with pieces of too few holders, by name."""
         with self._lock:
+            rules, short = self._rules(), [(name, found) for name, found in self._placements.items() if found.short]
+            versions = [(self._held(name), found) for name, found in sorted(short) if name in self._numberings]
             return [
                 operator_pb2.ReplicaShortage(
-                    version=name,
+                    version=each.name,
                     short_pieces=found.short,
-                    pieces=self._numberings[name].count,
+                    pieces=each.numbering.count,
                     replicas=self.replicas,
-                    waits=self.waits(name),
-                    problem=self._problem(name, found),
+                    waits=each.waits,
+                    problem=decisions.shortage(each, found, self._nodes, rules),
                 )
-                for name, found in sorted(self._placements.items())
-                if found.short and name in self._numberings
+                for each, found in versions
             ]
 
     # Operators
@@ -483,28 +483,21 @@ class NodeRegistry:
                 return node_pb2.NodeOrders(lease_seconds=self.lease_seconds, report_seconds=self._longest)
             wanted = self._chosen(node)
             answers = [self._copy_order(id, node, version) for version in wanted]
-            readers = sorted({name for order, _ in answers for name in order.readers})
-            needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
-            reservations = self.homes.orders(id, wanted)
-            texts = [each.SerializeToString(deterministic=True) for each in reservations]
-            texts += [each.SerializeToString(deterministic=True) for each in snapshots]
-            return node_pb2.NodeOrders(
+            orders = node_pb2.NodeOrders(
                 lease_seconds=self.lease_seconds,
-                revision=revision_of([node.drained, *needs, *readers, *texts, *self._table.doubts()]),
                 versions=[order for order, _ in answers],
                 drained=node.drained,
                 report_seconds=min((self._longest, *(seconds for _, seconds in answers))),
-                reservations=reservations,
+                reservations=self.homes.orders(id, wanted),
                 snapshots=snapshots,
             )
+            orders.revision = decisions.revision_of(orders, self._table.doubts())
+            return orders
 
     def _chosen(self, node: KnownNode) -> list[str]:
         id = id_of(node.report)
-
-        def is_source(version: str) -> bool:
-            return self._awaits(version, id) or self._table.has_more(version, id, DAEMON)
-
-        return chosen_of(node, self._numberings, is_source, self.homes.reserved_bytes(id))
+        sources = {name for name in node.wants if self._awaits(name, id) or self._table.has_more(name, id, DAEMON)}
+        return decisions.chosen(node, self._numberings, sources, self.homes.reserved_bytes(id))
 
     def _awaits(self, version: str, id: str) -> bool:
         """Return whether a version cannot be READY without a node, into whose files ranks wrote."""
@@ -549,97 +542,51 @@ class NodeRegistry:
     # Replicas
 
     def _plan(self) -> None:
-        """Plan all replicas anew, and notify the nodes whose orders change. Takes the lock."""
+        """Place the replicas of all versions anew, and notify the nodes whose orders change. Takes the lock."""
         if not self._plans:
             return
+        changed = []
         with self._lock:
-            changed = self._place()
+            self._note_problems(self._clock())
+            versions = {name: self._held(name) for name in self._numberings}
+            reserved = {id: self.homes.reserved_bytes(id) for id in self._nodes}
+            self._placements = decisions.place(versions.values(), self._nodes, reserved, self._rules())
+            for id, node in self._nodes.items():
+                planned = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
+                if planned != node.replicas:
+                    node.replicate(planned, {name for name, each in versions.items() if each.waits and id not in each.written})
+                    changed.append(node)
         notify(changed)
 
     def _late(self, versions: Iterable[str]) -> tuple[int, str]:
-        """Return how many holders pieces of versions lack, and why; 0 and an empty text if they lack none. Takes the lock."""
+        """Return how many holders versions lack, and the reason for one. Takes the lock."""
         with self._lock:
-            short = [(name, found) for name in versions if (found := self._placements.get(name)) is not None and found.short]
-            problem = self._problem(*short[0]) if short and short[0][0] in self._numberings else ""
-            return sum(found.lacking for _, found in short), problem
+            known = [self._held(name) for name in versions if name in self._numberings]
+            return decisions.late(known, self._placements, self._nodes, self._rules())
 
-    def _problem(self, version: str, found: ReplicaPlacement) -> str:
-        count = self._numberings[version].count
-        text = f"{found.short} of {count} pieces have fewer than {self.replicas} holders"
-        if not found.unplaced:
-            return text
-        live = sorted(id for id, node in self._nodes.items() if not node.lost)
-        why = {id: "drained" for id in live if self._nodes[id].drained}
-        why |= {id: reason for (name, id, _), (_, reason) in self._failing.items() if name == version and id in live}
-        reasons = "".join(f"; nodes/{id}: {reason}" for id, reason in sorted(why.items())[:8])
-        return f"{text}, and no node is left for {found.unplaced} of them among {len(live)} live ones{reasons}"
+    def _rules(self) -> ReplicaRules:
+        failing = {(name, id): why for (name, id), (_, _, why) in self._failing.items()}
+        return ReplicaRules(self.replicas, self._hold_all, self._clock() > self._settles, failing)
 
-    def _silent(self, versions: Iterable[str]) -> list[str]:
-        """Return the homes of versions that have not reported yet that they hold what ranks have written. Takes the lock."""
-        with self._lock:
-            return [
-                id for name in versions for id, pieces in self._written(name).items() if not self._has_reported(id, name, pieces)
-            ]
-
-    def _has_reported(self, id: str, version: str, pieces: Bitmap) -> bool:
-        copies = self._nodes[id].report.versions if id in self._nodes else ()
-        return any(copy.version == version and not len(pieces - bitmap_of(pieces.count, copy)) for copy in copies)
+    def _held(self, version: str) -> HeldVersion:
+        """Return who holds what of a version in the table. Callers hold the lock."""
+        rows = {id: self._table.bitmap(version, id) for id in self._table[version].nodes}
+        readers = frozenset(self._readers.get(model_of(version), ()))
+        return HeldVersion(version, self._numberings[version], self.waits(version), rows, self._written(version), readers)
 
     def _written(self, version: str) -> dict[str, Bitmap]:
         """Return the pieces of a version that ranks have written on nodes, by node."""
         numbering = self._numberings.get(version)
         return {id: pieces_of(numbering, files) for id, files in self.homes.written(version).items()} if numbering else {}
 
-    def _place(self) -> Iterable[KnownNode]:
-        now = self._clock()
-        staying = {id: node for id, node in self._nodes.items() if not (node.lost or node.departs)}
-        live = {id: node for id, node in staying.items() if node.report.data_address}
-        self._note_problems(live, now)
-        order = sorted(self._numberings, key=lambda name: (not self.waits(name), -int(name.rpartition("/")[2]), name))
-        needs = [self._need(name, live, now > self._settles) for name in order]
-        free = {id: node.report.capacity_bytes - self.homes.reserved_bytes(id) for id, node in live.items()}
-        self._placements = place(needs, free)
-        changed = []
-        for id, node in self._nodes.items():
-            wanted = {name: found.pieces[id] for name, found in self._placements.items() if id in found.pieces}
-            if wanted != node.replicas:
-                for name in node.replicas.keys() - wanted.keys():
-                    if self.waits(name) and not node.wants.get(name) and id not in self.homes.written(name):
-                        node.forget(name)
-                for name, pieces in wanted.items():
-                    if len(pieces - node.pieces.get(name, Bitmap(pieces.count))):
-                        node.want(name, (), pieces)
-                node.replicas = wanted
-                changed.append(node)
-        return changed
-
-    def _note_problems(self, live: Mapping[str, KnownNode], now: float) -> None:
+    def _note_problems(self, now: float) -> None:
         """Place further pieces of a version on a node that reports a problem with it last, for some time."""
-        for id, node in live.items():
+        for id, node in self._nodes.items():
             for copy in node.report.versions:
-                if copy.problem and copy.version in node.replicas:
-                    self._failing[copy.version, id, node.report.instance] = now + _FAILING_SECONDS, copy.problem
-        self._failing = {key: found for key, found in self._failing.items() if found[0] > now and key[0] in self._numberings}
-
-    def _need(self, version: str, live: Mapping[str, KnownNode], settled: bool) -> ReplicaNeed:
-        numbering, waits = self._numberings[version], self.waits(version)
-        own = self._table.bitmap(version, DAEMON)
-        holders: Counts = self.replicas - own.flags().astype(np.int64)
-        written = self._written(version) if waits else {}
-        for pieces in written.values():
-            holders -= pieces.flags()
-        rows = {id: self._table.bitmap(version, id) - written.get(id, Bitmap(numbering.count)) for id in live}
-        failing = {id for id, node in live.items() if (version, id, node.report.instance) in self._failing}
-        names = self._readers.get(model_of(version), set())
-        return ReplicaNeed(
-            version,
-            numbering,
-            holders,
-            (Bitmap.full(numbering.count) if self._hold_all else own) - own,
-            {id: held for id, held in rows.items() if len(held)},
-            written,
-            [id for id, node in live.items() if version in node.replicas],
-            failing,
-            live.keys() if not settled and not waits else (),
-            [id for id, node in live.items() if node.caller.rpartition("@")[0] in names],
-        )
+                if copy.problem and copy.version in node.replicas and not (node.lost or node.departs):
+                    self._failing[copy.version, id] = now + _FAILING_SECONDS, node.report.instance, copy.problem
+        self._failing = {
+            (name, id): found
+            for (name, id), found in self._failing.items()
+            if found[0] > now and name in self._numberings and id in self._nodes and found[1] == self._nodes[id].report.instance
+        }

@@ -27,8 +27,8 @@ from resharder.converters.wire.term import Term
 from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.infra.checksums import checksum_of
 from resharder.server.infra.filesystem import make_folder, matching, write_file
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.nodes.known_node import id_of
-from resharder.server.nodes.placement import ReplicasShort
 from resharder.server.standby.seals import seal_of
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord

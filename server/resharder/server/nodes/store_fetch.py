@@ -17,7 +17,7 @@ from resharder.server.holding.piece_fetcher import PieceFetcher, named_in
 from resharder.server.holding.piece_requests import LIMITS
 from resharder.server.holding.transfers import HttpTransfer, ReceivedBytes
 from resharder.server.infra.backoff import backoff
-from resharder.server.nodes.placement import ReplicasShort
+from resharder.server.nodes.decisions import ReplicasShort
 from resharder.server.nodes.registry import NodeRegistry
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import UPLOADING

@@ -77,8 +77,8 @@ class Terms(Protocol):
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Initial metadata of every answer."""
 
-    def check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Check that a call names no higher term. Raises a DaemonError."""
+    def check(self, metadata: Iterable[tuple[str, str | bytes]], *, believed: bool) -> None:
+        """Check that a call names no higher term, for which the process ends if the caller is believed. Raises a DaemonError."""
 
 
 class CallerIdentity(Protocol):
@@ -101,6 +101,9 @@ class Guard(Protocol[C]):
 
     def admit(self, method: Method, context: grpc.ServicerContext) -> C:
         """Identify the caller, count the call, and check that one of its roles permits the method."""
+
+    def ends_daemon(self, caller: C) -> bool:
+        """Return whether the caller is believed when it says that another daemon has taken over."""
 
     def check_size(self, method: Method, size: int) -> None:
         """Check the size of a request in bytes."""
@@ -347,7 +350,8 @@ class _Entry:
                     check_revision(context.invocation_metadata() or ())
                 caller = self._d.guard.admit(self._method, context)
                 if terms is not None and Role.VIEWER not in self._method.who:  # who only looks ends no daemon
-                    terms.check(context.invocation_metadata() or ())
+                    believed = self._d.guard.ends_daemon(caller)
+                    terms.check(context.invocation_metadata() or (), believed=believed)
                 CALLER.set(caller.name if caller.secured else "")
                 if self._method.cost.long:
                     held.enter_context(self._d.guard.open(caller))

@@ -14,7 +14,7 @@ from resharder.server.security.files import Pems, Watched, hash_of, read_pems, r
 from resharder.server.security.limits import Limits
 from resharder.server.security.redaction import redact
 from resharder.server.security.resources import World, model, resource_of
-from resharder.server.security.roles import Grant, Roles
+from resharder.server.security.roles import ALL, Grant, Roles
 from resharder.server.security.rules import Resource
 from resharder.server.security.settings import Security
 from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceExhausted, Unauthenticated
@@ -96,6 +96,12 @@ class Access:
         if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, method)):
             raise _not_allowed(caller, method, refusal)
         return caller
+
+    def ends_daemon(self, caller: Caller) -> bool:
+        """Return whether the daemon ends if the caller names a higher term: that of a node, or of an operator of everything."""
+        return caller.grants is None or any(
+            grant.role is Role.NODE or (grant.role is Role.OPERATOR and grant.of == ALL) for grant in caller.grants
+        )
 
     def check_size(self, method: Method, size: int) -> None:
         """Check the size of a request. Raises ResourceExhausted (MESSAGE_TOO_LARGE)."""

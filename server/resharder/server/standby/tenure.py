@@ -3,7 +3,8 @@
     <root>/term.json    id of the registry and the newest term; a daemon that takes over raises it before it touches anything else
 
 A daemon that learns of a higher term ends at once: it writes nothing more, and waits for nothing, for what it has is the other
-daemon's by now. It learns of it from this file, or from a call of someone whom the other daemon has answered.
+daemon's by now. It learns of it from this file, or from a call of a node or an operator whom the other daemon has answered. The
+calls of others who know of a higher term are refused, and go to the other daemon: with security, none of them ends this one.
 """
 
 import json
@@ -102,12 +103,20 @@ class Tenure:
         """End the watch."""
         self._closed.set()
 
-    def check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """End the process if a call's metadata names a higher term of this registry. Raises Unavailable (DAEMON_REPLACED)."""
-        if (seen := term_of(metadata)) is not None and seen.replaces(self.term):
-            reason = self._replaced(seen)
-            self._end(reason)
-            raise Unavailable("DAEMON_REPLACED", reason)
+    def check(self, metadata: Iterable[tuple[str, str | bytes]], *, believed: bool) -> None:
+        """Refuse a call whose metadata names a higher term of this registry, and end the process if the caller is believed.
+
+        Raises Unavailable (DAEMON_REPLACED).
+        """
+        if (seen := term_of(metadata)) is None or not seen.replaces(self.term):
+            return
+        if believed:
+            self._end(self._replaced(seen))
+        raise Unavailable(
+            "DAEMON_REPLACED",
+            f"the call names term {seen.number} of this registry, the daemon's is {self.term.number}: call the daemon that has "
+            "taken over. If there is none, restart the caller",
+        )
 
     def look(self) -> None:
         """End the process if the folder has a higher term."""
