@@ -101,6 +101,7 @@ def publishing(job: Job, ready: Any, staging: Any, aborted: Any) -> Iterator[Cas
         "UploadChunks": job.chunks(staging.number, 0, WEIGHTS, only=[0])[0],
         "ListMissingChunks": publisher_pb2.SlotRequest(version=staging.name, **slot),
         "ReleaseFiles": publisher_pb2.ReleaseFilesRequest(version=staging.name, **slot),
+        "ThawFiles": publisher_pb2.SlotRequest(version=staging.name, **slot),
         "SealSlot": publisher_pb2.SealSlotRequest(version=ready.name, digests=digests, **slot),
         "AbortVersion": publisher_pb2.AbortVersionRequest(version=aborted.name, epoch=job.epoch),
         "WaitVersion": publisher_pb2.WaitVersionRequest(version=ready.name),

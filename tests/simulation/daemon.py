@@ -37,6 +37,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "UploadChunks": ("STALE_EPOCH", *_VERSION, *_CLOSED, *MEDIUM),
     "ListMissingChunks": ("STALE_EPOCH", *_VERSION, *_CLOSED),
     "ReleaseFiles": ("STALE_EPOCH", *_VERSION),
+    "ThawFiles": ("STALE_EPOCH", "NO_ROOM", *_VERSION, *_CLOSED, *MEDIUM),
     "SealSlot": ("STALE_EPOCH", "MISSING_CHUNKS", "SLOT_DIFFERS", *_VERSION, *_CLOSED),
     "WaitVersion": _VERSION,
     "AbortVersion": ("STALE_EPOCH", *_VERSION),

@@ -37,6 +37,7 @@ class Inode:
     durable: dict[str, "Inode"] = field(default_factory=dict)
     mapped: list[str] = field(default_factory=list)  # owners of maps
     mapped_for_writing: list[str] = field(default_factory=list)
+    linked: bool = False  # whether it may have several names
 
 
 @dataclass(eq=False)
@@ -157,6 +158,20 @@ class SimulatedFiles:
             raise _error(errno.EISDIR, path)
         self._change((parent, name, None))
 
+    def link(self, source: str, target: str) -> None:
+        inode, (parent, name) = self.find(source), self._place(target)
+        if inode.is_folder:
+            raise _error(errno.EPERM, source)
+        if name in parent.entries:
+            raise _error(errno.EEXIST, target)
+        inode.linked, parent.entries[name] = True, inode
+        # Its order among the changes of its other names is not that of this folder.
+        self.changes.append(Change(((parent, name, inode),), (parent,), frozenset({(parent.number, name)})))
+
+    def links(self, inode: Inode) -> int:
+        """Return how many names a file has."""
+        return sum(1 for _, each in self.walk() if each is inode) if inode.linked else 1
+
     def rename(self, source: str, target: str) -> None:
         moved = self.find(source)
         (old, old_name), (new, new_name) = self._place(source), self._place(target)
@@ -189,13 +204,15 @@ class SimulatedFiles:
             st_blksize=4096,
             st_dev=1,
             st_ino=inode.number,
+            st_nlink=self.links(inode),
         )
 
     # Space
 
     def used(self) -> int:
         """Bytes of all files that have a name."""
-        return sum(len(inode.data) for _, inode in self.walk() if not inode.is_folder)
+        found = {inode.number: len(inode.data) for _, inode in self.walk() if not inode.is_folder}
+        return sum(found.values())
 
     def free(self) -> int:
         return max(0, self.capacity - self.used())
@@ -338,6 +355,8 @@ class SimulatedFiles:
         return f"{kept} of {everything} changes of folders kept"
 
     def _restart(self, inode: Inode, chance: float, seen: set[int]) -> None:
+        if inode.linked and inode.number in seen:
+            return
         assert inode.number not in seen, "a file has two names: the model of renames is wrong"
         seen.add(inode.number)
         inode.mapped, inode.mapped_for_writing = [], []

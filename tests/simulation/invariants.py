@@ -215,7 +215,8 @@ class Reference:
         left = f"{MODEL_FOLDER}/files/new.part"
         parts = [path for path, _ in files.walk(STORE) if path.endswith(".part") and not path.startswith(left)]
         assert not parts, f"unfinished files are left: {parts}"
-        tensors = sum(len(inode.data) for path, inode in files.walk(STORE) if path.endswith(".safetensors"))
+        sizes = {inode.number: len(inode.data) for path, inode in files.walk(STORE) if path.endswith(".safetensors")}
+        tensors = sum(sizes.values())
         assert model.used() == tensors, f"the model takes {tensors} bytes, and counts {model.used()}"
         assert not model.stuck, "folders could not be removed"
         assert not daemon.intake.uploads(), "a version is UPLOADING"

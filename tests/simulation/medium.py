@@ -12,10 +12,10 @@ from tests.simulation.filesystem import ROOT, Inode, MappedArray, SimulatedFiles
 from tests.simulation.schedule import Killed, Process, Schedule
 
 KINDS = (
-    "open", "create", "read", "write", "fsync", "sync folder", "rename", "mkdir", "unlink", "rmdir", "list", "stat", "statvfs",
-    "map", "lease", "allocate", "truncate",
+    "open", "create", "read", "write", "fsync", "sync folder", "rename", "link", "mkdir", "unlink", "rmdir", "list", "stat",
+    "statvfs", "map", "lease", "allocate", "truncate",
 )  # fmt: skip
-_GROWING = ("create", "write", "fsync", "sync folder", "rename", "mkdir", "allocate")
+_GROWING = ("create", "write", "fsync", "sync folder", "rename", "link", "mkdir", "allocate")
 _OPENING = ("open", "create", "list")
 _PLACES = (
     "claim.json",
@@ -240,6 +240,10 @@ class Medium:
     def rename(self, source: str, target: str) -> None:
         self._enter("rename", target)
         self.files.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        self._enter("link", target)
+        self.files.link(source, target)
 
     def listdir(self, path: str) -> list[str]:
         self._enter("list", path)

@@ -18,12 +18,16 @@ FILES = {"config.json": b'{"architectures": ["None"]}', "tokenizer.json": b"[]"}
 
 @dataclass(frozen=True)
 class Model:
-    """Tensors, the boxes that each rank holds (tensor, box, replica), and how they are cut."""
+    """Tensors, the boxes that each rank holds (tensor, box, replica), and how they are cut.
+
+    The tensors at `frozen` change seldom, and all ranks say so.
+    """
 
     specs: tuple[TensorSpec, ...]
     held: tuple[tuple[tuple[int, Box, bool], ...], ...]
     chunk_bytes: int
     file_bytes: int
+    frozen: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return id(self)
@@ -61,16 +65,38 @@ MODELS = (
         16,
         16,
     ),
+    Model(
+        (TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (6,))),
+        (((0, full_box((4,)), False), (1, full_box((6,)), False)),),
+        16,
+        1 << 20,
+        (1,),
+    ),
+    Model(
+        (TensorSpec("a", "BF16", (4, 4)), TensorSpec("b", "U8", (6, 5)), TensorSpec("c", "F32", (8,))),
+        (
+            ((0, _rows(0, 2, 4), False), (1, _rows(0, 3, 5), False)),
+            ((1, _rows(3, 3, 5), False), (0, _rows(2, 2, 4), False)),
+            ((2, full_box((8,)), False),),
+        ),
+        16,
+        32,
+        (1, 2),
+    ),
 )
-"""One rank and tensor; two ranks; three ranks with strided boxes, a replica and two files; a rank without boxes."""
+"""One rank and tensor; two ranks; three ranks with strided boxes, a replica and two files; a rank without boxes; one rank with a
+frozen tensor; three with two files of frozen tensors, one of which two ranks write and one a rank that has no others."""
+STILL = 3
+"""Steps between two changes of a frozen tensor."""
 
 
 @lru_cache(maxsize=512)
 def weights(model: Model, job: str, step: int, variant: str) -> Weights:
     """Return the raw bits of all tensors. `variant` tells apart processes that compute a step anew."""
     made = {}
-    for spec in model.specs:
-        content = shake_128(f"{job}/{step}/{variant}/{spec.name}".encode()).digest(spec.size)
+    for number, spec in enumerate(model.specs):
+        stage = f"{step // STILL}" if number in model.frozen else f"{step}/{variant}"
+        content = shake_128(f"{job}/{stage}/{spec.name}".encode()).digest(spec.size)
         made[spec.name] = np.frombuffer(content, BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
     return made
 
@@ -84,7 +110,7 @@ def packed(model: Model, rank: int, *, torn: bool = False) -> PackedBoxes:
 @lru_cache(maxsize=8)
 def layouts(model: Model) -> tuple[FileLayout, ...]:
     """Return the files of a version."""
-    return lay_out(model.specs, model.file_bytes)
+    return lay_out(model.specs, model.file_bytes, dict.fromkeys((model.specs[number].name for number in model.frozen), "/frozen"))
 
 
 def part(values: Weights, model: Model, rank: int, position: int) -> npt.NDArray[np.generic]:

@@ -69,6 +69,8 @@ class Rank:
         self.step = first
         self.publisher, self.refusals = "", 0
         self.positions: Sequence[int] = ()
+        self.frozen_from = 0  # of the version that was created last
+        self.known: dict[int, list[int]] = {}  # digests of the frozen boxes of each version that it has sealed
 
     def start(self) -> None:
         self.schedule.follow(self.process.name, self.process, self._run())
@@ -134,7 +136,8 @@ class Rank:
         def register(daemon: SimulatedDaemon) -> int:
             boxes = packed(job.model, rank, torn=job.torn)
             with nullcontext() if job.torn else self.records.takes_over(job.name):
-                daemon.intake.register_slot(publisher, rank, f"rank {rank}", job.model.specs, boxes, self.process.name)
+                slot = f"rank {rank}", job.model.specs, boxes, self.process.name
+                daemon.intake.register_slot(publisher, rank, *slot, frozen=job.model.frozen)
             return daemon.store.catalogue.newest_number(NAME)
 
         answer = yield from self._call("RegisterSlot", register)
@@ -154,6 +157,8 @@ class Rank:
         def create(daemon: SimulatedDaemon) -> Generator[Pause, None, VersionRecord]:
             record = yield from daemon.intake.create_version(publisher, self.rank, step, after)
             self.records.begins(record, after, daemon.store.catalogue.versions(NAME))
+            upload = daemon.intake.upload(NAME, record.number)
+            self.frozen_from = upload.frozen_from if upload is not None else 0
             return record
 
         answer = yield from self._call("CreateVersion", create, patience=30.0)
@@ -199,19 +204,26 @@ class Rank:
 
     def _deliver(self, record: VersionRecord, values: Weights) -> Generator[Wait, None, bool]:
         """Send the rank's part and seal it; a failed delivery aborts the version, as in the SDK."""
-        mapped = self.job.mapped
+        mapped, unchanged = self.job.mapped, False
+        digests = [digest_of(values, self.job.model, self.rank, position) for position in self.positions]
+        frozen = [digest for digest, at in zip(digests, self.positions, strict=True) if self._is_frozen(at)]
         if record.state == UPLOADING:
-            sent = yield from self._write(record, values) if mapped else self._send(record, values)
+            unchanged = bool(frozen and self.frozen_from and self.known.get(self.frozen_from) == frozen)
+            if not (yield from self._prepare_frozen(record, frozen, unchanged)):
+                yield from self._abort(record)
+                return False
+            sent = yield from self._write(record, values, unchanged) if mapped else self._send(record, values, unchanged)
             if not sent:
                 yield from self._abort(record)
                 return False
-        digests = [digest_of(values, self.job.model, self.rank, position) for position in self.positions]
         self.records.delivers(record, self.rank, self.variant, self.positions)
         answer = yield from self._call(
             "SealSlot",
-            lambda d: d.intake.seal_slot(NAME, record.number, record.epoch, self.rank, digests, mapped),
+            lambda d: d.intake.seal_slot(NAME, record.number, record.epoch, self.rank, digests, mapped, unchanged=unchanged),
         )
         if answer.ok:
+            self.known[record.number] = frozen
+            self.daemon.counts["slots with unchanged boxes"] += unchanged
             self.records.answered(answer)
             return True
         if answer.reason == "SLOT_DIFFERS":
@@ -222,6 +234,21 @@ class Rank:
             yield from self._abort(record)
         return False
 
+    def _is_frozen(self, position: int) -> bool:
+        return self.job.model.held[self.rank][position][0] in self.job.model.frozen
+
+    def _prepare_frozen(self, record: VersionRecord, frozen: Sequence[int], unchanged: bool) -> Generator[Wait, None, bool]:
+        """Report that frozen boxes stay as they are, or have their files replaced by ones that the rank may write."""
+        if unchanged:
+            if self.random.random() < 0.7:
+                release = partial(_release, record=record, rank=self.rank, unchanged=True)
+                yield from self.daemon.call("ReleaseFiles", release, self.random.choice((0.1, 2.0)))
+        elif frozen and self.frozen_from:
+            thaw = partial(_thaw, record=record, rank=self.rank)
+            self.daemon.counts["files thawed"] += 1
+            return (yield from self._call("ThawFiles", thaw)).ok
+        return True
+
     def _abort(self, record: VersionRecord) -> Steps:
         answer = yield from self.daemon.call(
             "AbortVersion", lambda d: d.intake.abort_version(NAME, record.number, record.epoch, "a failed delivery"), 2.0
@@ -229,19 +256,26 @@ class Rank:
         if answer.ok:
             self.records.answered(answer)
 
-    def _send(self, record: VersionRecord, values: Weights) -> Generator[Wait, None, bool]:
+    def _send(self, record: VersionRecord, values: Weights, unchanged: bool) -> Generator[Wait, None, bool]:
         """Send the missing chunks."""
         model, number, epoch = self.job.model, record.number, record.epoch
-        boxes = [model.held[self.rank][position] for position in self.positions]
-        cut = cut_chunks([box for _, box, _ in boxes], [ITEM_SIZES[model.specs[t].dtype] for t, _, _ in boxes], model.chunk_bytes)
-        missing: list[int] = list(range(len(cut)))
+        held = [model.held[self.rank][position] for position in self.positions]
+        frozen, boxes = ([each for each in held if (each[0] in model.frozen) == wanted] for wanted in (True, False))
+        cut = [
+            [(box, part) for p, part in chunk for box in [some[p]]]
+            for some in (frozen, boxes)
+            for chunk in cut_chunks(
+                [box for _, box, _ in some], [ITEM_SIZES[model.specs[t].dtype] for t, _, _ in some], model.chunk_bytes
+            )
+        ]
+        first = len(
+            cut_chunks([b for _, b, _ in frozen], [ITEM_SIZES[model.specs[t].dtype] for t, _, _ in frozen], model.chunk_bytes)
+        )
+        missing: list[int] = list(range(first if unchanged else 0, len(cut)))
         for _ in range(4):
             for index in missing:
-                arrays = (values[model.specs[boxes[p][0]].name] for p, _ in cut[index])
-                data = b"".join(
-                    (array[box_index(box)] if box else array).tobytes()
-                    for array, (_, box) in zip(arrays, cut[index], strict=True)
-                )
+                parts = ((values[model.specs[tensor].name], box) for (tensor, _, _), box in cut[index])
+                data = b"".join((array[box_index(box)] if box else array).tobytes() for array, box in parts)
                 header = ChunkHeader(number, epoch, self.rank, index, xxhash.xxh3_64_intdigest(data))
                 land = partial(_land, header=header, data=data)
                 answer = yield from self.daemon.call("UploadChunks", land, 4.0)
@@ -254,18 +288,22 @@ class Rank:
             answer = yield from self._call("ListMissingChunks", lambda d: d.intake.missing_chunks(NAME, number, epoch, self.rank))
             if not answer.ok:
                 return False
-            missing = answer.result
+            missing = [index for index in answer.result if not unchanged or index >= first]
             if not missing:
                 return True
         return False
 
-    def _write(self, record: VersionRecord, values: Weights) -> Generator[Wait, None, bool]:
+    def _write(self, record: VersionRecord, values: Weights, unchanged: bool) -> Generator[Wait, None, bool]:
         """Write the rank's boxes into the version's files."""
         files, owner, model = self.medium.files, self.process.name, self.job.model
         folder = str(self.daemon.store.folder.path(record))
         maps: list[MappedArray] = []
         try:
+            sent = {model.specs[t].name for t, _, _ in (model.held[self.rank][position] for position in self.positions)}
+            still = {model.specs[number].name for number in model.frozen}
             for layout in layouts(model):
+                if not still.isdisjoint(layout.by_name) and (unchanged or sent.isdisjoint(layout.by_name)):
+                    continue  # others may share it, and a rank opens files of its own boxes alone
                 inode = files.find(f"{folder}/{layout.path}")
                 if len(inode.data) != layout.size:
                     return False
@@ -304,8 +342,13 @@ class Rank:
         yield from self.daemon.call("ReleaseFiles", release, self.random.choice((0.1, 2.0)))
 
 
-def _release(daemon: SimulatedDaemon, record: VersionRecord, rank: int, file: str) -> None:
-    daemon.intake.release_files(NAME, record.number, record.epoch, rank, [file])
+def _release(daemon: SimulatedDaemon, record: VersionRecord, rank: int, file: str = "", unchanged: bool = False) -> None:
+    files = [file] if file else []
+    daemon.intake.release_files(NAME, record.number, record.epoch, rank, files, unchanged=unchanged)
+
+
+def _thaw(daemon: SimulatedDaemon, record: VersionRecord, rank: int) -> None:
+    daemon.intake.thaw_files(NAME, record.number, record.epoch, rank)
 
 
 def _land(daemon: SimulatedDaemon, header: ChunkHeader, data: bytes) -> None:

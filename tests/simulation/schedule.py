@@ -233,6 +233,12 @@ class SimulatedLock:
             self._depth -= 1
             self._owner = self._owner if self._depth else None
 
+    def acquire(self) -> bool:
+        return self.__enter__()
+
+    def release(self) -> None:
+        self.__exit__()
+
     def _is_free(self) -> bool:
         return not self._depth
 

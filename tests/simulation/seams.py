@@ -167,6 +167,7 @@ def _file_calls(medium: Medium) -> Iterator[tuple[Any, str, Any]]:
         "unlink": medium.unlink,
         "rename": lambda path, target: medium.rename(path, os.fspath(target)),
         "replace": lambda path, target: medium.rename(path, os.fspath(target)),
+        "link": lambda path, target: medium.link(path, os.fspath(target)),
         "listdir": medium.listdir,
         "scandir": lambda path: _Entries(medium, path),
         "lstat": medium.stat,

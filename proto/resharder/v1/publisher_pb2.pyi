@@ -21,7 +21,7 @@ class CreatePublisherRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable", "gathers", "warnings")
+    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received", "readable", "gathers", "warnings", "frozen")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class RegisterSlotRequest(_message.Message):
     READABLE_FIELD_NUMBER: _ClassVar[int]
     GATHERS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]
@@ -42,7 +43,8 @@ class RegisterSlotRequest(_message.Message):
     readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
     gathers: bool
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., gathers: bool = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    frozen: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., gathers: bool = ..., warnings: _Optional[_Iterable[str]] = ..., frozen: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SharedBlocks(_message.Message):
     __slots__ = ("tensor", "blocks")
@@ -63,20 +65,22 @@ class GetAssignmentRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("publisher", "boxes", "chunk_bytes", "node", "node_boxes", "gathered_boxes")
+    __slots__ = ("publisher", "boxes", "chunk_bytes", "node", "node_boxes", "gathered_boxes", "frozen_boxes")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_BOXES_FIELD_NUMBER: _ClassVar[int]
     GATHERED_BOXES_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_BOXES_FIELD_NUMBER: _ClassVar[int]
     publisher: _resources_pb2.Publisher
     boxes: _containers.RepeatedScalarFieldContainer[int]
     chunk_bytes: int
     node: str
     node_boxes: _containers.RepeatedScalarFieldContainer[int]
     gathered_boxes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, publisher: _Optional[_Union[_resources_pb2.Publisher, _Mapping]] = ..., boxes: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., node: _Optional[str] = ..., node_boxes: _Optional[_Iterable[int]] = ..., gathered_boxes: _Optional[_Iterable[int]] = ...) -> None: ...
+    frozen_boxes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, publisher: _Optional[_Union[_resources_pb2.Publisher, _Mapping]] = ..., boxes: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., node: _Optional[str] = ..., node_boxes: _Optional[_Iterable[int]] = ..., gathered_boxes: _Optional[_Iterable[int]] = ..., frozen_boxes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("publisher", "rank", "readable")
@@ -169,36 +173,44 @@ class MissingChunks(_message.Message):
     def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseFilesRequest(_message.Message):
-    __slots__ = ("version", "epoch", "rank", "files")
+    __slots__ = ("version", "epoch", "rank", "files", "unchanged")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: int
     rank: int
     files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+    unchanged: bool
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., unchanged: bool = ...) -> None: ...
 
 class ReleaseFilesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ThawFilesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SealSlotRequest(_message.Message):
-    __slots__ = ("version", "epoch", "rank", "digests", "mapped", "timings")
+    __slots__ = ("version", "epoch", "rank", "digests", "mapped", "timings", "unchanged")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: int
     rank: int
     digests: _containers.RepeatedScalarFieldContainer[int]
     mapped: bool
     timings: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Timing]
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., mapped: bool = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ...) -> None: ...
+    unchanged: bool
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., mapped: bool = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., unchanged: bool = ...) -> None: ...
 
 class AbortVersionRequest(_message.Message):
     __slots__ = ("version", "epoch", "reason")

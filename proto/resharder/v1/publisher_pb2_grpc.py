@@ -81,6 +81,11 @@ class PublisherServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.FromString,
                 _registered_method=True)
+        self.ThawFiles = channel.unary_unary(
+                '/resharder.v1.PublisherService/ThawFiles',
+                request_serializer=resharder_dot_v1_dot_publisher__pb2.SlotRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_publisher__pb2.ThawFilesResponse.FromString,
+                _registered_method=True)
         self.SealSlot = channel.unary_unary(
                 '/resharder.v1.PublisherService/SealSlot',
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.SealSlotRequest.SerializeToString,
@@ -175,6 +180,15 @@ class PublisherServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ThawFiles(self, request, context):
+        """Gives the version files of its own for the rank's boxes at Assignment.frozen_boxes, which the rank is about to send because they
+        have changed. Until then, the version has the files of Version.frozen_from, which nobody may write. They begin as copies of these:
+        boxes of ranks that send nothing are there already. A repetition changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SealSlot(self, request, context):
         """Declares the rank's slot complete. `digests` has one entry per box of its assignment. If the version is READY already, the
         digests are compared: equal ones are OK, others fail with ALREADY_EXISTS.
@@ -244,6 +258,11 @@ def add_PublisherServiceServicer_to_server(servicer, server):
                     servicer.ReleaseFiles,
                     request_deserializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.SerializeToString,
+            ),
+            'ThawFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.ThawFiles,
+                    request_deserializer=resharder_dot_v1_dot_publisher__pb2.SlotRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_publisher__pb2.ThawFilesResponse.SerializeToString,
             ),
             'SealSlot': grpc.unary_unary_rpc_method_handler(
                     servicer.SealSlot,
@@ -505,6 +524,33 @@ class PublisherService(object):
             '/resharder.v1.PublisherService/ReleaseFiles',
             resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.SerializeToString,
             resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ThawFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.PublisherService/ThawFiles',
+            resharder_dot_v1_dot_publisher__pb2.SlotRequest.SerializeToString,
+            resharder_dot_v1_dot_publisher__pb2.ThawFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

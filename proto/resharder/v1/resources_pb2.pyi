@@ -200,7 +200,7 @@ class Slot(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Slot.State, str]] = ..., size_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class Version(_message.Message):
-    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace", "skipped", "homes", "warnings", "base", "base_version")
+    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace", "skipped", "homes", "warnings", "base", "base_version", "frozen_from", "sent_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Version.State]
@@ -237,6 +237,8 @@ class Version(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FROM_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     number: int
@@ -261,7 +263,9 @@ class Version(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     base: str
     base_version: int
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., skipped: bool = ..., homes: _Optional[_Iterable[_Union[VersionHome, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ..., base_version: _Optional[int] = ...) -> None: ...
+    frozen_from: int
+    sent_bytes: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., skipped: bool = ..., homes: _Optional[_Iterable[_Union[VersionHome, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ..., base_version: _Optional[int] = ..., frozen_from: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
 
 class VersionHome(_message.Message):
     __slots__ = ("node", "folder", "gathers")

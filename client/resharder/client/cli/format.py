@@ -147,7 +147,9 @@ def version_rows(versions: Iterable[Version], servers: Iterable[Server] = ()) ->
 def _notes(version: Version) -> str:
     skipped = version.skipped and version.state in (Version.State.READY, Version.State.UPLOADING)
     text = f"skipped by latest: `update {version.number}` serves it" if skipped else ""
-    return "; ".join(filter(None, (text, *version.warnings)))
+    less = 0 < version.sent_bytes < version.size_bytes
+    sent = f"sent {size(version.sent_bytes)} of {size(version.size_bytes)}" if less else ""
+    return "; ".join(filter(None, (text, sent, *version.warnings)))
 
 
 def _served(version: Version, on: int) -> str:

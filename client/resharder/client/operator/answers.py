@@ -214,6 +214,12 @@ class Version:
     """Id of the model that this one, an adapter, is loaded beside; empty for a model of its own."""
     base_version: int = 0
     """Version of `base` that the adapter was trained on; 0 if the trainer has not said it."""
+    frozen_from: int = 0
+    """While it is UPLOADING: number of the version whose files of frozen tensors it shares; 0 for none: ranks send all boxes."""
+    sent_bytes: int = 0
+    """Bytes that its ranks have sent, once it is READY. Less than `size_bytes` by those that it shares with the version before; 0
+    from a daemon that does not say it.
+    """
 
     @property
     def set_aside(self) -> bool:

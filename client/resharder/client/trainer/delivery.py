@@ -27,6 +27,7 @@ from resharder.client.errors import (
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
+from resharder.client.trainer.unchanged import FrozenBoxes
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
@@ -113,7 +114,7 @@ class Delivery:
         copy: "TransferCopy | None" = None,
     ) -> None:
         self._channel, self._session, self._transports, self._sender = channel, session, transports, sender
-        self._copy = copy
+        self._copy, self._frozen = copy, FrozenBoxes(channel)
         self._upload: BackgroundUpload | None = None
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
@@ -361,15 +362,11 @@ class Delivery:
         if not slot.boxes:
             return
         with self._aborting(version, slot.rank):
-            reach = self._session.registration.store, self._session.registration.data_address
-            transport = None if delivered(version, slot.rank) else self._transports.select_for(version, slot, *reach)
             with tracing.timed(timings, "deliver"):
-                items = read()
-                if transport is None:
-                    done = Delivered(digests_of(slot, items), "")
+                if delivered(version, slot.rank):
+                    done, unchanged = Delivered(digests_of(slot, read()), ""), False
                 else:
-                    with FileReleases(self._channel, version, slot.rank) as releases:
-                        done = transport.deliver(version, slot, items, releases)
+                    done, unchanged = self._transfer(slot, version, read())
             request = publisher_pb2.SealSlotRequest(
                 version=version.name,
                 epoch=version.epoch,
@@ -377,11 +374,25 @@ class Delivery:
                 digests=done.digests,
                 mapped=done.mapped,
                 timings=timings,
+                unchanged=unchanged,
             )
             failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
             failpoint("deliver.sealed")
+            if slot.frozen_boxes:
+                self._frozen.sealed(version, slot, done.digests)
         handle.transport, handle.transport_reason = done.way, done.reason
+
+    def _transfer(self, slot: AssignedSlot, version: resources_pb2.Version, items: "Iterable[Item]") -> tuple[Delivered, bool]:
+        """Deliver a slot, and return whether its frozen boxes are unchanged and were not sent."""
+        reach = self._session.registration.store, self._session.registration.data_address
+        with FileReleases(self._channel, version, slot.rank) as releases:
+            if not slot.frozen_boxes:
+                return self._transports.select_for(version, slot, *reach).deliver(version, slot, items, releases), False
+            assert isinstance(items, LiveItems)  # tensors that are given one by one are not declared as frozen
+            rest = self._transports.select_for(version, slot.parts.rest, *reach)
+            ways = self._transports.select(*reach, frozen=True), rest
+            return self._frozen.deliver(version, slot, items, ways, releases, releases.keep_frozen)
 
 
 class FileReleases:
@@ -397,11 +408,16 @@ class FileReleases:
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._thread = ThreadPoolExecutor(1, "resharder-release")
         self._written: SimpleQueue[tuple[str, Callable[[], None]]] = SimpleQueue()
-        self._reports = True
+        self._reports, self._unchanged = True, False
 
     def release(self, file: str, close: Callable[[], None]) -> None:
         """Call `close`, then report the file. Returns at once."""
         self._written.put((file, close))
+        self._thread.submit(self._release)
+
+    def keep_frozen(self) -> None:
+        """Report the files of the rank's frozen boxes, which it leaves as they are. Returns at once."""
+        self._unchanged = True
         self._thread.submit(self._release)
 
     def _release(self) -> None:
@@ -411,10 +427,11 @@ class FileReleases:
             file, close = self._written.get()
             close()
             files.append(file)
-        if not files or not self._reports:
+        unchanged, self._unchanged = self._unchanged, False
+        if not (files or unchanged) or not self._reports:
             return
         request = publisher_pb2.ReleaseFilesRequest(
-            version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=files
+            version=self._version.name, epoch=self._version.epoch, rank=self._rank, files=files, unchanged=unchanged
         )
         try:
             self._channel.call(self._stub.ReleaseFiles, request, timeout=_REPORT_SECONDS, patience=0)

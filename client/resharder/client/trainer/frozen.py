@@ -1,5 +1,6 @@
-"""The tower of a model of which only the language model is trained: read once from a base checkpoint, published with it."""
+"""Tensors that training does not change: which they are, and a tower that is read once from a base checkpoint."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,10 +11,35 @@ from resharder.converters.architectures.checkpoint import tower_shapes
 from resharder.converters.architectures.table import HFConfig
 from resharder.converters.errors import LayoutError, UnknownTensor
 from resharder.converters.geometry.layout import Layout, Piece, full_box
+from resharder.converters.models.hf_names import Model, roots_of
+from resharder.converters.models.live import local_of
 from resharder.converters.models.tensor_io import DTYPES, TORCH_DTYPES, LookedUp, tensor_of_bits
 
 _PREFIX = "frozen."
 """First part of the local names of a tower's tensors."""
+ADAPTED = re.compile(r"\.adapter\.|\blora_")
+"""In names of parameters of adapters."""
+
+
+def frozen_tensors(model: Model, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Return the local tensors that training does not change: those of a tower, and parameters without gradients.
+
+    A hint: a tensor that does change is only sent with more effort. Parameters say nothing where none has gradients, such as
+    those of a mean of weights, nor beside adapters, which may be merged into them.
+
+    Args:
+        model: The model, as `Publisher.attach` takes it.
+        tensors: Its local tensors by name.
+    """
+    parameters = [named for module in roots_of(model) for named in module.named_parameters()]
+    says = any(each.requires_grad for _, each in parameters) and not any(ADAPTED.search(name) for name, _ in parameters)
+    still, trained = (
+        {local_of(each).data_ptr() for _, each in parameters if each.requires_grad == wanted and local_of(each).numel()}
+        for wanted in (False, True)
+    )
+    places = still - trained if says else set[int]()
+    found = (name for name, tensor in tensors.items() if tensor.numel() and tensor.data_ptr() in places)
+    return frozenset((*found, *(name for name in tensors if name.startswith(_PREFIX))))
 
 
 class WithFrozen(LookedUp):

@@ -156,6 +156,7 @@ class Publisher:
             StaleEpoch: A newer job has taken over the model.
             UsageError: An argument is wrong.
         """
+        from resharder.client.trainer.frozen import frozen_tensors
         from resharder.converters.models import megatron_chunks
 
         with self._alone(), collecting() as warnings:
@@ -170,7 +171,7 @@ class Publisher:
             if check_replicas:
                 LiveTensors(layout, tensors).check()
                 compare_replicas(layout, tensors, self.identity.world_size)
-            rank_layout = rank_layout_of(layout)
+            rank_layout = rank_layout_of(layout, frozen_tensors(model, tensors) if not self.base else ())
             if self._scheme is not None:
                 from resharder.client.trainer.quantised import QuantisedModel
 

@@ -1,7 +1,7 @@
 """Boxes that a rank registers, and the tensors from which they are read at each publish."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index as integer_of
@@ -49,13 +49,14 @@ class RankLayout:
     """Boxes that a rank registers, and their HF tensors by name.
 
     `contributed` and `received` have the blocks that a rank which casts to FP8 shares with others, as numbers of elements of
-    their scales: `converters.quantization.layout`.
+    their scales: `converters.quantization.layout`. `frozen` has the tensors that the rank does not expect to change.
     """
 
     tensors: dict[str, TensorSpec]
     boxes: tuple[RankBox, ...]
     contributed: Mapping[str, list[int]] = field(default_factory=dict)
     received: Mapping[str, list[int]] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
 
     @cached_property
     def positions(self) -> dict[tuple[str, Box], int]:
@@ -90,9 +91,11 @@ def step_number(step: object) -> int:
     return number
 
 
-def rank_layout_of(layout: Layout) -> RankLayout:
-    """Return the boxes of a model's layout, in the order of its pieces."""
-    return RankLayout(dict(layout.tensors), tuple(RankBox(piece.tensor, piece.box, piece.replica) for piece in layout.pieces))
+def rank_layout_of(layout: Layout, frozen: Collection[str] = ()) -> RankLayout:
+    """Return the boxes of a model's layout, in the order of its pieces. `frozen`: names of local tensors that do not change."""
+    boxes = tuple(RankBox(piece.tensor, piece.box, piece.replica) for piece in layout.pieces)
+    changing = {piece.tensor for piece in layout.pieces if piece.local not in frozen}
+    return RankLayout(dict(layout.tensors), boxes, frozen=tuple(name for name in layout.tensors if name not in changing))
 
 
 def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -> RankLayout:

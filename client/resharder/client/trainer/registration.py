@@ -89,6 +89,7 @@ class Registration:
             node=answer.node,
             node_boxes=tuple(answer.node_boxes),
             gathered_boxes=tuple(answer.gathered_boxes),
+            frozen_boxes=tuple(answer.frozen_boxes),
         )
         return slot, list(answer.boxes)
 
@@ -136,6 +137,7 @@ def register(
         readable=readable,
         gathers=True,
         warnings=warnings,
+        frozen=[numbers[name] for name in rank_layout.frozen],
     )
     failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)

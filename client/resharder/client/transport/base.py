@@ -46,6 +46,9 @@ class HostArray:
 class AssignedSlot:
     """Boxes that one rank sends, in the order of the assignment, and the tensor of each.
 
+    The boxes at `frozen_boxes` are in files that versions may share: `parts` has them apart from the others. `first_chunk` is the
+    number of the first chunk of these boxes among all of the rank's.
+
     The boxes at `node_boxes` go into files of `node`, the node of the rank's host, in versions that have this home, and those at
     `gathered_boxes` in versions whose home gathers. Without such boxes, `node` is empty.
     """
@@ -57,6 +60,20 @@ class AssignedSlot:
     node: str = ""
     node_boxes: tuple[int, ...] = ()
     gathered_boxes: tuple[int, ...] = ()
+    frozen_boxes: tuple[int, ...] = ()
+    first_chunk: int = 0
+
+    @cached_property
+    def parts(self) -> "SlotParts":
+        """The frozen boxes, whose chunks come first, and the others."""
+        return SlotParts(self)
+
+    def take(self, numbers: Sequence[int], first_chunk: int = 0) -> "AssignedSlot":
+        """Return the slot of some of the boxes, none of which is frozen any more."""
+        at = {number: i for i, number in enumerate(numbers)}
+        node, gathered = (tuple(at[n] for n in found if n in at) for found in (self.node_boxes, self.gathered_boxes))
+        boxes, specs = tuple(self.boxes[n] for n in numbers), tuple(self.specs[n] for n in numbers)
+        return AssignedSlot(self.rank, boxes, specs, self.chunk_bytes, self.node, node, gathered, first_chunk=first_chunk)
 
     def divided(self, *, gathers: bool) -> "DividedSlot":
         """Return the boxes that go into files of `node`, and the others. `gathers`: of the version's home."""
@@ -83,6 +100,17 @@ class AssignedSlot:
         ]
 
 
+class SlotParts:
+    """A slot in two parts: `frozen` with its frozen boxes, and `rest` with the boxes at `rest_boxes`."""
+
+    def __init__(self, slot: AssignedSlot) -> None:
+        frozen = {*slot.frozen_boxes}
+        self.frozen_boxes = slot.frozen_boxes
+        self.rest_boxes = tuple(number for number in range(len(slot.boxes)) if number not in frozen)
+        self.frozen = slot.take(self.frozen_boxes)
+        self.rest = slot.take(self.rest_boxes, len(self.frozen.chunks))
+
+
 class DividedSlot:
     """A slot in two parts: `home` with the boxes at `home_boxes`, for a node's files, and `rest` with those at `rest_boxes`."""
 
@@ -92,7 +120,11 @@ class DividedSlot:
         self.rest_boxes = tuple(number for number in range(len(slot.boxes)) if number not in at_home)
         self.home, self.rest = (
             AssignedSlot(
-                slot.rank, tuple(slot.boxes[n] for n in numbers), tuple(slot.specs[n] for n in numbers), slot.chunk_bytes
+                slot.rank,
+                tuple(slot.boxes[n] for n in numbers),
+                tuple(slot.specs[n] for n in numbers),
+                slot.chunk_bytes,
+                first_chunk=slot.first_chunk,
             )
             for numbers in (self.home_boxes, self.rest_boxes)
         )

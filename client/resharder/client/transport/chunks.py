@@ -143,7 +143,7 @@ class _Packer:
             if not self.free:
                 self.free.extend(_allocate(max(self._sizes)))
             size = self._sizes[index]
-            self._open[index] = PackedChunk(index, self.free.popleft(), size, size)
+            self._open[index] = PackedChunk(self._slot.first_chunk + index, self.free.popleft(), size, size)
         return self._open[index]
 
 

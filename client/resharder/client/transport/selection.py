@@ -50,17 +50,18 @@ class TransportSelector:
         rest = self.select(store, data_address) if divided.rest_boxes else None
         return AtHome(home.folder, divided, self._from_memory(), rest, self._subsets)
 
-    def select(self, store: resources_pb2.StoreAccess, data_address: str) -> Transport:
+    def select(self, store: resources_pb2.StoreAccess, data_address: str, *, frozen: bool = False) -> Transport:
         """Return the transport to a daemon: shared memory if possible and permitted, else its data port, else gRPC.
 
         Args:
             store: The daemon's store.
             data_address: Address of its data port; empty for none.
+            frozen: For boxes that are seldom sent: nothing is kept for the next version, of whose files no page is registered.
 
         Raises UsageError if the choice is `shared-memory` and the store is not visible here.
         """
         if self._choice in SHARING and shares_memory(store):
-            return self._from_memory()
+            return SharedMemory(copy_threads()) if frozen else self._from_memory()
         if self._choice == "shared-memory":
             raise UsageError(
                 f"cannot share memory with the daemon at {self._channel.endpoint}: {store.nonce_file} cannot be read here. "

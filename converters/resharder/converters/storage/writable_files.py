@@ -42,6 +42,11 @@ class WritableFiles:
             self.close()
             raise
 
+    def add(self, folder: Path, file: FileLayout) -> None:
+        """Open another file."""
+        self._files[file.path] = WritableFile(folder, file)
+        self._places |= {placed.spec.name: TensorPlace(file.path, placed.offset) for placed in file.tensors}
+
     def place(self, name: str) -> TensorPlace:
         """Return the place of a tensor."""
         return self._places[name]

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -152,6 +152,13 @@ class FileProofs(Generic[T]):
             found = {file: proof for file, proof in found.items() if self._begun[file].lease.is_intact}
             self._close()
         return found
+
+    def forget(self, files: Iterable[str]) -> None:
+        """Discard the proofs of some files, which are about to be replaced."""
+        with self._lock:
+            for file in files:
+                if (begun := self._begun.pop(file, None)) is not None:
+                    begun.lease.close()
 
     def drop(self) -> None:
         """Discard all proofs, so that the files may be written again."""

@@ -224,6 +224,28 @@ def move(source: Path, target: Path) -> None:
         source.rename(target)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name, without a sync. Raises MediumRefused."""
+    with touching(target, "linking"):
+        os.link(source, target)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Create a file with the bytes of another one, all of its pages allocated. Raises MediumRefused."""
+    size = source.stat().st_size
+    with touching(target, "copying", size):
+        descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # fails at once on a full medium
+            with source.open("rb") as file:
+                at = 0
+                while block := file.read(len(_ZEROS)):
+                    write_at(descriptor, block, at)
+                    at += len(block)
+        finally:
+            os.close(descriptor)
+
+
 def sync(path: Path) -> None:
     """Sync a file or folder. Raises MediumRefused."""
     with touching(path, "syncing"):

@@ -70,7 +70,10 @@ def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[Tens
 
 @dataclass(frozen=True)
 class Slot:
-    """Boxes that one rank sends, and their chunks: chunk `i` begins with part `first_part[i]` of box `first_box[i]`."""
+    """Boxes that one rank sends, and their chunks: chunk `i` begins with part `first_part[i]` of box `first_box[i]`.
+
+    The first `frozen_chunks` have all boxes of frozen tensors, `frozen_bytes`, and no others.
+    """
 
     boxes: PackedBoxes
     item_sizes: npt.NDArray[np.uint8]
@@ -79,6 +82,8 @@ class Slot:
     first_part: npt.NDArray[np.uint32]
     sizes: npt.NDArray[np.uint32]
     size_bytes: int
+    frozen_chunks: int = 0
+    frozen_bytes: int = 0
 
     @property
     def chunks(self) -> int:
@@ -105,14 +110,19 @@ def _cut(box: Box, item_size: int, chunk_bytes: int) -> tuple[Box, ...]:
     return tuple(part.box for chunk in cut_chunks([box], [item_size], chunk_bytes) for part in chunk)
 
 
-def cut_slot(boxes: PackedBoxes, specs: Sequence[TensorSpec], chunk_bytes: int) -> Slot:
-    """Cut a slot as `chunking.cut_chunks` does, storing where chunks begin instead of every part."""
+def cut_slot(boxes: PackedBoxes, specs: Sequence[TensorSpec], chunk_bytes: int, frozen: int = 0) -> Slot:
+    """Cut a slot as `chunking.cut_chunks` does, storing where chunks begin instead of every part.
+
+    The first `frozen` boxes are those of frozen tensors: they are cut apart from the others.
+    """
     item_sizes = np.array([ITEM_SIZES[specs[int(t)].dtype] for t in boxes.tensors], np.uint8)
     first_box: list[int] = []
     first_part: list[int] = []
     sizes: list[int] = []
-    room = 0
+    room = frozen_chunks = frozen_bytes = 0
     for position in range(len(boxes)):
+        if frozen and position == frozen:
+            room, frozen_chunks, frozen_bytes = 0, len(sizes), sum(sizes)
         item_size = int(item_sizes[position])
         for ordinal, part in enumerate(_cut(boxes.box(position), item_size, chunk_bytes)):
             size = box_size(part) * item_size
@@ -123,6 +133,8 @@ def cut_slot(boxes: PackedBoxes, specs: Sequence[TensorSpec], chunk_bytes: int) 
                 room = chunk_bytes
             sizes[-1] += size
             room -= size
+    if frozen and frozen == len(boxes):
+        frozen_chunks, frozen_bytes = len(sizes), sum(sizes)
     return Slot(
         boxes,
         item_sizes,
@@ -131,4 +143,6 @@ def cut_slot(boxes: PackedBoxes, specs: Sequence[TensorSpec], chunk_bytes: int) 
         np.array(first_part, np.uint32),
         np.array(sizes, np.uint32),
         sum(sizes),
+        frozen_chunks,
+        frozen_bytes,
     )

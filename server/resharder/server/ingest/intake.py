@@ -296,6 +296,7 @@ class Intake:
         *,
         gathers: bool = False,
         warnings: Sequence[str] = (),
+        frozen: Collection[int] = (),
     ) -> PublisherRecord:
         """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
@@ -310,6 +311,7 @@ class Intake:
             readable: Nonce files that it has read. Its host in the first registration decides which files it writes.
             gathers: Whether it can write boxes that other nodes gather.
             warnings: Texts for the record of its versions.
+            frozen: Positions in `specs` of tensors that it does not expect to change.
         """
         self._replace(name, rank, process)
         host = self.nodes.host_of(readable)
@@ -323,7 +325,7 @@ class Intake:
                 publisher.gatherers |= {rank} if gathers else set()
             try:
                 if not publisher.is_registered(rank, fingerprint):
-                    publisher.add_slot(rank, fingerprint, specs, boxes, shared)
+                    publisher.add_slot(rank, fingerprint, specs, boxes, shared, frozen)
             except FailedPrecondition as error:
                 publisher.reject(error)
                 raise
@@ -395,8 +397,8 @@ class Intake:
     def _take_effect(self, *publishers: PublisherRecord) -> None:
         """Reserve capacity for publishers whose slots are checked, fence the earlier ones, and make these ACTIVE."""
         checked = [(each, each.checked) for each in publishers if each.checked is not None]
-        first, *others = (NewEpoch(each.model, each.epoch, found.files, each.files) for each, found in checked)
-        self.store.epochs.reserve(*first, *others)
+        first, *others = (NewEpoch(each.model, each.epoch, found.files, each.files, found.frozen) for each, found in checked)
+        self.store.epochs.reserve(*first[:4], *others, frozen=first.frozen)
         for publisher, found in checked:
             self._fence_earlier(publisher)
             publisher.activate(found)
@@ -594,6 +596,7 @@ class Intake:
                 threads=self._threads,
                 now=self._clock(),
                 homes=HomeFiles(self.nodes, record.name, homes, layouts),
+                frozen_from=store.lifecycle.frozen_from(record),
             )
             upload.begun[rank] = publisher.processes.get(rank, "")
             self._open[record.model, record.number] = upload
@@ -723,7 +726,22 @@ class Intake:
         upload.publisher.seen[rank] = self._clock()
         return missing
 
-    def release_files(self, model: str, number: int, epoch: int, rank: int, files: Sequence[str]) -> None:
+    def thaw_files(self, model: str, number: int, epoch: int, rank: int) -> None:
+        """Give a version files of its own for the frozen boxes of a rank, and renew the rank's lease.
+
+        Raises the errors of `open_upload`, `Upload.thaw` and `VersionLifecycle.thaw`. A no-op if the version is READY.
+        """
+        record = self.store.catalogue.get(model, number)
+        self._check_epoch(record, epoch)
+        if record.state in (READY, RETIRED):
+            return
+        upload = self.open_upload(model, number, epoch)
+        upload.thaw(rank, lambda paths: self.store.lifecycle.thaw(upload.record, paths))
+        upload.publisher.seen[rank] = self._clock()
+
+    def release_files(
+        self, model: str, number: int, epoch: int, rank: int, files: Sequence[str], *, unchanged: bool = False
+    ) -> None:
         """Record that a rank has written and closed files of a version, and renew its lease; a no-op unless it is UPLOADING.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN), InvalidArgument (RANK,
@@ -732,7 +750,7 @@ class Intake:
         self._check_epoch(self.store.catalogue.get(model, number), epoch)
         upload = self._open.get((model, number))
         if upload is not None:
-            upload.release(rank, files)
+            upload.release(rank, files, unchanged=unchanged)
             upload.publisher.seen[rank] = self._clock()
 
     def seal_slot(
@@ -745,6 +763,8 @@ class Intake:
         mapped: bool,
         timings: tuple[Timing, ...] = (),
         trace: str = "",
+        *,
+        unchanged: bool = False,
     ) -> VersionRecord:
         """Declare a rank's slot complete. The last seal starts verification and commit on another thread.
 
@@ -759,6 +779,7 @@ class Intake:
             mapped: Whether the rank wrote into mapped files rather than sending chunks.
             timings: Durations of the rank's phases.
             trace: The caller's W3C traceparent.
+            unchanged: See SealSlotRequest.
         """
         record = self.store.catalogue.get(model, number)
         self._check_epoch(record, epoch)
@@ -766,7 +787,7 @@ class Intake:
         if upload is None or record.state != UPLOADING:
             return _same_slot(self.store.catalogue.get(model, number), rank, digests)
         fresh = rank in upload.open_ranks()
-        last = upload.seal(rank, digests, mapped, timings, trace)
+        last = upload.seal(rank, digests, mapped, timings, trace, unchanged=unchanged)
         upload.publisher.seen[rank] = now = self._clock()
         if fresh:
             self._note_seal(upload, rank, now - upload.created)
@@ -803,7 +824,8 @@ class Intake:
             group = self._proven_group(upload, proof)
             if group:
                 first, *others = (
-                    ProvenVersion(each.record, found.digests, each.slot_digests(), found.missing) for each, found in group
+                    ProvenVersion(each.record, found.digests, each.slot_digests(), found.missing, each.unsent_bytes)
+                    for each, found in group
                 )
                 with self._timed("commit", upload):
                     self.store.lifecycle.commit(
@@ -812,6 +834,7 @@ class Intake:
                         first.slots,
                         *others,
                         missing=first.missing,
+                        unsent_bytes=first.unsent_bytes,
                         before_ready=lambda versions: self._replicate(versions, lambda: any(each.aborted for each, _ in group)),
                     )
                 for each, _ in group:

@@ -39,6 +39,7 @@ CHECKED = "all ranks have registered; the daemon still checks their tensors and 
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
 MAX_WARNINGS, MAX_WARNING_LENGTH = 32, 2000
 _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
+_FROZEN = "/frozen"  # among homes in the layout of files: that of frozen tensors. No node has this id
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -87,11 +88,12 @@ class Assigned(NamedTuple):
 
 
 class CheckedLayout(NamedTuple):
-    """The result of the check of all slots: what each rank sends, and the files of a version."""
+    """The result of the check of all slots: what each rank sends, the files of a version, and those of frozen tensors."""
 
     assigned: Assigned
     shared: SharedPlan
     files: tuple[FileLayout, ...]
+    frozen: tuple[FileLayout, ...] = ()
 
 
 @dataclass
@@ -118,6 +120,8 @@ class PublisherRecord:
     specs: list[TensorSpec] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     held: dict[int, PackedBoxes] = field(default_factory=dict)  # until ACTIVE
+    unfrozen: set[str] = field(default_factory=set)  # tensors that some rank expects to change
+    frozen: frozenset[int] = frozenset()  # numbers of the tensors in files that versions may share, from ACTIVE on
     blocks: dict[int, RankBlocks] = field(default_factory=dict)  # blocks that each rank shares, until ACTIVE
     shared: SharedPlan = field(default_factory=lambda: plan_shared({}))
     maxima: dict[int, VersionMaxima] = field(default_factory=dict)  # by number of the version
@@ -190,8 +194,9 @@ class PublisherRecord:
         specs: Sequence[TensorSpec],
         boxes: PackedBoxes,
         shared: RankBlocks | None = None,
+        frozen: Collection[int] = (),
     ) -> bool:
-        """Add a rank's slot and return whether all ranks have registered.
+        """Add a rank's slot and return whether all ranks have registered. `frozen`: positions of tensors that it does not change.
 
         Raises FailedPrecondition (TENSOR_MISMATCH); nothing has changed then.
         """
@@ -205,6 +210,7 @@ class PublisherRecord:
                     f"{list(have.shape)}",
                 )
         numbers = [self._number(spec) for spec in specs]
+        self.unfrozen |= {spec.name for position, spec in enumerate(specs) if position not in frozen}
         self.held[rank] = boxes.renumber(numbers)
         if shared is not None:
             self.blocks[rank] = shared.renumber(numbers)
@@ -297,7 +303,12 @@ class PublisherRecord:
         except LayoutError as error:
             raise FailedPrecondition("LAYOUT_MISMATCH", f"{self.name}: {error}") from error
         homes = {self.specs[n].name: f"{node}/{n in assigned.gathered}" for n, node in assigned.homes.items()}
-        return CheckedLayout(assigned, shared, lay_out(self.specs, homes=homes, only_file=only_file))
+        names = {spec.name for spec in self.specs}
+        frozen = names - self.unfrozen - homes.keys() if not only_file else set[str]()
+        if frozen == names:  # nothing is left that would change
+            frozen = set()
+        files = lay_out(self.specs, homes=homes | dict.fromkeys(frozen, _FROZEN), only_file=only_file)
+        return CheckedLayout(assigned, shared, files, tuple(file for file in files if not frozen.isdisjoint(file.by_name)))
 
     def _check_names(self) -> None:
         if not self.specs:
@@ -350,6 +361,7 @@ class PublisherRecord:
         """Become ACTIVE with the result of the check, and free the state of registration."""
         self.assigned, self.boxes, self.homes, self.gathered = checked.assigned
         self.shared, self.state = checked.shared, ACTIVE
+        self.frozen = frozenset(self.numbers[name] for file in checked.frozen for name in file.by_name)
         self.held, self.blocks, self.files, self.stalled, self.checked = {}, {}, {}, None, None
 
     def file_homes(self, files: Sequence[FileLayout]) -> dict[str, str]:
@@ -371,6 +383,10 @@ class PublisherRecord:
                     name, box = self.specs[number].name, boxes.box(position)
                     found.setdefault((paths[name], host), []).append((name, same.setdefault(box, box)))
         return tuple(GatheredBoxes(path, node, tuple(boxes)) for (path, node), boxes in sorted(found.items()))
+
+    def is_frozen(self, file: FileLayout) -> bool:
+        """Return whether versions may share a file: it has frozen tensors, and then no others."""
+        return self.numbers[next(iter(file.by_name))] in self.frozen
 
     def reject(self, error: DaemonError) -> None:
         """Become REJECTED. Later calls raise `error`."""
@@ -403,8 +419,10 @@ class PublisherRecord:
                     at_home = home_boxes(self, rank, gathered=False)
                 if gathers:
                     at_home = np.append(at_home, home_boxes(self, rank, gathered=True))
-                boxes = boxes.take(np.delete(np.arange(len(boxes)), at_home))
-                self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes)
+                frozen = frozen_boxes(self, rank)
+                rest = np.delete(np.arange(len(boxes)), np.append(at_home, frozen))
+                boxes = boxes.take(np.append(frozen, rest))
+                self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes, len(frozen))
             return self._slots[rank, gathers]
 
 
@@ -461,6 +479,11 @@ def home_boxes(publisher: PublisherRecord, rank: int, *, gathered: bool) -> Ints
     """Return the positions of boxes that a rank may write on its host's node: those of gathered tensors, or of all others."""
     homes = {number: node for number, node in publisher.homes.items() if (number in publisher.gathered) == gathered}
     return boxes_at_home(homes, publisher.boxes[rank])
+
+
+def frozen_boxes(publisher: PublisherRecord, rank: int) -> Ints:
+    """Return the positions of boxes that a rank sends of frozen tensors. None of these has a home on a node."""
+    return np.flatnonzero(np.isin(publisher.boxes[rank].tensors, [*publisher.frozen]))
 
 
 def boxes_at_home(homes: Mapping[int, str], boxes: PackedBoxes) -> Ints:

@@ -15,7 +15,7 @@ and on a node in `node/file_sets.py`. The calls of the ranks are in `intake.py`.
 """
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +54,8 @@ AT_HOME = "node"
 class SlotDelivery:
     """Report of a rank with its seal.
 
-    `trace` is the W3C traceparent of the trainer's span, or empty; `home_bytes` are those in a node's files.
+    `trace` is the W3C traceparent of the trainer's span, or empty; `home_bytes` are those in a node's files, `unsent_bytes` those
+    of boxes that it did not send, since they are unchanged.
     """
 
     timings: tuple[Timing, ...]
@@ -62,6 +63,7 @@ class SlotDelivery:
     size_bytes: int
     trace: str
     home_bytes: int = 0
+    unsent_bytes: int = 0
 
 
 class VersionGroup(NamedTuple):
@@ -177,14 +179,19 @@ class Upload:
         threads: int,
         now: float,
         homes: HomeFiles,
+        frozen_from: int = 0,
     ) -> None:
+        """Create an upload. `frozen_from`: see Version in `resources.proto`."""
         self.record, self.publisher, self.folder, self.created, self.homes = record, publisher, folder, now, homes
         self.group = VersionGroup(publisher.job, record.step, frozenset({publisher.model, *publisher.together}))
         self.proof: Proof | None = None  # once it is verified; guarded by the intake's lock
         self.deliveries: dict[int, SlotDelivery] = {}
         self.timings: list[Timing] = []  # of the daemon's own phases
         self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
-        self._files, self._chunk_bytes = files, chunk_bytes
+        self._files, self._chunk_bytes, self.frozen_from = files, chunk_bytes, frozen_from
+        self._frozen = {file.path: file for file in files if publisher.is_frozen(file)}
+        self._linked = {*self._frozen} if frozen_from else set[str]()  # files that are those of `frozen_from`
+        self._thawing = threading.Lock()
         self._lock = threading.Condition()
         self._writable: WritableFiles | None = None
         self._landing = 0
@@ -224,6 +231,12 @@ class Upload:
             raise DataLoss(
                 "CHECKSUM", f"rank {header.rank} chunk {header.index}: expected xxh3 {header.checksum:016x}, got {found:016x}"
             )
+        if header.index < slot.frozen_chunks and self._shared(header.rank):
+            raise InvalidArgument(
+                "CHUNK_INDEX",
+                f"rank {header.rank} chunk {header.index} is of a file that {self.record.name} shares with version "
+                f"{self.frozen_from}: call ThawFiles first",
+            )
         files = self._enter(header.rank)
         if files is None:
             return
@@ -247,7 +260,8 @@ class Upload:
             if self._writable is None:
                 self._proofs.drop()  # the kernel lets this process open no leased file for writing either
                 with touching(self.folder, "mapping"):
-                    self._writable = WritableFiles(self.folder, self._files)
+                    own = [file for file in self._files if file.path not in self._linked]
+                    self._writable = WritableFiles(self.folder, own)
             self._landing += 1
             return self._writable
 
@@ -276,15 +290,55 @@ class Upload:
         with self._lock:
             return [] if rank in self._sealed else [int(i) for i in np.flatnonzero(~self._bitmap(rank))]
 
-    def release(self, rank: int, files: Sequence[str]) -> None:
+    def _shared(self, rank: int) -> list[str]:
+        """Return the files of a rank's frozen boxes that the version shares."""
+        if not self._linked:
+            return []
+        tensors = {int(number) for number in self.publisher.boxes[rank].tensors} & self.publisher.frozen
+        names = {self.publisher.specs[number].name for number in tensors}
+        return sorted(path for path in self._linked if not names.isdisjoint(self._frozen[path].by_name))
+
+    def thaw(self, rank: int, replace: Callable[[Collection[str]], object]) -> None:
+        """Let a rank write its frozen boxes; a no-op if it may, or has sealed.
+
+        `replace` replaces shared files by copies.
+
+        Raises InvalidArgument (RANK), FailedPrecondition (VERSION_ABORTED, VERSION_CLOSED), and the errors of `replace`.
+        """
+        self.publisher.check_rank(rank)
+        with self._lock:
+            self._check_open()
+            if rank in self._sealed:
+                return
+            self._landing += 1
+        try:
+            with self._thawing:
+                if not (paths := self._shared(rank)):
+                    return
+                self._proofs.forget(paths)
+                replace(paths)
+                with self._lock:
+                    if self._writable is not None:
+                        with touching(self.folder, "mapping"):
+                            for path in paths:
+                                self._writable.add(self.folder, self._frozen[path])
+                    self._linked -= {*paths}
+        finally:
+            with self._lock:
+                self._landing -= 1
+                self._lock.notify_all()
+
+    def release(self, rank: int, files: Sequence[str], *, unchanged: bool = False) -> None:
         """Record that a rank has written and closed files, and digest files that all of their writers have closed.
 
-        A no-op after the last seal. Raises InvalidArgument (RANK, MODEL_FILE).
+        With `unchanged`, the files of its frozen boxes are among them, if the version shares them. A no-op after the last seal.
+        Raises InvalidArgument (RANK, MODEL_FILE).
         """
         self.publisher.check_rank(rank)
         with self._lock:
             if self._closed:
                 return
+            files = [*files, *(self._shared(rank) if unchanged else ())]
             if self._released is None:
                 self._released = ReleasedFiles(self._writers())
             complete = self._released.release(rank, files)
@@ -302,8 +356,19 @@ class Upload:
                 writers[self._files[i].path].append(rank)
         return writers
 
-    def seal(self, rank: int, digests: Sequence[int], mapped: bool, timings: tuple[Timing, ...] = (), trace: str = "") -> bool:
+    def seal(
+        self,
+        rank: int,
+        digests: Sequence[int],
+        mapped: bool,
+        timings: tuple[Timing, ...] = (),
+        trace: str = "",
+        *,
+        unchanged: bool = False,
+    ) -> bool:
         """Seal a slot and return whether it was the last open one. An identical repeated seal returns False.
+
+        `unchanged`: whether the rank has left its frozen boxes as they are in `frozen_from`.
 
         Raises InvalidArgument (RANK, DIGESTS), FailedPrecondition (MISSING_CHUNKS, VERSION_ABORTED, VERSION_CLOSED),
         AlreadyExists (SLOT_DIFFERS).
@@ -322,21 +387,40 @@ class Upload:
                     )
                 return False
             self._check_open()
-            missing = 0 if mapped else int(np.count_nonzero(~self._bitmap(rank)))
+            self._check_frozen(rank, unchanged=unchanged)
+            slot = self.slot(rank)
+            first = slot.frozen_chunks if unchanged else 0
+            missing = 0 if mapped else int(np.count_nonzero(~self._bitmap(rank)[first:]))
             if missing:
                 raise FailedPrecondition(
                     "MISSING_CHUNKS",
                     f"{self.record.name}: {missing} of {self.slot(rank).chunks} chunks of rank {rank} are missing",
                 )
             self._sealed[rank] = packed
-            size = self._size(rank)
-            home = size - self.slot(rank).size_bytes
+            size, unsent = self._size(rank), slot.frozen_bytes if unchanged else 0
+            home = size - slot.size_bytes
             transport = AT_HOME if home else MAPPED if mapped else self._transports.get(rank, "grpc")
-            self.deliveries[rank] = SlotDelivery(timings, transport, size, trace, home)
+            self.deliveries[rank] = SlotDelivery(timings, transport, size - unsent, trace, home, unsent)
             if len(self._sealed) < self.publisher.world_size:
                 return False
             self._closed = True
             return True
+
+    def _check_frozen(self, rank: int, *, unchanged: bool) -> None:
+        """Raise InvalidArgument (DIGESTS) for a rank that has sent nothing of what is not there, or written what is shared."""
+        if unchanged and not self.frozen_from:
+            raise InvalidArgument("DIGESTS", f"rank {rank} calls its frozen boxes unchanged, and {self.record.name} shares none")
+        if not unchanged and (shared := self._shared(rank)):
+            raise InvalidArgument(
+                "DIGESTS",
+                f"rank {rank} has sent boxes of {shared[0]}, which {self.record.name} shares with version {self.frozen_from}: "
+                "call ThawFiles first",
+            )
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that no rank has sent, since they are those of the version before. Call after the last seal."""
+        return sum(delivery.unsent_bytes for delivery in self.deliveries.values())
 
     def open_ranks(self, among: Iterable[int] | None = None) -> list[int]:
         """Return the ranks that have not sealed their slots, of `among` or of all."""

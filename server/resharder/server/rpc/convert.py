@@ -67,6 +67,7 @@ class Views:
                 state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
                 message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
             upload = self.intake.upload(record.model, record.number)
+            message.frozen_from = upload.frozen_from if upload is not None else 0
             for home in upload.homes.homes if upload is not None else ():
                 message.homes.add(node=f"nodes/{home.node}", folder=home.folder, gathers=home.gathers)
         return message
@@ -96,6 +97,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         warnings=record.warnings,
         base=record.base,
         base_version=record.base_version,
+        sent_bytes=record.size_bytes - record.unsent_bytes if record.ready_time else 0,
     )
 
 

@@ -77,6 +77,7 @@ METHODS = (
     Method(_P, "UploadChunks", _PUBLISHER, About.MODEL, Cost.TRANSFER, large=True),
     Method(_P, "ListMissingChunks", _PUBLISHER, About.MODEL),
     Method(_P, "ReleaseFiles", _PUBLISHER, About.MODEL),
+    Method(_P, "ThawFiles", _PUBLISHER, About.MODEL, Cost.TRANSFER),
     Method(_P, "SealSlot", _PUBLISHER, About.MODEL, large=True),
     Method(_P, "AbortVersion", _PUBLISHER, About.MODEL),
     Method(_P, "WaitVersion", _PUBLISHER, About.MODEL, Cost.WAIT),

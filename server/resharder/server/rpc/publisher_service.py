@@ -11,7 +11,7 @@ from resharder.server.infra.change_signal import Waiting
 from resharder.server.ingest.boxes import read_boxes
 from resharder.server.ingest.intake import Intake
 from resharder.server.ingest.maxima import RankBlocks, read_shared
-from resharder.server.ingest.publisher import home_boxes
+from resharder.server.ingest.publisher import frozen_boxes, home_boxes
 from resharder.server.observability.tracing.ids import traceparent_of
 from resharder.server.rpc.convert import Views, seconds
 from resharder.server.rpc.dispatch import Call
@@ -59,6 +59,8 @@ class PublisherService:
         gathers, warnings = request.gathers, list(request.warnings)
         request.ClearField("gathers")
         request.ClearField("warnings")
+        frozen = frozenset(request.frozen)
+        request.ClearField("frozen")  # a hint, of which the first one counts
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
             self._intake.register_slot(
@@ -72,6 +74,7 @@ class PublisherService:
                 readable,
                 gathers=gathers,
                 warnings=warnings,
+                frozen=frozen,
             )
         )
 
@@ -84,6 +87,7 @@ class PublisherService:
         )
         answer.node_boxes.extend(home_boxes(publisher, request.rank, gathered=False).tolist())
         answer.gathered_boxes.extend(home_boxes(publisher, request.rank, gathered=True).tolist())
+        answer.frozen_boxes.extend(frozen_boxes(publisher, request.rank).tolist())
         if answer.node_boxes or answer.gathered_boxes:
             answer.node = f"nodes/{publisher.hosts[request.rank]}"
         return answer
@@ -128,15 +132,22 @@ class PublisherService:
     def ReleaseFiles(self, request: publisher_pb2.ReleaseFilesRequest, call: Call) -> Message:
         """Begin to digest files that all of their writers have closed."""
         model, number = parse_name(request.version, "versions")
-        self._intake.release_files(model, number, request.epoch, request.rank, request.files)
+        files, unchanged = request.files, request.unchanged
+        self._intake.release_files(model, number, request.epoch, request.rank, files, unchanged=unchanged)
         return publisher_pb2.ReleaseFilesResponse()
+
+    def ThawFiles(self, request: publisher_pb2.SlotRequest, call: Call) -> Message:
+        """Give a version files of its own for a rank's frozen boxes, which have changed."""
+        model, number = parse_name(request.version, "versions")
+        self._intake.thaw_files(model, number, request.epoch, request.rank)
+        return publisher_pb2.ThawFilesResponse()
 
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, call: Call) -> Message:
         """Declare a slot complete. The last seal starts verification and commit, which this call does not wait for."""
         model, number = parse_name(request.version, "versions")
         timings, trace = timings_from_proto(request.timings), traceparent_of(call.metadata)
         seal = (request.rank, request.digests, request.mapped, timings, trace)
-        return self._views.version(self._intake.seal_slot(model, number, request.epoch, *seal))
+        return self._views.version(self._intake.seal_slot(model, number, request.epoch, *seal, unchanged=request.unchanged))
 
     def AbortVersion(self, request: publisher_pb2.AbortVersionRequest, call: Call) -> Message:
         """Abort a version that is UPLOADING; a no-op for any other."""

@@ -49,6 +49,8 @@ class VersionRecord:
     """Model that this one, an adapter, is loaded beside; empty for a model of its own."""
     base_version: int = 0
     """Version of `base` that the adapter was trained on; 0 if the trainer has not said it."""
+    unsent_bytes: int = 0
+    """Bytes of `size_bytes` that no rank has sent, because they are those of the version before."""
 
     @property
     def name(self) -> str:

@@ -42,7 +42,8 @@ class Claim:
 class Reservation(SetPool):
     """Files and capacity reserved for the versions of `epoch`, which uses `sets` sets of files in turn.
 
-    Without `hold`, the files are holes behind their headers.
+    Without `hold`, the files are holes behind their headers. `frozen` are files that versions may share. No set has them: a
+    version gets them when it begins, and they are removed with it, never used again.
     """
 
     def __init__(
@@ -57,16 +58,25 @@ class Reservation(SetPool):
         small: Path,
         *,
         hold: bool,
+        frozen: tuple[FileLayout, ...] = (),
     ) -> None:
         path, holes = model.folder / "pool" / str(epoch), () if hold else tuple(PartFile(layout, ()) for layout in layouts)
         given = changed, model.background, path, numbers
-        super().__init__(*given, "pool.write", host, layouts if hold else (), holes, small)
+        self.frozen = frozen if hold else ()
+        paths = {file.path for file in self.frozen}
+        files = tuple(file for file in layouts if file.path not in paths) if hold else ()
+        super().__init__(*given, "pool.write", host, files, holes, small)
         self.epoch, self.sets, self.layouts = epoch, sets, layouts
 
     @property
     def version_bytes(self) -> int:
         """Bytes of a version."""
         return sum(layout.size for layout in self.layouts)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the files that a version may share."""
+        return sum(layout.size for layout in self.frozen)
 
 
 @dataclass
@@ -87,6 +97,9 @@ class StoredModel:
     records: dict[int, VersionRecord] = field(default_factory=dict)
     verified: dict[int, VerifiedVersion] = field(default_factory=dict)
     """UPLOADING versions that wait for READY, and READY ones that lack pieces; replaced, never modified."""
+    shared: dict[int, Mapping[int, int]] = field(default_factory=dict)
+    """Bytes of the files that each UPLOADING or READY version may share, by the number of the inode."""
+    frozen_from: dict[int, int] = field(default_factory=dict)  # of each UPLOADING version that shares files: of which one
     holders: dict[int, frozenset[str]] = field(default_factory=dict)
     reservation: Reservation | None = None
     yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) of pins that end when capacity is needed
@@ -134,7 +147,18 @@ class StoredModel:
     def used(self) -> int:
         """Return the bytes that the model occupies."""
         ready = sum(record.size_bytes for record in self.of(READY) if self.hold or record.number not in self.verified)
-        return ready + self.unpublished() + self.held() + self.leaving + sum(self.stuck.values()) + self.arriving
+        more = self.unpublished() + self.held() + self.leaving + sum(self.stuck.values()) + self.arriving
+        return ready + more - self._counted_twice()
+
+    def _counted_twice(self) -> int:
+        """Return the bytes of files by which the sizes of versions that share them exceed what they occupy."""
+        found: dict[int, int] = {}
+        twice = 0
+        for inodes in self.shared.values():
+            for inode, size in inodes.items():
+                twice += size if inode in found else 0
+                found[inode] = size
+        return twice
 
     def held(self) -> int:
         """Return the bytes of retired sets that a process has open."""
@@ -156,7 +180,9 @@ class StoredModel:
 
     def reserved_bytes(self) -> int:
         """Return the bytes that the model may occupy under its reservation."""
-        return self.reservation.size * self.reservation.sets if self.reservation else 0
+        if self.reservation is None:
+            return 0
+        return (self.reservation.size + self.reservation.frozen_bytes) * self.reservation.sets  # all of it may change
 
     def forget_old(self) -> None:
         """Drop the oldest RETIRED and ABORTED records, beyond the newest 1000."""

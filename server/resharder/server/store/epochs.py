@@ -21,12 +21,13 @@ from resharder.server.store.retention import Capacity, Retention
 
 
 class NewEpoch(NamedTuple):
-    """A claim that is to take effect: the layouts of its versions' files, and the model's small files."""
+    """A claim that is to take effect: layouts of its versions' files, the model's small files, and which layouts are frozen."""
 
     model: str
     epoch: int
     layouts: tuple[FileLayout, ...]
     files: Mapping[str, bytes]
+    frozen: tuple[FileLayout, ...] = ()
 
     @property
     def size(self) -> int:
@@ -83,18 +84,25 @@ class Epochs:
 
     @medium_errors()
     def reserve(
-        self, name: str, epoch: int, layouts: tuple[FileLayout, ...], files: Mapping[str, bytes], *others: NewEpoch
+        self,
+        name: str,
+        epoch: int,
+        layouts: tuple[FileLayout, ...],
+        files: Mapping[str, bytes],
+        *others: NewEpoch,
+        frozen: tuple[FileLayout, ...] = (),
     ) -> None:
         """Let a claim take effect: write the model's small files, reserve capacity, and begin to lay out files for versions.
 
-        With `others`, the claims of one job on several models take effect together: none does if one has no room.
+        `frozen` are those of `layouts` that versions may share. With `others`, the claims of one job on several models take
+        effect together: none does if one has no room.
 
         Raises ResourceExhausted (NO_ROOM), which lists what the store holds, FailedPrecondition (STALE_EPOCH: a newer claim is in
         effect), and the errors of a medium. Nothing has changed then, except that of several claims the first may be in effect if
         the medium fails at a later one.
         """
         self._folder.check()
-        wanted = (NewEpoch(name, epoch, layouts, files), *others)
+        wanted = (NewEpoch(name, epoch, layouts, files, frozen), *others)
         with self._catalogue.changed:
             models = [self._catalogue.model(each.model) for each in wanted]
             claims = [_claim_of(model, each.epoch) for model, each in zip(models, wanted, strict=True)]
@@ -125,7 +133,8 @@ class Epochs:
             model.coming = {epoch: other for epoch, other in model.coming.items() if epoch > claim.epoch}
         model_files.drop_others(model.folder, written)
         model.published = True
-        self._pool.reserve(model, claim.epoch, self._retention.sets(wanted.size), wanted.layouts, written)
+        sets = self._retention.sets(wanted.size)
+        self._pool.reserve(model, claim.epoch, sets, wanted.layouts, written, wanted.frozen)
 
     @medium_errors()
     def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:

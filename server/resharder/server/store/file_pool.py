@@ -28,7 +28,15 @@ class FilePool:
         self._catalogue, self._changed, self._capacity, self._hold = catalogue, catalogue.changed, capacity, hold
         self._numbers = count(1)
 
-    def reserve(self, model: StoredModel, epoch: int, sets: int, layouts: tuple[FileLayout, ...], small: Path) -> None:
+    def reserve(
+        self,
+        model: StoredModel,
+        epoch: int,
+        sets: int,
+        layouts: tuple[FileLayout, ...],
+        small: Path,
+        frozen: tuple[FileLayout, ...] = (),
+    ) -> None:
         """Reserve files for the versions of an epoch, in place of those of the epoch before, and begin to lay them out.
 
         Args:
@@ -37,6 +45,7 @@ class FilePool:
             sets: Sets of files that it uses in turn.
             layouts: The safetensors files of a version.
             small: Folder of the small files of a version.
+            frozen: Those of `layouts` that versions may share.
         """
         self.remove_stuck(model)
         if model.reservation is not None:
@@ -47,7 +56,8 @@ class FilePool:
             lambda: self.top_up(model),
             lambda failure: self._settled(model, failure),
         )
-        reservation = Reservation(epoch, sets, model, self._changed, self._numbers, host, layouts, small, hold=self._hold)
+        given = epoch, sets, model, self._changed, self._numbers, host, layouts, small
+        reservation = Reservation(*given, hold=self._hold, frozen=frozen)
         model.reservation = reservation
         self._changed.notify_all()
         self.top_up(model)

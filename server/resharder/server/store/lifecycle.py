@@ -7,16 +7,28 @@ publisher or `adopt` from an archive. It is RETIRED by retention, for capacity, 
 import errno
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import INDEX_FILE, FileLayout
 from resharder.converters.units import size_text
-from resharder.server.infra.filesystem import is_gone, make_durable_folder, make_folder, move, sync, touching, write_file
+from resharder.server.infra.filesystem import (
+    copy_file,
+    is_gone,
+    link,
+    make_durable_folder,
+    make_folder,
+    move,
+    sync,
+    touching,
+    write_file,
+    write_zeros,
+)
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import (
     AlreadyExists,
@@ -51,6 +63,18 @@ class ProvenVersion(NamedTuple):
     slots: tuple[tuple[int, str], ...]
     missing: MissingPieces | None = None
     """Pieces of which the nodes' bytes are verified, and that the store lacks; None if it has all."""
+    unsent_bytes: int = 0
+    """See VersionRecord."""
+
+
+class SharedFiles(NamedTuple):
+    """Files of frozen tensors that a version shares: those of version `base`, by the numbers of their inodes with their bytes.
+
+    A `base` of 0 is none.
+    """
+
+    base: int = 0
+    inodes: Mapping[int, int] = MappingProxyType({})
 
 
 class Retirement(NamedTuple):
@@ -107,6 +131,7 @@ class VersionLifecycle:
         (STORE_FAILED, DRAINING).
         """
         self._folder.check()
+        said = {"skipped": skipped, "warnings": tuple(warnings), "base": base, "base_version": base_version}
         retired: list[VersionRecord] = []
         try:
             with self._changed:
@@ -116,8 +141,8 @@ class VersionLifecycle:
                 self._pool.remove_stuck(model)
                 path = self._take_set(model, reservation, retired)
                 try:
-                    said = {"skipped": skipped, "warnings": tuple(warnings), "base": base, "base_version": base_version}
-                    record = self._start(model, reservation, path, step, job, said)
+                    with self._frozen_added(model, reservation, path, retired) as shared:
+                        record = self._start(model, reservation, path, step, job, said, shared)
                 except BaseException:
                     self._pool.discard(model, path, reservation.size)
                     self._changed.notify_all()
@@ -151,6 +176,59 @@ class VersionLifecycle:
             model.reserved(reservation.epoch)
         return reservation.free.pop(0)
 
+    @contextmanager
+    def _frozen_added(
+        self, model: StoredModel, reservation: Reservation, path: Path, retired: list[VersionRecord]
+    ) -> Iterator[SharedFiles]:
+        """Add files of frozen tensors to a set that a version is about to get: those of the newest READY one, or new ones.
+
+        New ones are laid out without the lock. They and the set count as in use meanwhile.
+        """
+        if not reservation.frozen or (shared := self._share(model, reservation, path)).base:
+            yield shared if reservation.frozen else SharedFiles()
+            return
+        size = 0
+        reservation.pending += 1
+        try:
+            self._await_capacity(model, reservation.frozen_bytes, retired)
+            size = reservation.frozen_bytes
+            model.arriving += size
+            self._changed.release()
+            try:
+                for file in reservation.frozen:
+                    (path / file.path).unlink(missing_ok=True)
+                    write_zeros(path / file.path, file.header, file.size)
+            finally:
+                self._changed.acquire()
+        finally:
+            model.arriving -= size
+            reservation.pending -= 1
+        model.reserved(reservation.epoch)  # another job may have taken over
+        yield SharedFiles()
+
+    def _share(self, model: StoredModel, reservation: Reservation, path: Path) -> SharedFiles:
+        """Link the frozen files of the newest READY version of the epoch into a set; a no-op if they cannot be shared."""
+        ready = [record for record in model.of(READY) if record.epoch == reservation.epoch]
+        base = max(ready, key=lambda record: record.number, default=None)
+        if base is None or base.number in model.verified:
+            return SharedFiles()
+        folder, inodes = self._folder.path(base), dict[int, int]()
+        try:
+            for file in reservation.frozen:
+                source, target = folder / file.path, path / file.path
+                found = source.stat()
+                with source.open("rb") as opened:
+                    if found.st_size != file.size or opened.read(len(file.header)) != file.header:
+                        return SharedFiles()  # of a job that has returned with other tensors
+                target.unlink(missing_ok=True)
+                link(source, target)
+                inodes[found.st_ino] = found.st_size
+        except OSError as error:  # such as a filesystem without hard links
+            _log.warning("not_shared", version=base.name, error=str(error))
+            return SharedFiles()
+        model.shared[base.number] = {**model.shared.get(base.number, {}), **inodes}
+        return SharedFiles(base.number, inodes)
+
     def _start(
         self,
         model: StoredModel,
@@ -159,6 +237,7 @@ class VersionLifecycle:
         step: int,
         job: str,
         said: Mapping[str, Any],
+        shared: SharedFiles,
     ) -> VersionRecord:
         model.number += 1
         model.write_claim()
@@ -172,7 +251,52 @@ class VersionLifecycle:
         move(path, self._folder.path(record))
         failpoint("begin.after-rename")
         model.put(record)
+        if shared.base:
+            model.shared[record.number] = shared.inodes
+            model.frozen_from[record.number] = shared.base
         return record
+
+    def frozen_from(self, record: VersionRecord) -> int:
+        """Return the number of the version whose files of frozen tensors an UPLOADING one has; 0 if they are its own."""
+        return self._catalogue.model(record.model).frozen_from.get(record.number, 0)
+
+    @medium_errors()
+    def thaw(self, record: VersionRecord, files: Collection[str]) -> None:
+        """Replace files that an UPLOADING version shares by copies of its own, which ranks may write.
+
+        Raises ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), FailedPrecondition (VERSION_ABORTED), Unavailable
+        (STORE_FAILED, DRAINING). The version has the shared files then.
+        """
+        folder, retired = self._folder.path(record), list[VersionRecord]()
+        size = sum(layout.size for layout in self.layouts(record) if layout.path in files)
+        try:
+            with self._changed:
+                (model,) = self._uploading_models(record)
+                self._await_capacity(model, size, retired)
+                model.arriving += size
+        finally:
+            for each in retired:
+                self._catalogue.version_changed.emit(each)
+        try:
+            for name in files:
+                copy_file(folder / name, folder / f"{name}.part")
+            with self._changed:
+                self._uploading_models(record)
+                for name in files:
+                    inode = (folder / name).stat().st_ino
+                    move(folder / f"{name}.part", folder / name)
+                    model.shared[record.number] = {i: n for i, n in model.shared[record.number].items() if i != inode}
+        except OSError:
+            for name in files:
+                with suppress(OSError):
+                    (folder / f"{name}.part").unlink(missing_ok=True)
+            with self._changed:
+                self._uploading_models(record)  # or it was aborted meanwhile, and its folder has moved
+            raise
+        finally:
+            with self._changed:
+                model.arriving -= size
+                self._changed.notify_all()
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
         """Return the file layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
@@ -186,7 +310,11 @@ class VersionLifecycle:
         with self._changed:
             reservation = self._catalogue.model(name).reservation
             same = reservation is not None and self._catalogue.get(name, number).epoch == reservation.epoch
-            return reservation.free[0] if reservation is not None and same and reservation.free else None
+            if reservation is None or not same or not reservation.free:
+                return None
+            if reservation.frozen:  # a worker that prepares them maps all files of the next version
+                self._share(self._catalogue.model(name), reservation, reservation.free[0])
+            return reservation.free[0]
 
     def abort(self, name: str, number: int, reason: str, *, reuse: bool = True) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
@@ -216,6 +344,7 @@ class VersionLifecycle:
         slots: tuple[tuple[int, str], ...],
         *others: ProvenVersion,
         missing: MissingPieces | None = None,
+        unsent_bytes: int = 0,
         before_ready: Callable[[Sequence[VerifiedVersion]], object] = lambda versions: None,
     ) -> VersionRecord:
         """Make an UPLOADING version READY, together with `others`: all or none.
@@ -229,7 +358,7 @@ class VersionLifecycle:
         NO_DESCRIPTORS).
         """
         self._folder.check()
-        proven = (ProvenVersion(record, digests, slots, missing), *others)
+        proven = (ProvenVersion(record, digests, slots, missing, unsent_bytes), *others)
         ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
         verified = [self._verified(each, done) for each, done in zip(proven, ready, strict=True)]
         path = self._folder.path
@@ -245,6 +374,7 @@ class VersionLifecycle:
                 for model, done, left in zip(models, ready, lacking, strict=True):
                     model.put(done)
                     model.put_verified(done.number, left)
+                    model.frozen_from.pop(done.number, None)
                 retired = list[VersionRecord]()
                 for model, done in zip(models, ready, strict=True):
                     self._history.add(done)
@@ -273,10 +403,13 @@ class VersionLifecycle:
 
     def _uploading(self, versions: Iterable[VerifiedVersion]) -> list[StoredModel]:
         """Return the models of UPLOADING versions. Raises FailedPrecondition (VERSION_ABORTED). Callers hold the lock."""
+        return self._uploading_models(*(each.record for each in versions))
+
+    def _uploading_models(self, *records: VersionRecord) -> list[StoredModel]:
         found = list[StoredModel]()
-        for each in versions:
-            found.append(self._catalogue.model(each.record.model))
-            if (current := found[-1].records[each.record.number]).state != UPLOADING:
+        for each in records:
+            found.append(self._catalogue.model(each.model))
+            if (current := found[-1].records[each.number]).state != UPLOADING:
                 raise FailedPrecondition("VERSION_ABORTED", f"{current.name} was aborted: {current.reason}")
         return found
 
@@ -288,10 +421,12 @@ class VersionLifecycle:
             names = [path.name for path in folder.iterdir() if path.name not in layouts]
             content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
         sizes = {name: len(content[name]) for name in names} | {k: v.size for k, v in layouts.items()}
-        record = replace(record, slots=proven.slots, ready_time=round(self._clock(), 6))
+        ready_time = round(self._clock(), 6)
+        record = replace(record, slots=proven.slots, ready_time=ready_time, unsent_bytes=proven.unsent_bytes)
         encoded, fingerprint = manifest.encode(record, content, sizes, proven.digests, whole=proven.missing is None)
         for name in layouts:
             sync(folder / name)
+        sync(folder)  # shared files have no other entry of this version
         if proven.missing is not None:
             proven.missing.check(self.layouts(proven.record))
             proven.missing.write(folder)
@@ -610,6 +745,8 @@ class VersionLifecycle:
             path = self._folder.path(record)
         failpoint("leave.after-rename")
         model.put(done)
+        model.shared.pop(done.number, None)
+        model.frozen_from.pop(done.number, None)
         if (verified := model.verified.get(done.number)) is not None:
             model.put_verified(done.number, None)
             verified.end()

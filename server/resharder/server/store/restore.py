@@ -50,6 +50,12 @@ def _remove_leftovers(folder: Path, found: manifest.Manifest) -> None:
         _log.warning("not_removed", folder=str(folder), error=str(error))
 
 
+def _shared(folder: Path, found: manifest.Manifest) -> dict[int, int]:
+    """Return the inodes and bytes of the files that a version shares with others."""
+    stats = ((folder / file.path).stat() for file in found.files)
+    return {each.st_ino: each.st_size for each in stats if each.st_nlink > 1}
+
+
 def _read_claim(model: StoredModel) -> None:
     """Read the numbers assigned and the newest job. Damaged content is logged, and that of the versions and history counts."""
     with suppress(FileNotFoundError):
@@ -82,6 +88,8 @@ def _restore_model(folder: Path, hold: bool) -> StoredModel:
             else:
                 model.put_verified(record.number, VerifiedVersion(version, found, read_missing(version, found.files)))
             model.put(record)
+            if shared := _shared(version, found):
+                model.shared[record.number] = shared
         except ValueError as error:
             _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))
             shutil.rmtree(version)
