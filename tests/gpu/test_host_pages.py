@@ -13,8 +13,10 @@ from resharder.client.gpu.cuda_driver import beside_captures
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.pinned_pages import Registered, register
 from resharder.client.gpu.streams import on_stream
+from resharder.client.trainer.unchanged import BoxDigests
 from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.gpu_buffers import FromGpu
+from resharder.client.transport.host_buffers import digests_of
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.storage.digest import digest
@@ -192,3 +194,23 @@ def test_another_thread_registers_pages_while_this_one_captures_a_graph(tmp_path
     (registered,) = pages
     assert registered is not None
     registered.close()
+
+
+@pytest.mark.parametrize("elsewhere", ["", "rows", "plus"])
+def test_what_a_rank_would_send_has_the_digests_of_the_host_without_being_copied_there(elsewhere: str) -> None:
+    layout, tensors = on_device()
+    for tensor in tensors.values():
+        tensor.random_(0, 100)
+    if elsewhere == "rows":
+        tensors["rows"] = tensors["rows"].cpu()
+    if elsewhere == "plus":
+        layout = replace(layout, pieces=tuple(p._replace(plus=float(p.tensor == "experts")) for p in layout.pieces))
+    slot = AssignedSlot(0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[p.tensor] for p in layout.pieces), 1 << 20)
+    digests, items = BoxDigests(), LiveItems(tensors, layout.pieces)
+    first = digests.of(slot, items)
+    assert first == digests_of(slot, items)
+    tensors["odd"][7] += 1
+    tensors["experts"][1, 2, 3] += 1
+    second = digests.of(slot, items)
+    assert second == digests_of(slot, items)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False, True]

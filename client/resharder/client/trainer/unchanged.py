@@ -7,20 +7,42 @@ every tensor of the version with them.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.at_home import PieceSubset
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.host_buffers import digests_of
+from resharder.converters.geometry.layout import Layout, Piece
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
+    from resharder.client.gpu.digest import CachedDigester
     from resharder.client.transport.base import Releases, Transport
 
 _KEPT = 4  # versions; the newest READY one is older than the last by those that are UPLOADING
 _THAW_SECONDS = 300.0
+
+
+class BoxDigests:
+    """Digests of boxes in a model's memory: by the GPU that has all of them, else by this host."""
+
+    def __init__(self) -> None:
+        self._pieces: Sequence[Piece] = ()
+        self._digester: CachedDigester | None = None
+
+    def of(self, slot: AssignedSlot, items: LiveItems) -> list[int]:
+        """Return the digest of each box of a slot, in order."""
+        devices = {items.tensors[piece.local].device for piece in items.pieces}
+        if {device.type for device in devices} != {"cuda"} or len(devices) > 1 or any(piece.plus for piece in items.pieces):
+            return digests_of(slot, items)
+        if self._digester is None or self._pieces is not items.pieces:
+            from resharder.client.gpu.digest import CachedDigester
+
+            layout = Layout({spec.name: spec for spec in slot.specs}, tuple(items.pieces))
+            self._pieces, self._digester = items.pieces, CachedDigester(layout, devices.pop())
+        return self._digester.at(items.tensors).digests()
 
 
 class FrozenBoxes:
@@ -30,7 +52,7 @@ class FrozenBoxes:
         self._channel = channel
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._sealed: OrderedDict[int, tuple[AssignedSlot, list[int]]] = OrderedDict()
-        self._subsets = PieceSubset(), PieceSubset()
+        self._subsets, self._digests = (PieceSubset(), PieceSubset()), BoxDigests()
 
     def deliver(
         self,
@@ -79,7 +101,7 @@ class FrozenBoxes:
         known, sealed = self._sealed.get(version.frozen_from, (slot, []))
         if not version.frozen_from or not sealed or known != slot:
             return None
-        found = digests_of(slot, items)
+        found = self._digests.of(slot, items)
         return found if found == sealed else None
 
     def sealed(self, version: resources_pb2.Version, slot: AssignedSlot, digests: list[int]) -> None:
