@@ -10,8 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from resharder.client.operator.operator import Operator
-from resharder.client.rpc.channel import Channel
-from resharder.client.rpc.daemon_channel import DaemonReplaced
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.wire.term import Term
 from resharder.server.standby.tenure import REPLACED_STATUS, read_term
@@ -26,6 +24,7 @@ from resharder.v1 import (
     server_pb2_grpc,
 )
 
+from tests.client.models import connected, publish_all, weights
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
 
@@ -94,29 +93,22 @@ def test_a_term_of_a_node_or_an_operator_ends_the_daemon(daemon: SecureDaemon, n
     assert "another daemon has taken over: its term is 2, this one's is 1" in daemon.log.read_text()
 
 
-def test_a_rank_that_is_refused_publishes_with_the_daemon_that_has_taken_over(daemon: SecureDaemon, tmp_path: Path) -> None:
-    """The folder of the newer daemon is a copy, so that the older one does not learn of it."""
-    store = tmp_path / "store"
-    shutil.copytree(daemon.store, store, ignore=shutil.ignore_patterns("pool", "staging", "retired", "*.part"))
-    with closing(SecureDaemon(daemon.authority, ROLES, store=store, take_over=True)) as newer:
+def test_a_trainer_that_is_refused_publishes_the_next_step_with_the_daemon_that_has_taken_over(
+    daemon: SecureDaemon, tmp_path: Path
+) -> None:
+    """The folder of the newer daemon is a copy, so that the older one does not learn of it, and stays."""
+    alice, tls = daemon.authority.tls("alice.test"), replace(daemon.authority.tls("trainer.test"), name="localhost")
+    with closing(SecureDaemon(daemon.authority, ROLES, store=tmp_path / "store", take_over=True)) as newer:
+        publishers = connected(f"{daemon.endpoint},{newer.endpoint}", 2, "refused", tls=tls)
+        publish_all(publishers, 1, weights(1))[0].wait_ready(60)
+        shutil.copytree(daemon.store, newer.store, ignore=shutil.ignore_patterns("pool", "staging", "retired", "*.part"))
         newer.start()
-        tls = replace(daemon.authority.tls("trainer.test"), name="localhost")
-        with Channel(f"{daemon.endpoint},{newer.endpoint}", tls=tls) as channel:
-            stub = operator_pb2_grpc.OperatorServiceStub(channel.grpc)
-            request = operator_pb2.GetDaemonRequest()
-            assert channel.call(stub.GetDaemon, request).start_time == started(daemon)
-            with Operator(newer.endpoint, tls=daemon.authority.tls("alice.test")) as operator:
-                operator.versions()
-            with pytest.raises(DaemonReplaced):
-                Job(channel.grpc, SPECS, [whole(SPECS)]).connect()
-            Job(channel.grpc, SPECS, [whole(SPECS)]).connect().publish(1, random_weights(SPECS, 1))
-            assert channel.call(stub.GetDaemon, request).start_time == started(newer)
-        with Operator(newer.endpoint, tls=daemon.authority.tls("alice.test")) as operator:
-            assert [version.state.name for version in operator.versions("policy")] == ["READY"]
+        with Operator(newer.endpoint, tls=alice) as operator:  # which tells this process the newer term
+            assert [version.number for version in operator.versions("policy")] == [1]
+            handle = publish_all(publishers, 2, weights(2))[0]
+            handle.wait_ready(60)
+            assert [(version.number, version.step) for version in operator.versions("policy")] == [(handle.version, 2), (1, 1)]
     assert daemon.process is not None
     assert daemon.process.poll() is None
-
-
-def started(daemon: SecureDaemon) -> Any:
-    stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
-    return stub.GetDaemon(operator_pb2.GetDaemonRequest()).start_time
+    listed = operator_pb2_grpc.OperatorServiceStub(daemon.channel).ListVersions(operator_pb2.ListVersionsRequest())
+    assert [version.step for version in listed.versions] == [1]
