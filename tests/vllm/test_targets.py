@@ -107,7 +107,7 @@ def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def published_weights(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """In bf16, but what trainers keep in fp32."""
     weights = random_weights(config, 1, torch.bfloat16)
-    return {n: w.float() if any(name in n for name in ("correction_bias", "expert_bias", "A_log")) else w for n, w in weights.items()}
+    return {n: w.float() if n.endswith(("correction_bias", "expert_bias", "A_log")) else w for n, w in weights.items()}
 
 
 def specs_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
