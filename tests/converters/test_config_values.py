@@ -57,7 +57,7 @@ def others(name: str, value: Any) -> list[Any]:
     if name == "topk_method":
         return ["group_limited_greedy" if value == "greedy" else "greedy"]
     if name in ("hidden_act", "hidden_activation"):
-        return ["relu", "gelu"]
+        return ["relu", "silu" if name == "hidden_act" and value.startswith("gelu") else "gelu"]  # Gemma takes gelu for its own
     if name == "rope_type":
         return ["linear", "yarn", "dynamic"] if value == "default" else ["default"]
     if name == "layer_types":

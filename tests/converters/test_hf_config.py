@@ -36,7 +36,7 @@ def other(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, str):
-        return "gelu" if value != "gelu" else "relu"
+        return "relu" if value != "relu" else "silu"
     return value + 1 if isinstance(value, int) else value * 2
 
 

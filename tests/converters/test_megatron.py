@@ -127,6 +127,17 @@ WRONG: dict[str, tuple[str, str, Callable[[Weight], Weight]]] = {
     "the delta net's norm around zero": ("qwen3_5", "out_norm.weight", lambda weight: replace(weight, gain=0.0)),
     "other norms around one": ("qwen3_next", "q_layernorm.weight", lambda weight: replace(weight, gain=1.0)),
     "a query and its gate swapped": ("qwen3_next", "linear_qkv.weight", exchanged(0, 2)),
+    "a gain around zero taken for one around one, in Gemma": (
+        "gemma",
+        "layernorm.weight",
+        lambda weight: replace(weight, gain=1.0),
+    ),
+    "halves of the biases that choose Hy3's experts swapped": ("hy_v3", "router.expert_bias", halves_swapped),
+    "gate and up of Hy3's shared experts swapped": (
+        "hy_v3",
+        "shared_experts.linear_fc1.weight",
+        renamed("gate_proj", "up_proj"),
+    ),
     "experts swapped": ("qwen3_moe", "experts.linear_fc2.weight", renamed("experts.0.", "experts.1.")),
 }
 

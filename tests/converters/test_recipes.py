@@ -139,10 +139,24 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ),
     ("glm4_moe", {"norm_topk_prob": False}, {"beyond": ("norm_topk_prob=False",)}),
     ("gpt_oss", {"swiglu_alpha": 1.5}, {"beyond": ("swiglu_alpha=1.5",)}),
-    ("gemma2", {"use_bidirectional_attention": True}, {"beyond": ("use_bidirectional_attention=True",)}),
+    *(
+        (family, {"use_bidirectional_attention": True}, {"beyond": ("use_bidirectional_attention=True",)})
+        for family in ("gemma", "gemma2")
+    ),
+    *(
+        ("hy_v3", {name: False}, {"beyond": (f"{name}=False",)})
+        for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
+    ),
     ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, {"beyond": ("rope_type='yarn'",)}),
     # What configs leave out
     ("gemma2", {"query_pre_attn_scalar": None}, {"softmax_scale": 256**-0.5}),
+    ("gemma", {"hidden_act": None}, {"activation_func": "fast_gelu"}),
+    ("gemma", {"hidden_act": "gelu"}, {"activation_func": "fast_gelu"}),
+    ("gemma", {"hidden_act": "silu"}, {"activation_func": "silu"}),
+    ("hy_v3", {"rms_norm_eps": None}, {"layernorm_epsilon": 1e-5}),
+    ("hy_v3", {"rope_parameters": None}, {"rotary_base": 11158840.0}),
+    ("hy_v3", {"router_scaling_factor": None}, {"moe_router_topk_scaling_factor": 2.826}),
+    ("hy_v3", {"mlp_layer_types": None}, {"moe_layer_freq": [0, 1, 1, 1]}),
     ("gpt_oss", {"swiglu_limit": None}, {"activation_func_clamp_value": 7.0}),
     ("gpt_oss", {"swiglu_limit": 5.0}, {"activation_func_clamp_value": 5.0}),
     ("llama", {"rms_norm_eps": None}, {"layernorm_epsilon": 1e-6}),

@@ -12,14 +12,17 @@ from tests.support import tiny_hf
 REFUSED = {
     "attention_bias": (
         *("deepseek_v2", "deepseek_v3", "kimi_k2", "gemma2", "gemma3", "nemotron", "olmoe", "qwen3", "qwen3_moe"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma", "hy_v3"),
     ),
-    "mlp_bias": ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm", "glm4", "nemotron"),
+    "mlp_bias": ("hy_v3", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm", "glm4", "nemotron"),
+    "num_nextn_predict_layers": ("hy_v3",),
     "mtp_use_dedicated_embeddings": ("qwen3_5", "qwen3_5_moe"),
 }
 DEFAULTS: tuple[tuple[str, str, Any], ...] = (
+    ("gemma", "head_dim", 256),
     ("gemma2", "head_dim", 256),
     ("gemma3", "head_dim", 256),
+    ("gemma", "tie_word_embeddings", True),
     ("gemma2", "tie_word_embeddings", True),
     ("gemma3", "tie_word_embeddings", True),
     *((family, "attention_bias", True) for family in ("glm", "glm4", "gpt_oss")),
@@ -33,6 +36,8 @@ DEFAULTS: tuple[tuple[str, str, Any], ...] = (
     ("qwen3_next", "num_nextn_predict_layers", 0),
     ("qwen3_5", "mtp_num_hidden_layers", 0),
     ("deepseek_v3", "num_nextn_predict_layers", 0),
+    ("hy_v3", "num_shared_experts", 1),
+    ("hy_v3", "head_dim", 128),
     ("glm4_moe", "use_qk_norm", False),
     ("glm4_moe", "attention_bias", False),
 )

@@ -8,9 +8,10 @@ from resharder.client import connect
 
 from tests.support.daemon import Daemon
 from tests.support.observing import export, wait_serving
+from tests.support.tensor_hashes import differing, hashes, new_socket
 from tests.support.tiny_hf import tiny_config
 from tests.support.variants import sampled
-from tests.support.vision_models import VisionReference, ask, image_part, picture, save_processor, vision_server
+from tests.support.vision_models import VisionReference, ask, image_part, picture, save_processor, video_part, vision_server
 from tests.support.weights import random_weights
 
 TOLERANCE = 1e-4
@@ -44,3 +45,33 @@ def test_after_an_install_an_image_is_answered_as_by_a_fresh_server_and_by_trans
     with vision_server(tmp_path / "exported-3", None, *options) as fresh:
         assert [ask(fresh, image_part(PICTURE)).content, ask(fresh).content] == [said[3].content, text.content]
     assert said[2].content != said[3].content != text.content
+
+
+@pytest.mark.full
+def test_where_each_worker_has_the_whole_tower_images_and_videos_are_answered_as_by_a_fresh_server(tmp_path: Path) -> None:
+    """Encoder data parallelism: the language model is divided over the workers, and the images of a batch are."""
+    config = tiny_config("qwen3_vl", num_hidden_layers=2)
+    model = save_processor(tmp_path / "model", config)
+    options = ["--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data"]
+    sockets = [new_socket(), new_socket()]
+    files: dict[str, Any] = {"config": config, "tokenizer": model}
+    video = video_part([picture(seed) for seed in range(4)])
+    prompts = [[image_part(PICTURE)], [video], [image_part(picture(7)), image_part(PICTURE)]]
+    with Daemon() as daemon, connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, **files) as publisher:
+        publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
+        hashed: dict[str, Any] = {"plugins": ",raw_mode,tensor_hashes", "env": {"TENSOR_HASHES": sockets[0]}}
+        with vision_server(model, daemon.endpoint, *options, **hashed) as followed:
+            before = [ask(followed, *parts) for parts in prompts]
+            publisher.publish_tensors(2, random_weights(config, 2).items()).wait_serving(120)
+            wait_serving(daemon, 2)
+            after = [ask(followed, *parts) for parts in prompts]
+            held = hashes(sockets[0], workers=2)
+        export(daemon, "models/policy/versions/2", tmp_path / "exported")
+    with vision_server(tmp_path / "exported", None, *options, **hashed | {"env": {"TENSOR_HASHES": sockets[1]}}) as fresh:
+        assert differing(held, hashes(sockets[1], workers=2)) == []
+        assert [ask(fresh, *parts).content for parts in prompts] == [each.content for each in after]
+    towers = [{name: found for name, found in worker.items() if "visual" in name} for worker in held]
+    assert towers[0] == towers[1] != {}, "each worker has the whole tower"
+    assert after[0].logprobs == pytest.approx(VisionReference(tmp_path / "exported").logprobs(after[0], PICTURE), abs=TOLERANCE)
+    assert config["video_token_id"] in after[1].prompt
+    assert len({each.content for each in (*before, *after)}) == 6

@@ -50,6 +50,8 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "caps and norms after attention": ("gemma2", {"tp": 2, "pp": 2}),
     "gate and up as one": ("glm", {"tp": 2, "pp": 2, "spec": "te"}),
     "gate and up as one, norms after attention": ("glm4", {"tp": 2, "pp": 2}),
+    "gains around zero, scaled embeddings": ("gemma", {"tp": 2, "pp": 2, "spec": "te"}),
+    "experts under Hy3's names": ("hy_v3", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
     "an MLP without a gate": ("nemotron", {"tp": 4, "spec": "te"}),
     "norms over all heads": ("olmoe", {"tp": 2, "ep": 2, "spec": "te"}),
     "latent attention, many experts": ("kimi_k2", {"tp": 2, "ep": 4}),

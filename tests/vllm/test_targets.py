@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi_k2": {"topk_method": "noaux_tc"},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm4v_moe": {"use_qk_norm": False},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "mimo": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen2_moe": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -52,6 +53,7 @@ IMPURE = {
     "glm4_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},  # published in bf16
     "glm4_moe_lite": {"mlp.gate.weight": "the loader stores it as torch.float32"},
     "glm4v_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},
+    "hy_v3": {"mlp.router.gate.weight": "the loader stores it as torch.float32"},
     "minimax_m2": {"block_sparse_moe.gate.weight": "the loader stores it as torch.float32"},
     # Zero on all ranks but the first.
     "gpt_oss": {"mlp.experts.down_proj_bias": "the loader computes with it before it stores it"},
@@ -105,7 +107,7 @@ def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def published_weights(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """In bf16, but what trainers keep in fp32."""
     weights = random_weights(config, 1, torch.bfloat16)
-    return {n: w.float() if "correction_bias" in n or "A_log" in n else w for n, w in weights.items()}
+    return {n: w.float() if n.endswith(("correction_bias", "expert_bias", "A_log")) else w for n, w in weights.items()}
 
 
 def specs_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

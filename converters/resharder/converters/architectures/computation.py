@@ -655,6 +655,7 @@ UNCOMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "qwen2_5_vl.max_window_layers",
         "qwen3_vl_moe.sliding_window",
     ),
+    "the precision of a sum, of which each program has its own": ("hy_v3.enable_moe_fp32_combine",),
     "there is one group, or no limit to groups": (
         "deepseek_v2.n_group",
         "deepseek_v2.topk_group",
