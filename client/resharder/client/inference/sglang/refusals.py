@@ -5,6 +5,8 @@ from typing import Any
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.settings import ADAPTERS, ON_CONFIG_CHANGE, SGLANG_RUST_SERVER
+from resharder.converters.errors import UnsupportedModel
+from resharder.converters.quantization.scheme import scheme_of
 
 _SIZES = {
     "pp_size": "pipeline parallelism (--pp-size)",
@@ -58,11 +60,20 @@ def refuse_unsupported(config: Any, model_config: Any, *, replicas: bool) -> str
     wrong += [what for name, (only, what) in _CHOICES.items() if getattr(config, name, only) not in (only, None)]
     if SGLANG_RUST_SERVER.text().lower() in ("1", "true", "yes"):
         wrong.append(f"the Rust server, which has no gate ({SGLANG_RUST_SERVER.name})")
-    if getattr(model_config, "quantization", None):
-        wrong.append(f"quantised weights ({model_config.quantization})")
+    if model_config.quantization and not _is_fp8_blocks(model_config):
+        wrong.append(f"quantised weights other than checkpoints in FP8 blocks of 128 by 128 ({model_config.quantization})")
     if getattr(model_config, "is_multimodal", False):
         wrong.append("models that read images, video or sound")
     return f"Resharder does not support SGLang servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def _is_fp8_blocks(model_config: Any) -> bool:
+    """Return whether a model's config.json describes FP8 blocks, as versions that ranks cast have them."""
+    try:
+        stated = scheme_of(getattr(model_config.hf_config, "quantization_config", None) or {})
+    except UnsupportedModel:
+        return False
+    return bool(model_config.quantization == "fp8") and not stated.channels
 
 
 def refuse_settings(settings: PluginSettings) -> None:
