@@ -31,14 +31,16 @@ def test_a_release_is_refused_if_it_is_too_old_and_warned_of_if_nobody_has_teste
 
 
 def test_a_plain_server_is_supported() -> None:
-    assert refuse_unsupported(SimpleNamespace(**PLAIN), TEXT, replicas=True) == ""
+    for options in (PLAIN, PLAIN | {"ep_size": 2, "moe_a2a_backend": "none"}):
+        assert refuse_unsupported(SimpleNamespace(**options), TEXT, replicas=True) == ""
 
 
 @pytest.mark.parametrize(
     ("option", "named"),
     [
         ({"pp_size": 2}, "--pp-size"),
-        ({"ep_size": 2}, "--ep-size"),
+        ({"moe_dp_size": 2}, "--moe-dp-size"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
         ({"tokenizer_worker_num": 4}, "--tokenizer-worker-num"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_lora": True}, "--enable-lora"),
@@ -55,6 +57,7 @@ def test_replicas_are_supported_by_some_releases() -> None:
     two = SimpleNamespace(**PLAIN | {"dp_size": 2})
     assert refuse_unsupported(two, TEXT, replicas=True) == ""
     assert "--dp-size" in refuse_unsupported(two, TEXT, replicas=False)
+    assert "--ep-size" in refuse_unsupported(SimpleNamespace(**PLAIN | {"ep_size": 2}), TEXT, replicas=False)
 
 
 def test_models_that_are_not_supported_are_refused() -> None:
