@@ -219,9 +219,9 @@ $(SGLANG_VENV)/.ready: $(VENV)/.ready
 		$(if $(filter 0.5.17,$(SGLANG)),transformers==5.12.1 tokenizers==0.22.2 'huggingface_hub>=1.5$(,)<2')
 	touch $@
 
-# SGLANG=0.5.17: with the oldest release.
+# SGLANG=0.5.17: with the oldest release. SLIME: a checkout of slime, which PyPI does not have.
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_VENV)/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/sglang $(PYTEST)
+	RESHARDER_TEST_SLIME="$(SLIME)" $(SGLANG_VENV)/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/sglang $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))

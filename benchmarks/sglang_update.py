@@ -1,18 +1,20 @@
 """Versions into an SGLang server, beside SGLang's own updates in the same run: `python -m benchmarks.sglang_update --gpus 0,0`.
 
 One Megatron rank publishes to a server while a client streams; then a server without the plugin loads the last version from a
-folder. Every tensor of the model, by SGLang's own checksum, and every log-probability have to be the same in both. The second
+folder. Every tensor that the model reaches and every log-probability have to be the same in both. The second
 server then takes the same weights by `/update_weights_from_disk` from memory and, with a GPU of its own, by
 `/update_weights_from_distributed` in buckets, as slime's trainers send them. `--gpus`: the rank's and the servers'; without it, a
 tiny model on a CPU, over gloo. `--eager`: without CUDA graphs. `--sleep`: the first server sleeps at both levels too, and what it
-answers afterwards has to be the same.
+answers afterwards has to be the same. `--quantization fp8`: the rank casts to FP8 blocks; `/update_weights_from_disk` then takes
+the place of both of SGLang's updates. Further arguments are those of both servers, for example `--moe-runner-backend triton`.
 """
 
 import argparse
 import json
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -27,11 +29,12 @@ from safetensors import safe_open
 
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, PATIENCE, Client, System
 from benchmarks.stores import fast_store
-from tests.support.engine_kinds import SGLANG, alone_with_sglang, checksums
+from tests.support.engine_kinds import SGLANG, alone_with_sglang
 from tests.support.engine_site import contents
 from tests.support.observing import export, servers, wait_serving
 from tests.support.ports import free_port
-from tests.support.sglang_server import SGLangServer
+from tests.support.sglang_server import STAND_INS, SGLangServer
+from tests.support.tensor_hashes import PLUGINS, Held, differing, hashes, new_socket
 
 BUCKET = 1 << 30  # bytes
 SLEEP_MODE = ("--enable-memory-saver", "--enable-weights-cpu-backup")
@@ -41,15 +44,29 @@ GROUP = "weight_update_group"
 class SGLangSystem(System):
     """A system with one SGLang server."""
 
-    def __init__(self, *args: Any, eager: bool, gpus: str, sleeps: bool, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, eager: bool, gpus: str, sleeps: bool, arguments: Sequence[str], plugins: str, **options: Any
+    ) -> None:
         super().__init__(*args, eager=eager, gpus=gpus, **options)
         env: dict[str, str | None] = {
             "RESHARDER_ENDPOINT": self.daemon.endpoint,
             "RESHARDER_SERVER_ID": "server-0",
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[0]),
         }
-        more = SLEEP_MODE if sleeps and gpus else ()
+        env |= with_plugins(f"resharder,{plugins}", gpu=bool(gpus))
+        more = [*arguments, *(SLEEP_MODE if sleeps and gpus else ())]
         self.servers = [SGLangServer(self.folder, more, env, dtype="bfloat16", eager=eager, timeout=PATIENCE, gpu=bool(gpus))]
+
+
+def with_plugins(plugins: str, gpu: bool) -> dict[str, str]:
+    """Environment of a server with plugins, some of which are the tests'."""
+    folders = [*([] if gpu else [str(STAND_INS)]), PLUGINS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"SGLANG_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(folders), "TENSOR_HASHES": new_socket()}
+
+
+def held(server: SGLangServer) -> tuple[Held, list[Any]]:
+    """Hashes of every tensor that the model reaches, and answers."""
+    return hashes(str(server.env["TENSOR_HASHES"])), contents(SGLANG, server)
 
 
 def main() -> None:
@@ -59,33 +76,37 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--sleep", action="store_true")
-    asked = parser.parse_args()
+    parser.add_argument("--quantization", choices=["fp8"], help="format to which the rank casts")
+    asked, arguments = parser.parse_known_args()
     cpu = not asked.gpus
     job = (CPU_JOBS if cpu else GPU_JOBS)[asked.model]
+    job = job.in_fp8() if asked.quantization else job
+    plugins = "tensor_hashes" + (",reference_fp8" if asked.quantization and cpu else "")  # SGLang's kernels for a CPU need AMX
     with fast_store() as (folder, kind):
         store = folder / "store"
-        with SGLangSystem(job, 1, 1, 1, cpu, eager=asked.eager, gpus=asked.gpus, sleeps=asked.sleep, store=store) as system:
+        options = {"eager": asked.eager, "gpus": asked.gpus, "sleeps": asked.sleep, "arguments": arguments, "plugins": plugins}
+        with SGLangSystem(job, 1, 1, 1, cpu, **options, store=store) as system:
             rows, path = installs(system, asked.versions)
             checkpoint = folder / "checkpoint"
             export(system.daemon, f"models/policy/versions/{system.newest}", checkpoint)
             (server,) = system.servers
-            ours = checksums(server), contents(SGLANG, server)
+            ours = held(server)
             show(rows, f"{job.name}, {size_of(checkpoint) / 1e9:.1f} GB, the store is in {kind}, path: {path}")
             if asked.sleep:
                 sleeps(system, asked.gpus)
-                print(
-                    f"as before it slept: tensors {checksums(server) == ours[0]}, answers {contents(SGLANG, server) == ours[1]}"
-                )
+                tensors, answers = held(server)
+                print(f"as before it slept: tensors {tensors == ours[0]}, answers {answers == ours[1]}")
             server.stop()
             system.trainer.kill()
-        with own_server(checkpoint, asked.gpus, asked.eager) as fresh:
-            tensors, answers = checksums(fresh), contents(SGLANG, fresh)
+        with own_server(checkpoint, asked.gpus, asked.eager, arguments, plugins) as fresh:
+            tensors, answers = held(fresh)
             print(f"as a fresh server: {sum(map(len, tensors))} tensors {ours[0] == tensors}, answers {ours[1] == answers}")
+            print(f"that differ: {differing(ours[0], tensors)[:8]}")
             print(f"update_weights_from_disk: {took([from_disk(fresh, checkpoint) for _ in range(asked.versions)])}")
-            if cpu or len(set(asked.gpus.split(","))) > 1:
+            if not asked.quantization and (cpu or len(set(asked.gpus.split(","))) > 1):
                 with Sender(fresh, checkpoint, "cpu" if cpu else f"cuda:{asked.gpus.split(',')[0]}") as sender:
                     print(f"update_weights_from_distributed: {took([sender.send() for _ in range(asked.versions)])}")
-            print(f"still equal: {checksums(fresh) == tensors}")
+            print(f"still equal: {held(fresh)[0] == tensors}")
         if ours != (tensors, answers):
             raise SystemExit("the weights or answers differ from a fresh server's")
 
@@ -145,9 +166,10 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def own_server(checkpoint: Path, gpus: str, eager: bool) -> SGLangServer:
-    """A server without the plugin, on the servers' GPU."""
+def own_server(checkpoint: Path, gpus: str, eager: bool, arguments: Sequence[str], plugins: str) -> SGLangServer:
+    """A server without Resharder's plugin, on the servers' GPU."""
     server = alone_with_sglang(checkpoint)
+    server.args, server.env = list(arguments), server.env | with_plugins(plugins, gpu=bool(gpus))
     server.dtype, server.eager, server.timeout, server.gpu = "bfloat16", eager, PATIENCE, bool(gpus)
     server.env = {**server.env, **({"CUDA_VISIBLE_DEVICES": gpus.split(",")[-1]} if gpus else {})}
     return server

@@ -67,6 +67,7 @@ class Host:
     device: torch.device
     rank: int = 0
     neighbours: int = 1
+    cannot_reload_quantised: str = ""
 
     @classmethod
     def of_loader(cls, vllm_config: Any) -> "Host":

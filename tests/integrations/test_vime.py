@@ -60,7 +60,7 @@ def test_each_update_of_vimes_actor_is_served_when_it_returns(daemon: Daemon, tm
 
 
 def test_a_job_whose_trainer_gives_its_memory_to_the_servers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"vime was started with --colocate or --offload-train.*GPUs of their own"):
+    with pytest.raises(UsageError, match=r"the job was started with --colocate or --offload-train.*GPUs of their own"):
         ResharderWeightUpdater(SimpleNamespace(**vars(options(str(tmp_path))) | {"offload_train": True}), [])
 
 

@@ -12,6 +12,7 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.sglang import release_of, too_old, untested
 from resharder.client.inference.sglang.hf_config import EngineConfig
 from resharder.client.inference.sglang.refusals import cannot_sleep, refuse_settings, refuse_unsupported
+from resharder.converters.quantization.scheme import CHANNELS
 
 PLAIN = {"pp_size": 1, "dp_size": 1, "nnodes": 1, "tokenizer_worker_num": 1, "disaggregation_mode": "null"}
 TEXT = SimpleNamespace(quantization=None, is_multimodal=False)
@@ -30,14 +31,16 @@ def test_a_release_is_refused_if_it_is_too_old_and_warned_of_if_nobody_has_teste
 
 
 def test_a_plain_server_is_supported() -> None:
-    assert refuse_unsupported(SimpleNamespace(**PLAIN), TEXT, replicas=True) == ""
+    for options in (PLAIN, PLAIN | {"ep_size": 2, "moe_a2a_backend": "none"}):
+        assert refuse_unsupported(SimpleNamespace(**options), TEXT, replicas=True) == ""
 
 
 @pytest.mark.parametrize(
     ("option", "named"),
     [
         ({"pp_size": 2}, "--pp-size"),
-        ({"ep_size": 2}, "--ep-size"),
+        ({"moe_dp_size": 2}, "--moe-dp-size"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
         ({"tokenizer_worker_num": 4}, "--tokenizer-worker-num"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_lora": True}, "--enable-lora"),
@@ -54,12 +57,37 @@ def test_replicas_are_supported_by_some_releases() -> None:
     two = SimpleNamespace(**PLAIN | {"dp_size": 2})
     assert refuse_unsupported(two, TEXT, replicas=True) == ""
     assert "--dp-size" in refuse_unsupported(two, TEXT, replicas=False)
+    assert "--ep-size" in refuse_unsupported(SimpleNamespace(**PLAIN | {"ep_size": 2}), TEXT, replicas=False)
 
 
 def test_models_that_are_not_supported_are_refused() -> None:
     plain, seeing = SimpleNamespace(**PLAIN), SimpleNamespace(quantization=None, is_multimodal=True)
-    assert "quantised weights (fp8)" in refuse_unsupported(plain, SimpleNamespace(quantization="fp8"), replicas=True)
     assert "images" in refuse_unsupported(plain, seeing, replicas=True)
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("method", "stated", "supported"),
+    [
+        ("fp8", BLOCKS | {"modules_to_not_convert": ["lm_head"]}, True),
+        ("fp8", None, False),  # weights in BF16, which SGLang casts
+        ("fp8", BLOCKS | {"weight_block_size": [64, 128]}, False),
+        ("fp8", BLOCKS | {"activation_scheme": "static"}, False),
+        ("fp8", BLOCKS | {"scale_fmt": "ue8m0"}, False),
+        ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}, False),  # one scale for each tensor
+        ("w8a8_fp8", BLOCKS, False),
+        ("compressed-tensors", CHANNELS, False),
+        ("awq", {"quant_method": "awq"}, False),
+    ],
+)
+def test_quantised_weights_are_supported_as_versions_have_them_and_refused_by_their_method(
+    method: str, stated: dict[str, Any] | None, supported: bool
+) -> None:
+    config = SimpleNamespace(quantization=method, is_multimodal=False, hf_config=SimpleNamespace(quantization_config=stated))
+    found = refuse_unsupported(SimpleNamespace(**PLAIN), config, replicas=True)
+    assert found == "" if supported else f"FP8 blocks of 128 by 128 ({method})" in found
 
 
 def test_several_reasons_are_given_at_once() -> None:
@@ -94,6 +122,8 @@ def test_configs_are_compared_by_what_they_mean(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     assert config.differences(json.dumps(CONFIG | {"dtype": "bfloat16"}).encode()) == []
     assert config.differences(b"") == []
+    assert config.differences(json.dumps(CONFIG | {"is_encoder_decoder": False}).encode()) == []
+    assert config.differences(json.dumps(CONFIG | {"is_encoder_decoder": True}).encode()) != []
     (found,) = config.differences(json.dumps(CONFIG | {"rope_theta": 1e6}).encode())
     assert (found.first, found.second) == (1e4, 1e6)
     with pytest.raises(InstallError, match="cannot be read"):

@@ -65,12 +65,16 @@ def environment(tp: int = 1, gpu: bool = False) -> dict[str, str]:
 
 @dataclass
 class SGLangServer(VllmServer):
-    """`tp`: number of scheduler processes. `gpu`: on GPUs; with `eager`, which is the default, without CUDA graphs."""
+    """`tp`: number of scheduler processes. `gpu`: on GPUs; with `eager`, which is the default, without CUDA graphs.
+
+    `module`: what starts it, with the arguments of `sglang.launch_server`.
+    """
 
     tier = "engine"
 
     tp: int = 1
     gpu: bool = False
+    module: str = "sglang.launch_server"
 
     def start(self) -> None:
         if self.log is None:
@@ -84,7 +88,7 @@ class SGLangServer(VllmServer):
         wanted = {**os.environ, **environment(self.tp, self.gpu), **self.env}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*(hiding(self.hidden) if self.hidden else ()), sys.executable, "-m", "sglang.launch_server", *arguments],
+                [*(hiding(self.hidden) if self.hidden else ()), sys.executable, "-m", self.module, *arguments],
                 env={name: value for name, value in wanted.items() if value is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -169,6 +169,34 @@ def test_a_later_version_with_several_scales_proves_the_place_that_one_value_did
     assert routes == [True, True, turned, turned]
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_an_engine_that_cannot_reload_quantised_weights_ends_where_post_processing_changes_them(uniform: bool) -> None:
+    """Scales of one value leave it open until a version proves it: until then they are loaded again, as they were."""
+    source, model = Source(uniform=uniform), Turned()
+    part = ModelPart(MODEL, SimpleNamespace(quantization="fp8"), "restart it", recording=loaded(model, source))
+    inventory.after_loading(model)
+    part.decide_route(model, stored(source, part.known))
+    assert bool(part.loaded) == uniform
+    changed = Source(uniform=False)
+    part = ModelPart(MODEL, SimpleNamespace(quantization="fp8"), "restart it", recording=loaded(model, changed))
+    inventory.after_loading(model)
+    model.scale.data.copy_(model.scale.flip(1))
+    for _ in range(2):  # each install
+        with pytest.raises(
+            InstallError, match=r"1 modules do not hold their quantised weights as versions have them.* restart it"
+        ):
+            part.decide_route(model, stored(changed, part.known))
+
+
+def test_an_engine_that_cannot_reload_quantised_weights_ends_where_tensors_derive_from_them() -> None:
+    source, model = Source(uniform=False), Turned()
+    part = ModelPart(MODEL, SimpleNamespace(quantization="fp8"), "restart it", recording=loaded(model, source))
+    model.packed = model.weight.data.clone()
+    inventory.after_loading(model)
+    with pytest.raises(InstallError, match="or hold tensors that derive from these"):
+        part.decide_route(model, stored(source, part.known))
+
+
 @pytest.mark.parametrize(
     ("stands", "is_loaded"),
     [

@@ -24,6 +24,8 @@ IGNORED = frozenset((
 
 Token ids are among them: trainers write their tokenizer's into the config, and a server takes its own from its tokenizer.
 """
+_UNSAID = (("is_encoder_decoder", False), ("is_decoder", False), ("add_cross_attention", False))
+"""Values that stand for an absent key: transformers writes them or leaves them out."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore")  # the tensors show which modules are quantised
@@ -80,7 +82,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
             kept["head_dim"] = kept["hidden_size"] // heads
         if kept.get("num_key_value_heads") is None:
             kept["num_key_value_heads"] = heads
-    return {name: value for name, value in kept.items() if value is not None and value != {}}
+    return {name: value for name, value in kept.items() if value is not None and value != {} and (name, value) not in _UNSAID}
 
 
 def _plain_value(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""A vLLM plugin for tests and benchmarks: a worker hashes, when asked, every tensor that its model reaches. It uses nothing of
-Resharder.
+"""A plugin of vLLM and SGLang for tests and benchmarks: a worker hashes, when asked, every tensor that its model reaches. It uses
+nothing of Resharder.
 
 TENSOR_HASHES is a path of Unix sockets: the worker of rank N answers each connection at PATH-N with hashes by name, or with one
 entry `error`. A hash covers dtype, shape, strides, and each of the tensor's words by its place.
@@ -7,14 +7,16 @@ entry `error`. A hash covers dtype, shape, strides, and each of the tensor's wor
 """
 
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Listener
 from typing import Any
 
 import torch
 
+_ENGINES = ("vllm.model_executor", "sglang.srt.layers.quantization")  # whose objects are read too
 _NOT_WEIGHTS = ("kv_cache", "workspace", "_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 _CHUNK = 1 << 24  # words
 _ODD, _SHIFT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
@@ -33,25 +35,49 @@ def register() -> None:
 
     def initialise(self: Any, *arguments: Any, **options: Any) -> None:
         plain(self, *arguments, **options)
-        threading.Thread(target=_answer, args=(self, f"{path}-{self.rank}"), daemon=True).start()
+        _listen(self.get_model, f"{path}-{self.rank}")
 
     WorkerBase.__init__ = initialise
 
 
-def _answer(worker: Any, path: str) -> None:
+def register_with_sglang() -> None:
+    """Have every scheduler process listen. A no-op without TENSOR_HASHES."""
+    path = os.environ.get("TENSOR_HASHES")
+    if not path or "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_parallel
+
+    if getattr(Scheduler, "_hashes_tensors", False):
+        return
+    Scheduler._hashes_tensors, plain = True, Scheduler.__init__
+
+    def initialise(self: Any, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options)
+        _listen(lambda: self.tp_worker.model_runner.model, f"{path}-{get_parallel().tp_rank}")
+
+    Scheduler.__init__ = initialise
+
+
+def _listen(get_model: Callable[[], torch.nn.Module], path: str) -> None:
+    threading.Thread(target=_answer, args=(get_model, path), daemon=True).start()
+
+
+def _answer(get_model: Callable[[], torch.nn.Module], path: str) -> None:
     with suppress(FileNotFoundError):  # left by a server before
         os.unlink(path)
     with Listener(path, "AF_UNIX") as listener:
         while True:
             with listener.accept() as asking, suppress(OSError):
-                asking.send(_hashes(worker))
+                asking.send(_hashes(get_model))
 
 
-def _hashes(worker: Any) -> dict[str, str]:
+def _hashes(get_model: Callable[[], torch.nn.Module]) -> dict[str, str]:
     try:
-        if worker.device.type == "cuda":
-            torch.cuda.set_device(worker.device)
-        return {name: hash_of(tensor) for name, tensor in _reached(worker.get_model()) if tensor.device.type != "meta"}
+        model = get_model()
+        if (device := next(model.parameters()).device).type == "cuda":
+            torch.cuda.set_device(device)
+        return {name: hash_of(tensor) for name, tensor in _reached(model) if tensor.device.type != "meta"}
     except Exception as error:
         return {"error": repr(error)}
 
@@ -71,7 +97,7 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def _reached(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, buffers, and the tensors in attributes of the model's modules and of vLLM's objects there."""
+    """Yield parameters, buffers, and the tensors in attributes of the model's modules and of the engine's objects there."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     known, seen = {tensor.data_ptr() for tensor in found.values()}, set[int]()
 
@@ -86,7 +112,7 @@ def _reached(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             inner: Any = enumerate(value)
         elif isinstance(value, dict):
             inner = value.items()
-        elif type(value).__module__.startswith("vllm.model_executor") and not isinstance(value, torch.nn.Module):
+        elif type(value).__module__.startswith(_ENGINES) and not isinstance(value, torch.nn.Module):
             inner = getattr(value, "__dict__", {}).items()
         else:
             return

@@ -135,6 +135,10 @@ class Host(Protocol):
     def recordable(self, model: "torch.nn.Module") -> AbstractContextManager[None]:
         """Replace a running model's parameters by meta tensors of their shapes before loading; restore them at exit."""
 
+    @property
+    def cannot_reload_quantised(self) -> str:
+        """Why modules of quantised weights that post-processing has changed cannot be reloaded; empty if they can."""
+
     def original_loader(self, tensor: "torch.Tensor") -> Loader:
         """Return the tensor's own weight loader, without the wrappers that the engine's reload puts around it."""
 

@@ -1,4 +1,4 @@
-"""vime's weight updater `resharder`; read against vime 0.2.4 (`vime/backends/megatron_utils/actor.py`).
+"""vime's weight updater `resharder`; read against vime 0.2.4 (`vime/backends/megatron_utils/actor.py`). slime's is the same.
 
     export RESHARDER_ENDPOINT=daemon:7677 RESHARDER_MODEL=policy VLLM_PLUGINS=resharder RESHARDER_UNREACHABLE=prefer
     python train.py … --custom-megatron-init-path resharder.client.integrations.vime.install \\
@@ -32,14 +32,14 @@ class ResharderWeightUpdater:
     """Implementation of vime's interface, with the arguments of its `create_weight_updater`. Every rank must make each call.
 
     Args:
-        args: vime's options.
+        args: vime's or slime's options.
         model: This rank's Megatron chunks.
-        weights_getter: vime's copy of the weights in host memory, not used.
-        model_name: vime's name of the architecture, not used: the config has it.
+        weights_getter: The framework's copy of the weights in host memory, not used.
+        model_name: The framework's name of the architecture, not used: the config has it.
         quantization_config: That of the checkpoint of `--hf-checkpoint`, to which ranks cast the weights; None casts nothing.
 
     Attributes:
-        weight_version: vime's count of updates, the step of the version.
+        weight_version: The framework's count of updates, the step of the version.
 
     Raises:
         UsageError: RESHARDER_MODEL is missing, the job offloads the weights that are to be published, or an argument is wrong.
@@ -59,7 +59,7 @@ class ResharderWeightUpdater:
 
         if args.offload_train:
             raise UsageError(
-                "vime was started with --colocate or --offload-train, and updates the servers while the model's memory is "
+                "the job was started with --colocate or --offload-train, and updates the servers while the model's memory is "
                 "released: give trainer and servers GPUs of their own"
             )
         if not (name := MODEL.text()):

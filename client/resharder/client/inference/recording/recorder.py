@@ -164,22 +164,29 @@ def _view(tensor: torch.Tensor) -> StridedView:
 @contextmanager
 def _tagged_loaders(model: torch.nn.Module, tape: "_Tape", original_loader: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """Wrap every weight loader so that it sets the tape's `current` while it runs; impure tensors are attributed to it."""
-    before: dict[int, tuple[torch.Tensor, bool, Any]] = {}
+    before: dict[int, tuple[torch.Tensor, str, bool, Any]] = {}
     names = {_storage(tensor): name for name, (tensor, _) in tape.locals.items()}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None or id(tensor) in before or _storage(tensor) not in names:
                 continue
-            before[id(tensor)] = tensor, hasattr(tensor, "weight_loader"), getattr(tensor, "weight_loader", None)
-            tensor.weight_loader = _TaggedLoader(original_loader(tensor), tape, names[_storage(tensor)])  # type: ignore[attr-defined]
+            attribute = _loader_attribute(tensor)
+            before[id(tensor)] = tensor, attribute, hasattr(tensor, attribute), getattr(tensor, attribute, None)
+            setattr(tensor, attribute, _TaggedLoader(original_loader(tensor), tape, names[_storage(tensor)]))
     try:
         yield
     finally:
-        for tensor, had, loader in before.values():
+        for tensor, attribute, had, loader in before.values():
             if had:
-                tensor.weight_loader = loader  # type: ignore[attr-defined]
+                setattr(tensor, attribute, loader)
             else:
-                del tensor.weight_loader  # type: ignore[attr-defined]
+                delattr(tensor, attribute)
+
+
+def _loader_attribute(tensor: torch.Tensor) -> str:
+    """Return the attribute that has a weight loader; SGLang's parameters of quantised layers show theirs by a property."""
+    shown = getattr(type(tensor), "weight_loader", None)
+    return "_weight_loader" if isinstance(shown, property) and shown.fset is None else "weight_loader"
 
 
 class _TaggedLoader:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from resharder.client.inference.engine import Loader, ModelConfig
+from resharder.client.inference.engine import InstallError, Loader, ModelConfig
 from resharder.client.inference.sglang.hf_config import EngineConfig
 from resharder.client.inference.sglang.refusals import refuse_unsupported
 from resharder.converters.hf_config import Difference
 from sglang.srt import runtime_context
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.model_loader.loader import device_loading_context
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -81,17 +82,25 @@ class SGLangHost:
             yield
 
     def recordable(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a no-op: unquantised parameters keep their shapes, and a recording writes constants alone, as a load does."""
+        """Return a no-op: parameters keep their shapes, and a recording writes constants alone, as a load does.
+
+        FP8 weights whose shapes post-processing has changed do not fit the version's, which ends the recording.
+        """
         return nullcontext()
 
+    @property
+    def cannot_reload_quantised(self) -> str:
+        """Return what to do: SGLang does not undo what its kernels did to FP8 weights, so only unchanged ones can be written."""
+        return _PLAIN_KERNELS
+
     def original_loader(self, tensor: torch.Tensor) -> Loader:
-        """Return the tensor's own weight loader."""
+        """Return the tensor's own weight loader; for a scale of a KV cache, one that raises `InstallError`."""
         found: Loader = getattr(tensor, "weight_loader", default_weight_loader)
-        return found
+        return _refuse_scale if getattr(tensor, _OF_KV_CACHE, False) else found
 
     def defaults(self, module: torch.nn.Module) -> Collection[str]:
-        """Return nothing: SGLang has no parameters that a checkpoint of an unquantised model need not have."""
-        return ()
+        """Return the scales of KV caches, which SGLang sets itself if a checkpoint lacks them."""
+        return frozenset(module._parameters) if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod) else ()
 
     @contextmanager
     def reloading(self, model: torch.nn.Module, model_config: ModelConfig, modules: frozenset[str]) -> Iterator[None]:
@@ -101,10 +110,28 @@ class SGLangHost:
             if restore := getattr(method, "restore_weights_before_loading", None):  # 0.5.17 has none; nor have AMX's
                 with device_loading_context(module, self.device):
                     restore(module)
+            if isinstance(method, BaseKVCacheMethod):  # as made, for which post-processing sets defaults
+                for scale in module.parameters(recurse=False):
+                    scale.fill_(-1.0)
         try:
             yield
         finally:
             _process(methods, self.device)
+
+
+_OF_KV_CACHE = "_skip_weight_check"  # SGLang's mark of the scales of KV caches
+_IN_UE8M0 = "format_ue8m0"  # its mark of scales that are cast, or taken for such, and are not cast again
+_PLAIN_KERNELS = (
+    "SGLang cannot load them again: start it with kernels that read FP8 blocks as they are (--fp8-gemm-backend triton, "
+    "--moe-runner-backend triton)"
+)
+
+
+def _refuse_scale(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    raise InstallError(
+        "the version has scales of a KV cache, which are not supported with SGLang, since it also keeps them outside of tensors: "
+        "publish the checkpoint without them"
+    )
 
 
 def post_process(model: torch.nn.Module, device: torch.device) -> None:
@@ -122,3 +149,5 @@ def _process(methods: Sequence[tuple[torch.nn.Module, Any]], device: torch.devic
     for module, method in methods:
         with device_loading_context(module, device):
             method.process_weights_after_loading(module)
+        if any(getattr(parameter, _IN_UE8M0, False) for parameter in module.parameters(recurse=False)):
+            raise InstallError(f"SGLang has cast scales of FP8 weights to UE8M0 for its kernels. {_PLAIN_KERNELS}")

@@ -46,7 +46,8 @@ class ResharderLoader(own.BaseModelLoader):  # type: ignore[misc]
         booting = Booting(agent, agent.staging.sources, agent.boot, agent.parts.part(MODEL))
         with set_default_torch_dtype(model_config.dtype):
             with target:
-                model: torch.nn.Module = own._initialize_model(model_config, self.load_config, None)
+                quantization = own._get_quantization_config(model_config, self.load_config)
+                model: torch.nn.Module = own._initialize_model(model_config, self.load_config, quantization)
             booting.load(model)
             post_process(model, target)
         inventory.after_loading(model)

@@ -5,14 +5,21 @@ from typing import Any
 from resharder.client.errors import UsageError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.settings import ADAPTERS, ON_CONFIG_CHANGE, SGLANG_RUST_SERVER
+from resharder.converters.errors import UnsupportedModel
+from resharder.converters.quantization.scheme import scheme_of
 
 _SIZES = {
     "pp_size": "pipeline parallelism (--pp-size)",
     "nnodes": "several hosts (--nnodes)",
-    "ep_size": "expert parallelism (--ep-size)",
+    "moe_dp_size": "data parallel experts (--moe-dp-size)",
     "tokenizer_worker_num": "several tokenizer workers (--tokenizer-worker-num)",
 }
 """Options that may be 1."""
+_SIZES_BEFORE = {
+    "dp_size": "data parallelism before 0.5.23 (--dp-size)",
+    "ep_size": "expert parallelism before 0.5.23 (--ep-size)",
+}
+"""Options that may be 1 in releases that cannot tell their replica, of which no test has shown more."""
 _SWITCHES = {
     "enable_dp_attention": "data parallel attention (--enable-dp-attention)",
     "enable_eplb": "EPLB (--enable-eplb)",
@@ -38,6 +45,7 @@ _SWITCHES = {
 """Options that may be unset or off."""
 _CHOICES = {
     "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
+    "moe_a2a_backend": ("none", "experts' own exchange between GPUs (--moe-a2a-backend)"),
     "weight_cache_mode": ("off", "a weight cache (--weight-cache-mode)"),
     "startup_weight_load_mode": ("serial", "weights that load while graphs are captured (--startup-weight-load-mode)"),
 }
@@ -50,19 +58,28 @@ def refuse_unsupported(config: Any, model_config: Any, *, replicas: bool) -> str
     Args:
         config: SGLang's `ServerArgs`, resolved.
         model_config: SGLang's `ModelConfig`.
-        replicas: Whether data parallelism is supported with this release of SGLang.
+        replicas: Whether data and expert parallelism are supported with this release of SGLang.
     """
-    sizes = _SIZES if replicas else {"dp_size": "data parallelism before 0.5.23 (--dp-size)", **_SIZES}
+    sizes = _SIZES if replicas else _SIZES_BEFORE | _SIZES
     wrong = [what for name, what in sizes.items() if (getattr(config, name, 1) or 1) > 1]
     wrong += [what for name, what in _SWITCHES.items() if getattr(config, name, None)]
     wrong += [what for name, (only, what) in _CHOICES.items() if getattr(config, name, only) not in (only, None)]
     if SGLANG_RUST_SERVER.text().lower() in ("1", "true", "yes"):
         wrong.append(f"the Rust server, which has no gate ({SGLANG_RUST_SERVER.name})")
-    if getattr(model_config, "quantization", None):
-        wrong.append(f"quantised weights ({model_config.quantization})")
+    if model_config.quantization and not _is_fp8_blocks(model_config):
+        wrong.append(f"quantised weights other than checkpoints in FP8 blocks of 128 by 128 ({model_config.quantization})")
     if getattr(model_config, "is_multimodal", False):
         wrong.append("models that read images, video or sound")
     return f"Resharder does not support SGLang servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def _is_fp8_blocks(model_config: Any) -> bool:
+    """Return whether a model's config.json describes FP8 blocks, as versions that ranks cast have them."""
+    try:
+        stated = scheme_of(getattr(model_config.hf_config, "quantization_config", None) or {})
+    except UnsupportedModel:
+        return False
+    return bool(model_config.quantization == "fp8") and not stated.channels
 
 
 def refuse_settings(settings: PluginSettings) -> None:

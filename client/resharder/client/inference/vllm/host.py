@@ -68,6 +68,11 @@ class VLLMHost:
         """Give the parameters their shapes before loading, on the meta device."""
         return reload.format_of_load(model)
 
+    @property
+    def cannot_reload_quantised(self) -> str:
+        """Return nothing: vLLM's layerwise reload processes quantised weights as a load does."""
+        return ""
+
     def original_loader(self, tensor: torch.Tensor) -> Loader:
         """Return the tensor's own weight loader."""
         return reload.original_loader(tensor)

@@ -41,6 +41,8 @@ class ModelPart:
     """`MODEL` or `DRAFTER`."""
     config: ModelConfig
     """The engine's configuration of the model."""
+    cannot_reload_quantised: str = ""
+    """Why modules of quantised weights that post-processing has changed cannot be reloaded; empty if they can."""
     shared: frozenset[str] = frozenset()
     """Paths of modules that belong to `MODEL`."""
     recording: Recording | None = None
@@ -132,16 +134,31 @@ class ModelPart:
         Later calls decide about modules that an earlier version has left unproven.
 
         Raises:
-            InstallError: Loading made a tensor whose source weights cannot be determined.
+            InstallError: Loading made a tensor whose source weights cannot be determined, or the engine has changed quantised
+                weights and cannot reload them.
         """
         recording = self.known
         if self.evidence is None:
-            self.evidence = gather_evidence(model, recording, source, self.shared)
+            found = gather_evidence(model, recording, source, self.shared)
         elif self.evidence.unproven:
-            self.evidence = renew_evidence(self.evidence, model, recording, source)
+            found = renew_evidence(self.evidence, model, recording, source)
         else:
             return
-        self.route = decide(recording, self.evidence)
+        if self.cannot_reload_quantised:
+            self._refuse_changed(recording, found)
+        self.evidence, self.route = found, decide(recording, found)
+
+    def _refuse_changed(self, recording: Recording, evidence: Evidence) -> None:
+        """Raise `InstallError` if later versions cannot be copied straight into all modules of quantised weights.
+
+        Modules that are unproven hold what was loaded, so they can be loaded again.
+        """
+        proven = evidence._replace(unlike=evidence.unlike - evidence.unproven)
+        if changed := sorted(decide(recording, proven).modules & recording.quantised):
+            raise InstallError(
+                f"{len(changed)} modules do not hold their quantised weights as versions have them, or hold tensors that derive "
+                f"from these: {', '.join(changed[:4])}{', …' if len(changed) > 4 else ''}. {self.cannot_reload_quantised}"
+            )
 
     @property
     def known(self) -> Recording:
@@ -183,7 +200,10 @@ class ModelParts:
 
     def part(self, name: str) -> ModelPart:
         """Return the part, and create it on the first call."""
-        return self.by_name.setdefault(name, ModelPart(name, self._host.model_config(drafter=name == DRAFTER)))
+        if name not in self.by_name:
+            config = self._host.model_config(drafter=name == DRAFTER)
+            self.by_name[name] = ModelPart(name, config, self._host.cannot_reload_quantised)
+        return self.by_name[name]
 
     def record_running(self, models: Models, get_manifest: Callable[[], VersionManifest]) -> VersionManifest | None:
         """Record the running models that were not recorded during their load.
