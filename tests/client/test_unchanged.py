@@ -12,7 +12,7 @@ from tests.support.megatron_models import build_model, fill_from_hf
 
 # isort: split
 import torch
-from resharder.client import connect
+from resharder.client import VersionAborted, connect
 from resharder.client.operator import Operator
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.publisher import Publisher
@@ -176,6 +176,32 @@ def test_after_a_restart_of_the_daemon_files_are_shared_with_the_version_before(
             daemon.start()
             assert_is(daemon, older, before, tmp_path / "older")
             assert_is(daemon, newer, after, tmp_path / "newer")
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_somebody_has_written_is_found_and_not_shared_again(daemon: Daemon, is_open: bool, tmp_path: Path) -> None:
+    trainer = Trainer(daemon, f"written-{is_open}", transport="shared-memory")
+    with trainer.publisher:
+        trainer.train(1)
+        trainer.publish(1)
+        second = trainer.publish(2)
+        folder = daemon.store / "models" / model_of(second) / "versions" / f"{second.version:08}"
+        name = next(path for path in sorted(folder.glob("*.safetensors")) if path.stat().st_nlink > 1)
+        with name.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+            file.flush()
+            wanted = trainer.train(3)
+            if not is_open:
+                file.close()
+                with pytest.raises(VersionAborted, match=r"not what was sent: model\.embed_tokens\.weight"):
+                    trainer.publish(3)
+            third = trainer.publish(4)
+        assert sent(daemon, third)[0] == sent(daemon, third)[1]
+        assert_is(daemon, third, wanted, tmp_path / "third")
+        assert len(shared(daemon, third, trainer.publish(5))) == 1
 
 
 @pytest.mark.parametrize("job", ["job", "another"])

@@ -202,7 +202,9 @@ def test_what_a_rank_would_send_has_the_digests_of_the_host_without_being_copied
     for tensor in tensors.values():
         tensor.random_(0, 100)
     if elsewhere == "rows":
-        tensors["rows"] = tensors["rows"].cpu()
+        rows = tensors["rows"] = tensors["rows"].cpu()
+        moved = (p._replace(strides=tuple(rows.stride())) if p.tensor == "rows" else p for p in layout.pieces)
+        layout = replace(layout, pieces=tuple(moved))
     if elsewhere == "plus":
         layout = replace(layout, pieces=tuple(p._replace(plus=float(p.tensor == "experts")) for p in layout.pieces))
     slot = AssignedSlot(0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[p.tensor] for p in layout.pieces), 1 << 20)

@@ -100,6 +100,27 @@ def test_a_wrong_copy_is_noticed_and_the_previous_version_mends_it(raw: Case, ru
     assert weights(engine) == raw.tensors
 
 
+def altered(worker: Any) -> None:
+    """Change a weight behind the plugin's back."""
+    with torch.no_grad():
+        next(iter(worker.model_runner.model.parameters())).view(-1)[0] += 1
+
+
+def test_what_the_version_before_has_too_is_not_copied_unless_memory_has_changed(raw: Case, running: Any) -> None:
+    engine, version_b = running
+    assert engine.install(version_b, "kept: first")["ok"]
+    for install, is_altered in (("kept: again", False), ("kept: altered", True)):
+        if is_altered:
+            engine.rpc(altered)
+            assert weights(engine) != raw.tensors
+        assert engine.install(version_b, install)["ok"]
+        about = engine.one("resharder_describe")
+        assert about["proven"] == len(load_checkpoint(raw.b))
+        assert 0 < about["kept_bytes"] <= about["boxed_bytes"]
+        assert (about["kept_bytes"] < about["boxed_bytes"]) == is_altered
+        assert weights(engine) == raw.tensors
+
+
 def test_an_install_that_is_not_staged_is_refused_and_nothing_is_written(raw: Case, running: Any) -> None:
     engine, version_b = running
     assert engine.install(version_b, "held")["ok"]

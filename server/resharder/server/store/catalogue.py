@@ -100,6 +100,7 @@ class StoredModel:
     shared: dict[int, Mapping[int, int]] = field(default_factory=dict)
     """Bytes of the files that each UPLOADING or READY version may share, by the number of the inode."""
     frozen_from: dict[int, int] = field(default_factory=dict)  # of each UPLOADING version that shares files: of which one
+    unshared: set[int] = field(default_factory=set)  # versions whose files were not what ranks sealed as unchanged
     holders: dict[int, frozenset[str]] = field(default_factory=dict)
     reservation: Reservation | None = None
     yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) of pins that end when capacity is needed

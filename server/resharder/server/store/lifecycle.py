@@ -26,6 +26,7 @@ from resharder.server.infra.filesystem import (
     move,
     sync,
     touching,
+    unwritten_elsewhere,
     write_file,
     write_zeros,
 )
@@ -210,7 +211,7 @@ class VersionLifecycle:
         """Link the frozen files of the newest READY version of the epoch into a set; a no-op if they cannot be shared."""
         ready = [record for record in model.of(READY) if record.epoch == reservation.epoch]
         base = max(ready, key=lambda record: record.number, default=None)
-        if base is None or base.number in model.verified:
+        if base is None or base.number in model.verified or base.number in model.unshared:
             return SharedFiles()
         folder, inodes = self._folder.path(base), dict[int, int]()
         try:
@@ -220,6 +221,8 @@ class VersionLifecycle:
                 with source.open("rb") as opened:
                     if found.st_size != file.size or opened.read(len(file.header)) != file.header:
                         return SharedFiles()  # of a job that has returned with other tensors
+                if self._folder.shared and not unwritten_elsewhere(source):
+                    return SharedFiles()
                 target.unlink(missing_ok=True)
                 link(source, target)
                 inodes[found.st_ino] = found.st_size
@@ -319,8 +322,10 @@ class VersionLifecycle:
     def abort(self, name: str, number: int, reason: str, *, reuse: bool = True) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
 
-        With `reuse`, a later version may be written into the files. A failing medium does not prevent the abort. Raises
-        ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        With `reuse`, a later version may be written into the files; without, none shares the files that this one shares.
+        A failing medium does not prevent the abort.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
         """
         with self._changed:
             model = self._catalogue.model(name)
@@ -328,6 +333,8 @@ class VersionLifecycle:
             if record.state != UPLOADING:
                 return record
             failpoint("abort.record")
+            if not reuse and number in model.frozen_from:
+                model.unshared.add(model.frozen_from[number])
             done = replace(record, state=ABORTED, reason=reason, end_time=round(self._clock(), 6))
             self._end(model, record, done, reuse=reuse)
             self._changed.notify_all()
@@ -746,6 +753,7 @@ class VersionLifecycle:
         failpoint("leave.after-rename")
         model.put(done)
         model.shared.pop(done.number, None)
+        model.unshared.discard(done.number)
         model.frozen_from.pop(done.number, None)
         if (verified := model.verified.get(done.number)) is not None:
             model.put_verified(done.number, None)

@@ -147,6 +147,7 @@ class Agent:
             "dropped": self.dropped,
             "needed_bytes": self.parts.needed_bytes,
             "boxed_bytes": self.installed.boxed_bytes if self.installed else 0,
+            "kept_bytes": self.installed.kept_bytes if self.installed else 0,
             "proven": self.installed.verified if self.installed else 0,
             "apply_seconds": self.installed.seconds if self.installed else 0.0,
             "loaded": sorted(self.parts.loaded),
@@ -302,7 +303,10 @@ class Agent:
             part = self.parts.part(name)
             route = part.route or first_route(part.known, model, part.shared)
             prepared = staged.prepared.get(name)
-            done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
+            before, part.digests = part.digests, None
+            given = part.config, part.known, route, source, arrived, prepared, staged.timings, before
+            done += install.install(self.host, model, *given)
+            part.digests = None if staged.early is not None else source.expected
             part.decide_route(model, source)
             failpoint("worker.apply.written")
             self.verifier.expect(part, None if staged.early is not None else source.expected)

@@ -14,12 +14,20 @@ from resharder.client.gpu.host_to_device import BoundCopy
 from resharder.client.inference.engine import Host, InstallError, ModelConfig
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker.memory import Fault, live_now, live_tensors, read_all, synchronize, write_all
+from resharder.client.inference.worker.memory import (
+    Fault,
+    find_unchanged,
+    live_now,
+    live_tensors,
+    read_all,
+    synchronize,
+    write_all,
+)
 from resharder.client.inference.worker.routing import Route
 from resharder.client.inference.worker.source import VersionSource
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
-from resharder.converters.geometry.layout import Box, box_index, format_box
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_index, box_size, format_box
 from resharder.converters.models.tensor_io import tensor_of_bits
 from resharder.converters.storage.digest import digest
 from torch.profiler import record_function
@@ -32,14 +40,17 @@ class Installed:
     verified: int
     """Number of boxes with an equal digest."""
     boxed_bytes: int
-    """Bytes that were copied straight into parameters."""
+    """Bytes that go straight into parameters."""
     seconds: float
     path: str = ""
     """Links of the direct path that the boxes came over; empty for the store."""
+    kept_bytes: int = 0
+    """Bytes of `boxed_bytes` that were not copied, because memory had them already."""
 
     def __add__(self, other: "Installed") -> "Installed":
         verified, size = self.verified + other.verified, self.boxed_bytes + other.boxed_bytes
-        return Installed(verified, size, self.seconds + other.seconds, self.path or other.path)
+        seconds, kept = self.seconds + other.seconds, self.kept_bytes + other.kept_bytes
+        return Installed(verified, size, seconds, self.path or other.path, kept)
 
 
 class Prepared(NamedTuple):
@@ -64,6 +75,7 @@ def install(
     arrived: bool = False,
     prepared: Prepared | None = None,
     timings: Timings | None = None,
+    before: Mapping[tuple[str, Box], int] | None = None,
 ) -> Installed:
     """Install the version of `source` into `model` and verify it.
 
@@ -79,6 +91,8 @@ def install(
             CUDA copies through its own buffers.
         timings: Receives the phase `verify` for tensors that went through `load_weights`. Boxes are
             verified while they are copied.
+        before: The store's digests of the version that was installed last. Boxes that have the same digests in both are digested
+            in memory first, and copied only if memory has others. None copies all.
 
     Returns:
         The numbers of verified boxes and copied bytes, and the duration.
@@ -92,6 +106,7 @@ def install(
     wrong: list[str] = []
     verified: set[tuple[str, Box]] = set()
     verified_together = len(route.boxed) if arrived else 0  # boxes whose digests were compared as one list
+    kept_bytes = 0
 
     def check(tensor: str, box: Box, found: int, where: str) -> None:
         if found == source.expected[tensor, box]:
@@ -108,7 +123,12 @@ def install(
                     verified_together = len(digests) if digests == prepared.expected else 0
                     written = [] if verified_together else list(zip(route.boxed, digests, strict=True))
                 else:
-                    written = write_all(host, live, route.boxed, source, fault)
+                    same = _same(route, source, before) if before is not None and not fault.kind else []
+                    kept = find_unchanged(host, live, same, source) if same else []
+                    there = {*map(id, (piece for piece, _ in kept))}
+                    rest = [piece for piece in route.boxed if id(piece) not in there] if kept else route.boxed
+                    kept_bytes = sum(box_size(p.box) * ITEM_SIZES[source.specs[p.tensor].dtype] for p, _ in kept)
+                    written = [*kept, *write_all(host, live, rest, source, fault)]
             for piece, found in written:
                 check(piece.tensor, piece.box, found, f"in {piece.local}")
         failpoint("worker.apply.half-way")
@@ -132,7 +152,15 @@ def install(
                     check(piece.tensor, piece.box, found, f"in {piece.local}")
     synchronize(host)
     refuse(wrong)
-    return Installed(len(verified) + verified_together, route.boxed_bytes, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Installed(len(verified) + verified_together, route.boxed_bytes, seconds, kept_bytes=kept_bytes)
+
+
+def _same(route: Route, source: VersionSource, before: Mapping[tuple[str, Box], int]) -> list[Piece]:
+    """Return the boxed pieces that have the same digest in a version as in the one before."""
+    expected = source.expected
+    boxes = ((piece, (piece.tensor, piece.box)) for piece in route.boxed)
+    return [piece for piece, box in boxes if box in before and before[box] == expected[box]]
 
 
 class Feed:

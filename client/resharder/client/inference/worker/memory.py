@@ -2,7 +2,7 @@
 (`RESHARDER_FAULT`) that verification must detect."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -157,8 +157,23 @@ def write_all(
             array = source.copyable(array)
         return _write(live[piece.local], piece, array, source.specs[piece.tensor])
 
+    return _each(host, pieces, source.specs, one)
+
+
+def find_unchanged(
+    host: Host, live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], source: VersionSource
+) -> list[tuple[Piece, int]]:
+    """Return the pieces, with their digests, that memory has as in `source` already. Nothing is written."""
+    found = _each(host, pieces, source.specs, lambda piece: _read(live[piece.local], piece, source.specs))
+    return [(piece, value) for piece, value in found if value == source.expected[piece.tensor, piece.box]]
+
+
+def _each(
+    host: Host, pieces: Iterable[Piece], specs: Mapping[str, TensorSpec], one: Callable[[Piece], Digest]
+) -> list[tuple[Piece, int]]:
+    """Return each piece, largest first, and its digest from `one`, which is called on several threads for many bytes of a CPU."""
     pieces = sorted(pieces, key=lambda p: -box_size(p.box))
-    total = sum(box_size(p.box) * ITEM_SIZES[source.specs[p.tensor].dtype] for p in pieces)
+    total = sum(box_size(p.box) * ITEM_SIZES[specs[p.tensor].dtype] for p in pieces)
     cores = len(os.sched_getaffinity(0)) // host.neighbours
     if total < _PARALLEL_BYTES or cores < 2 or host.device.type != "cpu":
         try:

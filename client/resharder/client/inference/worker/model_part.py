@@ -52,6 +52,8 @@ class ModelPart:
     """The route that follows from `evidence`."""
     warnings: tuple[str, ...] = ()
     """Refusals of `record` that the environment allows."""
+    digests: Mapping[tuple[str, Box], int] | None = None
+    """The store's digests of the version that was installed last; None if they are not known."""
     _copy: tuple[Route, HostToDevice] | None = None
 
     def prepare(self, source: VersionSource, model: torch.nn.Module, device: torch.device) -> Prepared | None:
