@@ -72,6 +72,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_sc
     ("method", "stated", "supported"),
     [
         ("fp8", BLOCKS | {"modules_to_not_convert": ["lm_head"]}, True),
+        ("fp8", BLOCKS | {"hf_config": object(), "packed_modules_mapping": {}}, True),  # SGLang's own, from the load on
         ("fp8", None, False),  # weights in BF16, which SGLang casts
         ("fp8", BLOCKS | {"weight_block_size": [64, 128]}, False),
         ("fp8", BLOCKS | {"activation_scheme": "static"}, False),

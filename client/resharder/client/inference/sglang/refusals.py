@@ -43,6 +43,8 @@ _SWITCHES = {
     "use_ray": "Ray (--use-ray)",
 }
 """Options that may be unset or off."""
+_ADDED = frozenset(("hf_config", "packed_modules_mapping", "requantization_method"))
+"""What SGLang's `_get_quantization_config` adds to config.json's `quantization_config`."""
 _CHOICES = {
     "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
     "moe_a2a_backend": ("none", "experts' own exchange between GPUs (--moe-a2a-backend)"),
@@ -75,8 +77,9 @@ def refuse_unsupported(config: Any, model_config: Any, *, replicas: bool) -> str
 
 def _is_fp8_blocks(model_config: Any) -> bool:
     """Return whether a model's config.json describes FP8 blocks, as versions that ranks cast have them."""
+    config = getattr(model_config.hf_config, "quantization_config", None) or {}
     try:
-        stated = scheme_of(getattr(model_config.hf_config, "quantization_config", None) or {})
+        stated = scheme_of({name: value for name, value in config.items() if name not in _ADDED})
     except UnsupportedModel:
         return False
     return bool(model_config.quantization == "fp8") and not stated.channels
