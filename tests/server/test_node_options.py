@@ -1,6 +1,7 @@
 """Options of a node: a wrong one is one line with its name, what was expected and what came."""
 
 import pytest
+from resharder.server import config
 from resharder.server.config import ConfigError
 from resharder.server.node import main as node_main
 from resharder.server.node.main import NodeConfig, load
@@ -78,3 +79,10 @@ def test_a_loopback_address_is_refused_if_the_daemon_is_on_another_host(
         ConfigError, match=r"--listen: other hosts cannot reach (127|localhost).* the daemon at daemon:7677 is on another host"
     ):
         node_main._address(load({"endpoint": "daemon:7677"} | flags), 1)
+
+
+def test_a_variable_without_a_value_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RESHARDERD_LEASE_FILE", "RESHARDERD_REGISTRY_KEY", "RESHARDER_NODE_TLS_CA", "RESHARDER_NODE_TOKEN_FILE"):
+        monkeypatch.setenv(name, "")
+    daemon, node = config.load(None, {}), load({"endpoint": "daemon:7677"})
+    assert (daemon.lease_file, daemon.registry_key, node.tls_ca, node.token_file) == (None, None, None, None)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 from resharder.server.infra.addresses import DerivedTcpAddress, TcpAddress, above, is_loopback, parse_listen
-from resharder.server.options import options
+from resharder.server.options import OptionalPath, options
 from resharder.server.security.settings import Security
 from yaml import YAMLError
 
@@ -75,12 +75,12 @@ class Config(BaseSettings):
         description="[take over](standby.md#without-the-folder) in an empty folder, with what nodes return of the registry in "
         "`lease_seconds` after the first of them. For one start, by hand",
     )
-    registry_key: Path | None = Field(
+    registry_key: OptionalPath = Field(
         None,
         description="file with a random secret of 32 bytes or more, the same for all daemons of a registry. It seals what nodes "
         "keep of the registry, and `from_nodes` takes nothing else back",
     )
-    lease_file: Path | None = Field(
+    lease_file: OptionalPath = Field(
         None,
         description="file on storage that several daemons share: the one that holds [the lease](standby.md) in it is the daemon, "
         "the others wait. Files beside it begin with its name",

@@ -13,9 +13,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda given: None if given == "" else given)]
+"""A path, or None: also for an empty text, as Compose and unit files give for a variable without a value."""
 _FLAG_TYPES = (bool, int, float, str, Path)
 
 

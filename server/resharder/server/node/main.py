@@ -48,7 +48,7 @@ from resharder.server.node.daemon_client import CheckedPieces, DaemonClient
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.file_sets import FileSets
 from resharder.server.node.nixl import NixlEngine
-from resharder.server.options import flags_of, version_option
+from resharder.server.options import OptionalPath, flags_of, version_option
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.settings import Security
@@ -97,17 +97,17 @@ class NodeConfig(BaseSettings):
         description="bound on the bytes of versions. With 0 the node holds none, and workers on its host read from the daemon",
         json_schema_extra={"default": "80 % of the space that is free at the start"},
     )
-    tls_ca: Path | None = Field(
+    tls_ca: OptionalPath = Field(
         None,
         description="PEM file with the authority of the daemon's and of other nodes' certificates. Read again when it changes",
     )
-    tls_cert: Path | None = Field(
+    tls_cert: OptionalPath = Field(
         None, description="PEM file with this node's certificate, with which it calls and answers. Read again when it changes"
     )
-    tls_key: Path | None = Field(None, description="PEM file with its key. Read again when it changes")
+    tls_key: OptionalPath = Field(None, description="PEM file with its key. Read again when it changes")
     tls_name: str = Field("", description="name in the daemon's certificate, if not the endpoint's host")
     tls_peer_name: str = Field("", description="name in other nodes' certificates, if not their address")
-    token_file: Path | None = Field(None, description="file with the token of calls of the daemon. Read again for each call")
+    token_file: OptionalPath = Field(None, description="file with the token of calls of the daemon. Read again for each call")
     insecure: bool = Field(False, description="listen beyond the loopback interface without certificates")
     drain_seconds: float = Field(
         60.0,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from resharder.server.holding.tls import DaemonTls, NodeTls
+from resharder.server.options import OptionalPath
 from resharder.server.security.roles import Roles
 
 
@@ -14,8 +15,8 @@ class Security(BaseModel):
 
     certificate: Path = Field(description="PEM: the daemon's certificate, and those between it and its authority")
     key: Path = Field(description="PEM: its key")
-    client_ca: Path | None = Field(None, description="PEM: the authorities of clients' certificates; without it, tokens alone")
-    tokens: Path | None = Field(None, description="lines of NAME sha256:HEX")
+    client_ca: OptionalPath = Field(None, description="PEM: the authorities of clients' certificates; without it, tokens alone")
+    tokens: OptionalPath = Field(None, description="lines of NAME sha256:HEX")
     roles: dict[str, list[str]] = Field(description="roles of each name")
 
     @field_validator("roles")
