@@ -75,7 +75,7 @@ def from_ranks(
     from tests.support.fp8_ranks import Ranks  # needs megatron-core
 
     config = fp8_config(family)
-    layout = {"tp": 2, "ep": 2} if "num_experts" in config else {"tp": 2}
+    layout = {"tp": 2, "ep": 2} if "num_experts_per_tok" in config else {"tp": 2}
     blocks, model, folders, versions = config.pop("quantization_config"), model or family, list[Path](), list[str]()
     with Ranks(daemon, model, config, 2, layout, quantization_config=quantization or blocks) as ranks:
         for step, name in enumerate("ab", 1):
