@@ -136,7 +136,7 @@ class VisionReference:
 
     @torch.no_grad()
     def logprobs(self, said: Said, image: Image.Image) -> list[float]:
-        """Of each token of an answer to one image."""
+        """Return the log-probability of each token of an answer to one image."""
         tokens = torch.tensor([[*said.prompt, *said.token_ids]])
         pixels, grid = patches(image, self._config.vision_config)
         kinds = (tokens == self._config.image_token_id).int()
@@ -158,7 +158,7 @@ def patches(image: Image.Image, vision: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of Qwen2-VL's image processor: those of CLIP."""
+"""Mean and standard deviation of each channel, by which Qwen2-VL's image processor normalises pixels; CLIP's."""
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class ReplicaPlacement:
 
 @dataclass(frozen=True)
 class ReplicaRules:
-    """What decides on replicas besides nodes and versions.
+    """Settings and state of the daemon that a placement of replicas follows.
 
     Attributes:
         replicas: Holders that each piece needs, the daemon among them.

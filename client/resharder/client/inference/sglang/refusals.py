@@ -44,7 +44,7 @@ _SWITCHES = {
 }
 """Options that may be unset or off."""
 _ADDED = frozenset(("hf_config", "packed_modules_mapping", "requantization_method"))
-"""What SGLang's `_get_quantization_config` adds to config.json's `quantization_config`."""
+"""Keys that SGLang's `_get_quantization_config` adds to the `quantization_config` of config.json. Versions do not have them."""
 _CHOICES = {
     "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
     "moe_a2a_backend": ("none", "experts' own exchange between GPUs (--moe-a2a-backend)"),
