@@ -98,7 +98,7 @@ class KeptServer:
         return self._node if self.starts % 2 == 1 else ""
 
     def part(self, part: str) -> list[psutil.Process]:
-        """Return the processes of a part: `api`, `engine`, `worker` or `all`."""
+        """Return the processes of a part, `api`, `engine`, `worker` or `all`: none if the engine has died before the others."""
         if self.server.process is None or self.server.process.poll() is not None:
             return []
         main = psutil.Process(self.server.process.pid)
@@ -110,7 +110,9 @@ class KeptServer:
             with suppress(psutil.NoSuchProcess):
                 if self._titles[part] in " ".join(process.cmdline()):
                     found.append(process)
-        return found or ([main] if part == "api" else self.part("engine"))
+        if part == "worker" and not found:  # at TP 1 the engine's process is the worker
+            return self.part("engine")
+        return found or ([main] if part == "api" else [])
 
 
 def booted(answer: Response) -> bool:
