@@ -27,6 +27,7 @@ from resharder.server.state.errors import (
     ResourceNotFound,
     Unavailable,
 )
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, server_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
@@ -139,7 +140,7 @@ def test_an_archived_folder_opens_as_a_pretrained_model(store: Store, opened: Ca
     weights = random_weights(config, 1)
     layouts = lay_out([TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in weights.items()], 1 << 20)
     epoch = store.epochs.begin("policy", "job", 1).epoch
-    store.epochs.reserve("policy", epoch, layouts, {"config.json": json.dumps(config).encode()})
+    store.epochs.reserve(NewEpoch("policy", epoch, layouts, {"config.json": json.dumps(config).encode()}))
     record = store.lifecycle.begin("policy", epoch, 1, "job")
     digests = {}
     with MappedFiles(store.folder.path(record), layouts, writable=True) as files:

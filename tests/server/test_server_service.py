@@ -23,6 +23,7 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.worker_requests import Profiles, Verifications
 from resharder.server.rpc.server_service import ServerService
 from resharder.server.state.server import Settings
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
@@ -128,7 +129,7 @@ def site() -> Iterator[Site]:
     with tempfile.TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder:
         store = Store(Path(folder) / "store", limit_bytes=64 << 20, keep_count=2)
         epoch = store.epochs.begin("policy", "job", 1).epoch
-        store.epochs.reserve("policy", epoch, lay_out(SPECS), {"config.json": b"{}"})
+        store.epochs.reserve(NewEpoch("policy", epoch, lay_out(SPECS), {"config.json": b"{}"}))
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store.catalogue, store.lifecycle, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
         service = ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2)

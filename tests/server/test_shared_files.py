@@ -11,6 +11,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.version import VersionRecord
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.store import Store
 
 from tests.support.store_versions import FILES, settle
@@ -25,7 +26,7 @@ OWN = sum(layout.size for layout in TRAINED)
 
 def claim(store: Store, job: str = "job") -> int:
     epoch = store.epochs.begin("policy", job, 1).epoch
-    store.epochs.reserve("policy", epoch, LAYOUTS, FILES, frozen=FROZEN)
+    store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, FILES, frozen=FROZEN))
     return epoch
 
 

@@ -30,6 +30,7 @@ from resharder.server.state.errors import (
     ResourceNotFound,
 )
 from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.retention import Retention, peak
 from resharder.server.store.store import Store
 
@@ -165,7 +166,7 @@ def test_room_is_refused_at_registration_with_who_holds_what(root: Path) -> None
         ResourceExhausted,
         match=r"raise --store-limit-bytes .*policy/versions/1 READY .* MiB; models/policy reserves 3 times",
     ) as caught:
-        store.epochs.reserve("draft", epoch, LAYOUTS, FILES)
+        store.epochs.reserve(NewEpoch("draft", epoch, LAYOUTS, FILES))
     assert caught.value.reason == "NO_ROOM"
     assert not list((root / "store/models/draft").glob("pool/*"))
     store.close()
@@ -376,7 +377,7 @@ def test_files_of_another_size_are_not_recycled_when_a_job_is_back_with_other_sh
     store.close()
     store = Store(root / "store", keep_count=2)
     larger = lay_out([TensorSpec("a", "BF16", (64, 128)), TensorSpec("b", "F32", (16,))])
-    store.epochs.reserve("policy", epoch, larger, FILES)
+    store.epochs.reserve(NewEpoch("policy", epoch, larger, FILES))
     for step in range(2, 6):
         record = store.lifecycle.begin("policy", epoch, step, "job")
         assert [(store.folder.path(record) / layout.path).stat().st_size for layout in larger] == [
@@ -394,7 +395,7 @@ def test_files_of_a_job_that_registers_twice_at_once_are_those_of_its_last_regis
     for _ in range(2):  # all threads that lay out files
         model.background.submit(free.wait)
     for _ in range(2):
-        store.epochs.reserve("policy", epoch, LAYOUTS, FILES)
+        store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, FILES))
     free.set()
     settle(store)
     assert model.reservation is not None
@@ -470,7 +471,7 @@ def test_ready_versions_come_back_and_others_do_not(root: Path) -> None:
     with again.reader.open("policy", 3) as files:
         assert np.all(files.arrays["a"] == 3)
     assert not list(again.folder.root.glob("models/policy/staging/*"))
-    again.epochs.reserve("policy", epoch, LAYOUTS, FILES)
+    again.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, FILES))
     assert publish(again, epoch, 3).number == 5
     again.close()
 

@@ -13,6 +13,7 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import manifest
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.store import Store
 
 from tests.simulation.daemon import STORE
@@ -91,7 +92,7 @@ class Host:
     def claim(self, job: str) -> int:
         """Claim the model for a job and reserve capacity."""
         epoch: int = self.act(lambda: self.store.epochs.begin("policy", job, 1)).epoch
-        self.act(lambda: self.store.epochs.reserve("policy", epoch, LAYOUTS, SMALL))
+        self.act(lambda: self.store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, SMALL)))
         return epoch
 
     def begin(self, epoch: int, step: int) -> VersionRecord:
@@ -229,7 +230,7 @@ def test_small_files_that_could_not_be_removed_are_never_the_models(host: Host) 
     epoch = host.claim("job")
     host.medium.plan = Refusals(("sync folder", "/files", 1), ("unlink", "tokenizer.json", 1))
     with pytest.raises(DaemonError, match="EIO"):
-        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+        host.act(lambda: host.store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, LATER)))
     assert host.act(lambda: host.store.reader.model_files("policy")) == SMALL
 
 
@@ -238,10 +239,10 @@ def test_small_files_whose_write_failed_are_whole_after_a_power_cut(host: Host) 
     epoch = host.claim("job")
     host.medium.plan = Refusals(("sync folder", "/files", 1))
     with pytest.raises(DaemonError, match="EIO"):
-        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+        host.act(lambda: host.store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, LATER)))
     host.medium.plan = Refusals(("sync folder", "/files", 1))
     with pytest.raises(DaemonError, match="EIO"):  # of what the first call has left, if it left anything
-        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+        host.act(lambda: host.store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, LATER)))
     host.files.changes = [change for change in host.files.changes if not _renames(change, "new.part", into=True)]
     host.restart(power=True, kept=1.0)
     assert host.act(lambda: host.store.reader.model_files("policy")) in (SMALL, LATER)
@@ -251,7 +252,7 @@ def test_earlier_small_files_stay_until_later_ones_are_durable(host: Host) -> No
     host.start()
     epoch = host.claim("job")
     host.medium.crash = Crash(0, False, "sync folder", "/files")
-    host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, LATER))
+    host.act(lambda: host.store.epochs.reserve(NewEpoch("policy", epoch, LAYOUTS, LATER)))
     host.restart(power=False)
     host.files.changes = [change for change in host.files.changes if not _renames(change, "new.part", into=False)]
     host.restart(power=True, kept=1.0)

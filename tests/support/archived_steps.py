@@ -12,6 +12,7 @@ from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.archive import archived as markers
 from resharder.server.archive import checkpoints
 from resharder.server.state.version import VersionRecord
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.store import Store
 
 PIECE = 4096
@@ -34,7 +35,7 @@ class Trainer:
         self.store, self.job, self.random = store, job, np.random.default_rng(seed)
         self.weights = {spec.name: self.random.integers(0, 256, spec.size, np.uint8) for spec in SPECS}
         self.epoch = store.epochs.begin("policy", job, 1).epoch
-        store.epochs.reserve("policy", self.epoch, LAYOUTS, {"config.json": b"{}"})
+        store.epochs.reserve(NewEpoch("policy", self.epoch, LAYOUTS, {"config.json": b"{}"}))
 
     def publish(self, step: int, *, skipped: bool = False) -> VersionRecord:
         record, digests = self.store.lifecycle.begin("policy", self.epoch, step, self.job, skipped=skipped), {}

@@ -5,6 +5,7 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.catalogue import Reservation
+from resharder.server.store.epochs import NewEpoch
 from resharder.server.store.store import Store
 
 SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
@@ -15,7 +16,7 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
 
 def claim(store: Store, job: str = "job", model: str = "policy") -> int:
     epoch = store.epochs.begin(model, job, 1).epoch
-    store.epochs.reserve(model, epoch, LAYOUTS, FILES)
+    store.epochs.reserve(NewEpoch(model, epoch, LAYOUTS, FILES))
     return epoch
 
 

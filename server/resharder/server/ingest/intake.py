@@ -397,8 +397,8 @@ class Intake:
     def _take_effect(self, *publishers: PublisherRecord) -> None:
         """Reserve capacity for publishers whose slots are checked, fence the earlier ones, and make these ACTIVE."""
         checked = [(each, each.checked) for each in publishers if each.checked is not None]
-        first, *others = (NewEpoch(each.model, each.epoch, found.files, each.files, found.frozen) for each, found in checked)
-        self.store.epochs.reserve(*first[:4], *others, frozen=first.frozen)
+        wanted = (NewEpoch(each.model, each.epoch, found.files, each.files, found.frozen) for each, found in checked)
+        self.store.epochs.reserve(*wanted)
         for publisher, found in checked:
             self._fence_earlier(publisher)
             publisher.activate(found)

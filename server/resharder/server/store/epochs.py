@@ -21,7 +21,7 @@ from resharder.server.store.retention import Capacity, Retention
 
 
 class NewEpoch(NamedTuple):
-    """A claim that is to take effect: layouts of its versions' files, the model's small files, and which layouts are frozen."""
+    """A claim that is to take effect: layouts of a version's files, the model's small files, and layouts that may be shared."""
 
     model: str
     epoch: int
@@ -83,26 +83,16 @@ class Epochs:
             return claim
 
     @medium_errors()
-    def reserve(
-        self,
-        name: str,
-        epoch: int,
-        layouts: tuple[FileLayout, ...],
-        files: Mapping[str, bytes],
-        *others: NewEpoch,
-        frozen: tuple[FileLayout, ...] = (),
-    ) -> None:
-        """Let a claim take effect: write the model's small files, reserve capacity, and begin to lay out files for versions.
+    def reserve(self, *wanted: NewEpoch) -> None:
+        """Let claims take effect: write the models' small files, reserve capacity, and begin to lay out files for versions.
 
-        `frozen` are those of `layouts` that versions may share. With `others`, the claims of one job on several models take
-        effect together: none does if one has no room.
+        The claims of one job on several models take effect together: none does if one has no room.
 
         Raises ResourceExhausted (NO_ROOM), which lists what the store holds, FailedPrecondition (STALE_EPOCH: a newer claim is in
         effect), and the errors of a medium. Nothing has changed then, except that of several claims the first may be in effect if
         the medium fails at a later one.
         """
         self._folder.check()
-        wanted = (NewEpoch(name, epoch, layouts, files, frozen), *others)
         with self._catalogue.changed:
             models = [self._catalogue.model(each.model) for each in wanted]
             claims = [_claim_of(model, each.epoch) for model, each in zip(models, wanted, strict=True)]
