@@ -98,8 +98,9 @@ def state(site: Site) -> Server.State:
 
 def test_a_server_that_is_not_supported_starts_no_process_and_names_the_reasons(tmp_path: Path) -> None:
     write_config(tmp_path, CONFIG)
-    server = SGLangServer(tmp_path, ["--ep-size=2", "--enable-streaming-session"], {"RESHARDER_ENDPOINT": "127.0.0.1:1"}, tp=2)
-    with pytest.raises(ServerFailed, match="does not support SGLang servers with expert parallelism") as failed, server:
+    arguments = ["--cpu-offload-gb=1", "--enable-streaming-session"]
+    server = SGLangServer(tmp_path, arguments, {"RESHARDER_ENDPOINT": "127.0.0.1:1"}, tp=2)
+    with pytest.raises(ServerFailed, match="does not support SGLang servers with weights that are offloaded") as failed, server:
         pass
     assert "--enable-streaming-session" in str(failed.value)
     assert "Load weight begin" not in server.log_text()
