@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from tests.support.daemon import Daemon
 from tests.support.forked import run
+from tests.support.node import Node, wait_live
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
 from tests.support.variants import sampled
 
@@ -129,6 +130,17 @@ def test_a_daemon_that_dies_at_any_step_comes_back_with_whole_versions_only(unst
     assert second.state == READY
     assert_holds(second.folder, weights[2])
     assert job.publish(3, weights[3]).number > second.number > first.number
+
+
+def test_a_repeated_signal_does_not_change_the_exit_status(daemon: Daemon) -> None:
+    with Node(daemon.endpoint, "one") as node:
+        wait_live(daemon, "one")
+        for process in (node.process, daemon.process):
+            assert process is not None
+            while process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.001)
+            assert process.poll() == 0
 
 
 def test_sigterm_lets_an_open_version_finish_and_takes_no_new_one(unstarted: Daemon) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import signal
 import socket
 import sys
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines of its own; grpc reads it on import
@@ -42,6 +40,7 @@ from resharder.server.holding.tls import certificate_of
 from resharder.server.holding.transfers import HttpTransfer
 from resharder.server.infra.addresses import is_loopback, reachable_at
 from resharder.server.infra.descriptors import Descriptors, raise_descriptor_limit
+from resharder.server.infra.end_signals import ignore_end_signals, set_at_end_signals
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import configure_collections, raise_malloc_thresholds
@@ -425,12 +424,7 @@ def serve(config: Config) -> None:
     configure_logs(config.log_format, config.log_level)
     log_descriptor_limit = raise_descriptor_limit()
     ended = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    set_at_end_signals(ended)
     try:
         lease = held_lease(config, ended)
         restored = "" if ended.is_set() else restored_registry(config, ended)
@@ -452,6 +446,7 @@ def serve(config: Config) -> None:
     while not ended.wait(1.0):  # with a timeout, so that a signal delivered to another thread is noticed
         pass
     daemon.stop()
+    ignore_end_signals()
 
 
 def restored_registry(config: Config, ended: threading.Event) -> str:

@@ -8,14 +8,12 @@ versions from the daemon's data port and from other nodes, and passes them on.
 
 import os
 import secrets
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal, Self
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines of its own; grpc reads it on import
@@ -38,6 +36,7 @@ from resharder.server.holding.tls import NodeTls, certificate_id
 from resharder.server.holding.transfers import HttpTransfer, PieceTransfer, ReceivedBytes
 from resharder.server.infra.addresses import TcpAddress, is_loopback, parse_listen, reachable_at
 from resharder.server.infra.descriptors import raise_descriptor_limit
+from resharder.server.infra.end_signals import ignore_end_signals, set_at_end_signals
 from resharder.server.infra.medium import medium_error
 from resharder.server.infra.process_memory import raise_malloc_thresholds
 from resharder.server.logs import configure_logs
@@ -358,12 +357,7 @@ def serve(config: NodeConfig) -> None:
     configure_logs(config.log_format, config.log_level)
     log_descriptor_limit = raise_descriptor_limit()
     ended, forced = threading.Event(), threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        (forced if ended.is_set() else ended).set()
-
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    set_at_end_signals(ended, forced)
     try:
         node = Node(config)
     except DaemonError as error:
@@ -381,6 +375,7 @@ def serve(config: NodeConfig) -> None:
     if node.agent.failure is None:
         node.agent.drain(config.drain_seconds, forced)
     node.stop()
+    ignore_end_signals()
     if node.agent.failure is not None:
         sys.exit(f"resharder-node: {node.agent.failure}")
 
