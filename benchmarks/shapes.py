@@ -139,6 +139,32 @@ KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {
     "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"factor": 32, "beta_fast": 1},
 }
 
+KIMI_K2_5: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "tie_word_embeddings": False,
+    "text_config": KIMI_K2,
+    "vision_config": {
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "pos_emb_type": "divided_fixed",
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "video_attn_type": "spatial_temporal",
+        "mm_hidden_size": 1152,
+        "mm_projector_type": "patchmerger",
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-05,
+        "text_hidden_size": 7168,
+    },
+}
+
 GLM_4_5: dict[str, Any] = _COMMON | {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",

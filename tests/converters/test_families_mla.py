@@ -16,11 +16,12 @@ from tests.support.variants import sampled
 from resharder.converters import architectures
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.architectures.table import Rows, Weight
+from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Layout, box_index
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
 from resharder.converters.models.tensor_io import read_piece
 
-from benchmarks.shapes import DEEPSEEK_V3, GLM_4_5, KIMI_K2
+from benchmarks.shapes import DEEPSEEK_V3, GLM_4_5, KIMI_K2, KIMI_K2_5
 
 pytestmark = pytest.mark.compat("layouts")
 
@@ -71,13 +72,31 @@ DECODER = tuple(f"model.layers.{n}." for n in range(4))
         (DEEPSEEK_V3, 3 + 3 * 12 + 58 * 782 + 782 + 6),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": 0}, 45395),
         (KIMI_K2, 69975),
+        (KIMI_K2_5, 69975 + 3 + 27 * 12 + 2 + 6),
         (GLM_4_5 | {"num_nextn_predict_layers": 0}, 44189),
         (GLM_4_5, 44189 + 496 + 6),
     ],
-    ids=["DeepSeek-V3", "DeepSeek-V3 without MTP", "Kimi-K2", "GLM-4.5 without MTP", "GLM-4.5"],
+    ids=["DeepSeek-V3", "DeepSeek-V3 without MTP", "Kimi-K2", "Kimi-K2.5", "GLM-4.5 without MTP", "GLM-4.5"],
 )
 def test_published_models_have_as_many_tensors_as_their_checkpoints(config: dict[str, Any], count: int) -> None:
     assert len(expected_shapes(config)) == count
+
+
+def test_a_vision_config_of_the_release_and_one_of_transformers_say_the_same() -> None:
+    config = tiny_hf.tiny_config("kimi_k25")
+    vision = config["vision_config"]
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    released = {f"vt_{name}": vision[name] for name in sizes} | {
+        f"init_{name}": vision[name] for name in vision if "pos_emb" in name
+    }
+    kept = {name: vision[name] for name in ("patch_size", "merge_kernel_size")}
+    assert expected_shapes(config | {"vision_config": released | kept}) == expected_shapes(config)
+
+
+def test_another_projector_is_refused() -> None:
+    config = KIMI_K2_5 | {"vision_config": KIMI_K2_5["vision_config"] | {"mm_projector_type": "patchmergerv2"}}
+    with pytest.raises(UnsupportedModel, match="mm_projector_type 'patchmergerv2' has no table"):
+        expected_shapes(config)
 
 
 @pytest.mark.parametrize(("options", "tensors"), [({"use_qk_norm": False}, 2), ({"attention_bias": False}, 3)])

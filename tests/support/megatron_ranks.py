@@ -63,6 +63,7 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "a tower, delta nets and stacked experts": ("qwen3_5_moe_vl", {"tp": 2, "ep": 2, "pp": 2, "spec": "te"}),
     "a tower, a projector and windows": ("gemma3_vl", {"tp": 2, "pp": 2, "vocab_multiple": 64, "spec": "te"}),
     "a tower, biases and experts": ("glm4v_moe", {"tp": 2, "ep": 4}),
+    "a tower, latent attention and experts": ("kimi_k25", {"tp": 2, "ep": 2, "pp": 2}),
     "experts cut by tensor parallelism": (  # the all-to-all dispatcher gathers unevenly there, which gloo cannot
         "qwen3_moe",
         {"tp": 4, "ep": 2, "etp": 2, "spec": "te", "moe_token_dispatcher_type": "allgather"},

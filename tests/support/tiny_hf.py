@@ -5,7 +5,7 @@ confused differ. With torch.distributed initialised transformers saves on rank 0
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,22 @@ _WRAPPED: dict[str, dict[str, Any]] = {
         "vision_config": _TOWER | {"image_size": 16},
     }
     | _IMAGE_TOKENS,
+    "kimi_k25": {
+        "model_type": "kimi_k25",
+        "text_config": _text("kimi_k2") | {"num_nextn_predict_layers": 0},
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "patch_size": 4,
+            "pos_emb_height": 6,
+            "pos_emb_width": 6,
+            "merge_kernel_size": [2, 2],
+        },
+        "projection_hidden_size": 64,
+    }
+    | _IMAGE_TOKENS,
 }
 WRAPPED = tuple(_WRAPPED)
 """Families whose language model is in a wrapper with a tower."""
@@ -255,6 +271,7 @@ _NAMES = {
     "qwen3_5_moe": "Qwen3_5Moe",
     "gemma3": "Gemma3",
     "glm4v_moe": "Glm4vMoe",
+    "kimi_k25": "KimiK25",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
@@ -358,7 +375,8 @@ def save_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0, dtyp
                 buffer.data = _random(name, tuple(buffer.shape), generator)
     model.save_pretrained(directory)
     if "vision_config" in config:
-        save_file(_released(load_checkpoint(directory)), directory / "model.safetensors", metadata={"format": "pt"})
+        names = _RELEASED_NAMES.get(config["model_type"], {}).items()
+        save_file(_released(load_checkpoint(directory), names), directory / "model.safetensors", metadata={"format": "pt"})
     if config.get("num_nextn_predict_layers"):
         _add_mtp(directory, config, generator, dtype)
     (directory / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
@@ -370,9 +388,20 @@ def _auto_class(config: dict[str, Any]) -> Any:
     return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
 
 
-def _released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+_RELEASED_NAMES = {
+    "gemma3": {"vision_tower.": "vision_tower.vision_model."},
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    },
+}
+"""First parts of names that transformers saves a new model with, and of the released checkpoint's, by `model_type`."""
+
+
+def _released(tensors: dict[str, torch.Tensor], names: Collection[tuple[str, str]]) -> dict[str, torch.Tensor]:
     """Tensors as released checkpoints have them, where transformers saves a new model otherwise: experts of Qwen3-VL-MoE
-    transposed, those of Qwen3.5-MoE stacked, and SigLIP under `vision_model`."""
+    transposed, those of Qwen3.5-MoE stacked, and other names."""
     found: dict[str, torch.Tensor] = {}
     stacked: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
@@ -382,7 +411,7 @@ def _released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif experts and rest in ("gate_up_proj", "down_proj"):
             found[name] = tensors[name].transpose(1, 2).contiguous()
         else:
-            found[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors[name]
+            found[next((there + name.removeprefix(here) for here, there in names if name.startswith(here)), name)] = tensors[name]
     for name, downs in stacked.items():
         stem, _, kind = name.rpartition(".")
         if kind == "down_proj":

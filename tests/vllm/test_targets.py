@@ -32,6 +32,7 @@ EXPERTS = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSize
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "kimi_k2": {"topk_method": "noaux_tc"},
+    "kimi_k25": {"topk_method": "noaux_tc"},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm4v_moe": {"use_qk_norm": False},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},

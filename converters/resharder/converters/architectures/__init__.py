@@ -21,6 +21,7 @@ from resharder.converters.architectures import (
     glm4v_moe,
     gpt_oss,
     hy_v3,
+    kimi_k25,
     llama,
     mimo,
     minimax_m2,
@@ -140,6 +141,13 @@ ARCHITECTURES = (
         language=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     ),
     Architecture("glm4v_moe", "Glm4vMoeForConditionalGeneration", glm4v_moe.table, glm4v_moe.recipe, language=_NESTED),
+    Architecture(
+        "kimi_k25",
+        "KimiK25ForConditionalGeneration",
+        kimi_k25.table,
+        kimi_k25.recipe,
+        language=tuple(kimi_k25.NAMES.items()),
+    ),
 )
 
 NOT_BUILT: dict[str, str] = {}

@@ -142,6 +142,9 @@ class _WithoutMemory(TorchFunctionMode):
             dtype = kwargs.get("dtype") or (None if function in _BY_VALUE else torch.get_default_dtype())
             if dtype is not None and dtype.is_floating_point:
                 kwargs["device"] = "meta"
+        if function is torch.Tensor.to and args[0].is_meta:  # Kimi-K2.5 moves its tower to the server's device
+            kwargs.pop("device", None)
+            args = tuple(arg for arg in args if not isinstance(arg, torch.device))
         return function(*args, **kwargs)
 
 
