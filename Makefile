@@ -167,6 +167,15 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 
+# verl's SGLang rollout, over the packages of make setup and SGLang's: verl pins CUDA builds, and an older SGLang than the plugin supports.
+.venv-verl-sglang/.ready: $(SGLANG_VENV)/.ready
+	$(PYTHON) -m venv .venv-verl-sglang
+	for venv in $(VENV) $(SGLANG_VENV); do echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$$venv/lib/python3*/site-packages)')"; done \
+		> "$$(ls -d .venv-verl-sglang/lib/python3*/site-packages)/setup.pth"
+	.venv-verl-sglang/bin/pip install -q --no-deps verl==0.9.1 ray==2.60.0 tensordict==0.10.0 pyvers==0.2.3 hydra-core==1.3.8 omegaconf==2.3.0 \
+		antlr4-python3-runtime==4.9.3 codetiming==1.4.0 msgpack datasets dill multiprocess pandas pyarrow
+	touch $@
+
 # TRL, Ray, the part of SkyRL that imports without CUDA (0.4.0 in a folder of its own), and what prime-rl's client imports, over the
 # packages of make setup.
 .venv-trl/.ready: $(VENV)/.ready
@@ -189,7 +198,7 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 
 # Training frameworks, from venvs of their own: 10 minutes. Checkouts of those that PyPI does not have: VIME, PRIME_RL; and
 # BRIDGE_PYTHON=.venv-bridge/bin/python after `make .venv-bridge/.ready`, for a recipe of Megatron-Bridge.
-integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
+integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready .venv-verl-sglang/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
 	RESHARDER_TEST_MEGATRON_BRIDGE="$(CURDIR)/.venv-megatron-bridge/sources" \
@@ -198,6 +207,7 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 	RESHARDER_TEST_VIME="$(VIME)" RESHARDER_TEST_PRIME_RL="$(PRIME_RL)" RESHARDER_TEST_SKYRL="$(CURDIR)/.venv-trl/skyrl-0.4.0" .venv-trl/bin/python -m pytest -m integrations \
 		$(addprefix tests/integrations/test_,trl.py skyrl.py skyrl_sender.py ray.py vime.py prime_rl.py) $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
+	.venv-verl-sglang/bin/python -m pytest -m integrations tests/integrations/test_verl_sglang.py $(PYTEST)
 
 # The direct path and pieces between nodes over NIXL and TCP: its wheel, over the packages of make setup.
 .venv-nixl/.ready: $(VENV)/.ready

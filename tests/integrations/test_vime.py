@@ -7,8 +7,6 @@ import ast
 import inspect
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +22,14 @@ from megatron.core import parallel_state
 from resharder.client import Operator, UsageError
 from resharder.client.integrations.vime import ResharderWeightUpdater
 
-from tests.integrations.vime_ranks import LINE, PROMPT, TOKENS, options
+from tests.integrations.vime_ranks import options
 from tests.support.daemon import Daemon
-from tests.support.ports import free_port
-from tests.support.tiny_hf import greedy_answer, load_checkpoint, load_model, save_checkpoint, tiny_config
+from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
+from tests.support.updating_ranks import expected, run
 from tests.support.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.integrations, pytest.mark.full]
 
-ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("RESHARDER_TEST_VIME")
 
 
@@ -41,22 +38,7 @@ def test_each_update_of_vimes_actor_is_served_when_it_returns(daemon: Daemon, tm
     common = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "policy"}
     plugin = common | {"RESHARDER_UNREACHABLE": "prefer", "VLLM_PLUGINS": "resharder", "VLLM_SERVER_DEV_MODE": "1"}
     with VllmServer(folder, ["--weight-transfer-config", '{"backend": "resharder"}'], plugin) as server:
-        program = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-        arguments = ["-m", "tests.integrations.vime_ranks", str(folder), f"http://127.0.0.1:{server.port}"]
-        done = subprocess.run(
-            [sys.executable, *program, *arguments],
-            env=os.environ | common | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr[-3000:] + server.log_tail()
-    served = [json.loads(line.removeprefix(LINE)) for line in done.stdout.splitlines() if line.startswith(LINE)]
-    module = load_model(folder)
-    first = list(greedy_answer(module, PROMPT, TOKENS))
-    module.lm_head.weight.data.mul_(-1)
-    assert served == [{"version": "1", "tokens": first}, {"version": "2", "tokens": list(greedy_answer(module, PROMPT, TOKENS))}]
+        assert run("tests.integrations.vime_ranks", folder, server, common) == expected(folder)
 
 
 def test_a_job_whose_trainer_gives_its_memory_to_the_servers_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Two Megatron ranks that make the calls of vime's actor with the weight updater of `resharder.client.integrations.vime`.
 
-Arguments: FOLDER URL. After each of two updates rank 0 asks the server at URL for a greedy answer, and prints a line of JSON.
+Arguments: FOLDER URL. After each of two updates rank 0 asks the server at URL for a greedy answer.
 With RESHARDER_TEST_VIME, a checkout of vime, an update is vime's own `MegatronTrainRayActor.update_weights`.
 """
 
@@ -24,11 +24,10 @@ import torch.distributed as dist
 from resharder.client.integrations.vime import install
 
 from tests.support.tiny_hf import load_checkpoint
+from tests.support.updating_ranks import PROMPT, TOKENS, served
 from tests.support.vllm_server import VERSION_HEADER, completion
 
 ACTOR = "vime.backends.megatron_utils.actor"
-PROMPT, TOKENS = [5, 17, 42, 7], 8
-LINE = "served: "
 
 
 def installed(args: Any) -> ModuleType:
@@ -93,8 +92,7 @@ def main(folder: str, url: str) -> None:
         update(actor)
         if dist.get_rank() == 0:
             answer = requests.post(f"{url}/v1/completions", json=completion(PROMPT, TOKENS), timeout=300)
-            served = {"version": answer.headers[VERSION_HEADER], "tokens": answer.json()["choices"][0]["token_ids"]}
-            print(LINE + json.dumps(served), flush=True)
+            served(answer.headers[VERSION_HEADER], answer.json()["choices"][0]["token_ids"])
         assert actor.weight_updater.pop_metrics() == {}
         with torch.no_grad():
             chunks[-1].get_parameter("output_layer.weight").mul_(-1)

@@ -8,7 +8,7 @@ from tests.support.sglang_server import CPU_ENVIRONMENT, STAND_INS
 
 _NEED_SGLANG = [
     f"test_{name}.py"
-    for name in ("commands", "embedded", "faults", "fleet", "fp8", "ranks", "replicas", "routes", "scheduler", "slime")
+    for name in ("commands", "embedded", "faults", "fleet", "fp8", "ranks", "replicas", "routes", "scheduler", "slime", "verl")
 ]
 collect_ignore_glob = [] if find_spec("sglang") else _NEED_SGLANG
 if find_spec("sglang"):

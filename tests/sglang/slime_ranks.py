@@ -1,6 +1,6 @@
 """Two Megatron ranks that make the calls of slime's actor with the weight updater of `resharder.client.integrations.slime`.
 
-Arguments: FOLDER URL. After each of two updates rank 0 asks the server at URL for a greedy answer, and prints a line of JSON.
+Arguments: FOLDER URL. After each of two updates rank 0 asks the server at URL for a greedy answer.
 With RESHARDER_TEST_SLIME, a checkout of slime, its own lines of `MegatronTrainRayActor` make the updater, and its own
 `update_weights` calls it.
 """
@@ -26,11 +26,10 @@ from resharder.client.integrations.slime import install
 
 from tests.support.sglang_server import asked
 from tests.support.tiny_hf import load_checkpoint
+from tests.support.updating_ranks import PROMPT, TOKENS, served
 from tests.support.vllm_server import VERSION_HEADER
 
 ACTOR = "slime.backends.megatron_utils.actor"
-PROMPT, TOKENS = [5, 17, 42, 7], 8
-LINE = "served: "
 
 
 class Options(SimpleNamespace):
@@ -133,8 +132,7 @@ def main(folder: str, url: str) -> None:
         update(actor)
         if dist.get_rank() == 0:
             answer = requests.post(f"{url}/generate", json=asked(PROMPT, TOKENS), timeout=300)
-            served = {"version": answer.headers[VERSION_HEADER], "tokens": answer.json()["output_ids"]}
-            print(LINE + json.dumps(served), flush=True)
+            served(answer.headers[VERSION_HEADER], answer.json()["output_ids"])
         with torch.no_grad():
             chunks[-1].get_parameter("output_layer.weight").mul_(-1)
     actor.weight_updater._publisher.close()

@@ -8,6 +8,16 @@ import sys
 from typing import Any
 
 PROMPT = [5, 17, 42, 7, 300, 11]
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "dtype": "float32",
+    "max_total_tokens": 4096,
+    "mem_fraction_static": 0.6,
+    "context_length": 512,
+}
 
 
 async def run(engine: Any, version: int) -> None:
@@ -27,17 +37,7 @@ def main() -> None:
     import sglang
 
     folder, version = sys.argv[1:]
-    engine = sglang.Engine(
-        model_path=folder,
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_cuda_graph=True,
-        dtype="float32",
-        max_total_tokens=4096,
-        mem_fraction_static=0.6,
-        context_length=512,
-    )
+    engine = sglang.Engine(model_path=folder, **OPTIONS)
     engine.loop.run_until_complete(run(engine, int(version)))
     engine.shutdown()
 

@@ -64,6 +64,27 @@ class EngineWeights:
         return next(self._weights)
 
 
+class Followed:
+    """No tensors, once `wait` returns. verl's adapter of vLLM iterates asynchronously, that of SGLang's deltas does not."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait = wait
+
+    def __iter__(self) -> "Followed":
+        return self
+
+    def __next__(self) -> Any:
+        self._wait()
+        raise StopIteration
+
+    def __aiter__(self) -> "Followed":
+        return self
+
+    async def __anext__(self) -> Any:
+        await asyncio.to_thread(self._wait)
+        raise StopAsyncIteration
+
+
 class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Implementation of verl's interface, in an actor rank or in a rollout worker.
 
@@ -159,8 +180,8 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         handle = self._publish(weights, self._step(global_steps))
         return {"resharder/version": float(handle.version), "resharder/publish_seconds": time.perf_counter() - start}
 
-    async def receive_weights(self, global_steps: int | None = None) -> "AsyncIterator[tuple[str, torch.Tensor]]":
-        """Yield the tensors of the round's version, verified; with `follow` none, when the servers of the model serve it.
+    def receive_weights(self, global_steps: int | None = None) -> "AsyncIterator[tuple[str, torch.Tensor]] | Followed":
+        """Iterate the tensors of the round's version, verified; with `follow` none, when the servers of the model serve it.
 
         Args:
             global_steps: The actor's label of the version; by default the round's number.
@@ -170,9 +191,11 @@ class ResharderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             WaitTimeout: The version was not READY in time.
             NotServed: With `follow`, a server did not serve the version in time, or no server follows the model.
         """
-        version = await asyncio.to_thread(self._wait, self._step(global_steps))
-        if self._follow:
-            return
+        step = self._step(global_steps)
+        return Followed(lambda: self._wait(step)) if self._follow else self._received(step)
+
+    async def _received(self, step: int) -> "AsyncIterator[tuple[str, torch.Tensor]]":
+        version = await asyncio.to_thread(self._wait, step)
         with open_source(f"{SCHEME}{self._endpoint}/{version.name}") as source:
             for name, tensor in whole_tensors(source):
                 yield name, tensor.to(_device())

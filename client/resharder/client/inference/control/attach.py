@@ -59,6 +59,11 @@ class AttachedEngine:
         """The version in service; `None` while none is confirmed or one is being installed."""
         return self._gate.open_on or None
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine follows the daemon no more."""
+        return self._closed
+
     async def wait(self, version: int, timeout: float | None = None) -> int:
         """Wait until a version or a later one is in service.
 

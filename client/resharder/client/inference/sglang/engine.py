@@ -1,23 +1,25 @@
 """SGLang as an `engine.Engine`: the tokenizer manager, by which the control side reaches schedulers.
 
-Read against 0.5.17 and 0.5.23.
+Read against 0.5.17 and 0.5.23. A program that has the tokenizer manager pauses the engine and releases its memory without a
+route: verl's server does so around each update. Such a pause outlasts the orders that are carried out in it.
 """
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import accepted, claim_in_effect
 from resharder.client.inference.control.labels import Label
-from resharder.client.inference.engine import STAY_PAUSED, Mode
+from resharder.client.inference.engine import KV_CACHE, STAY_PAUSED, Mode
 from resharder.client.inference.sglang.messages import ResharderReqInput, ResharderReqOutput
 from resharder.client.inference.version_page import page
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.utils import TypeBasedDispatcher
 
 _LOOK_SECONDS = 0.02  # between looks whether all requests have ended
+_PAUSED = "resharder_program_paused"  # of a tokenizer manager: whether a program has paused it, beside orders
 
 
 class CallFailed(Exception):
@@ -30,15 +32,54 @@ class SGLangEngine:
     Args:
         manager: SGLang's `TokenizerManager`.
         replicas: Number of data parallel replicas.
+        ended: Returns whether the engine follows the daemon no more.
     """
 
-    def __init__(self, manager: Any, replicas: int) -> None:
+    def __init__(self, manager: Any, replicas: int, ended: Callable[[], bool]) -> None:
         manager.auto_create_handle_loop()
         if manager.event_loop is not asyncio.get_running_loop():
             raise UsageError("attach the engine on the event loop on which it answers requests")
-        self._manager = manager
+        self._manager, self._ended = manager, ended
         self._calls = FanOutCommunicator(manager._dispatch_to_scheduler, replicas)
         manager._result_dispatcher += TypeBasedDispatcher([(ResharderReqOutput, self._calls.handle_recv)])
+        self._watch_program()
+
+    def _watch_program(self) -> None:
+        """Note a program's own pause, and refuse what would lose weights or memory behind the daemon's back."""
+        manager = self._manager
+        pause, go_on = manager.pause_generation, manager.continue_generation
+        release, restore = manager.release_memory_occupation, manager.resume_memory_occupation
+
+        async def watched_pause(request: Any) -> None:
+            setattr(manager, _PAUSED, True)
+            await pause(request)
+
+        async def watched_continue(request: Any) -> None:
+            setattr(manager, _PAUSED, False)
+            await go_on(request)
+
+        async def watched_release(request: Any, *args: Any) -> None:
+            await self._refuse_memory(request.tags)
+            await release(request, *args)
+
+        async def watched_restore(request: Any, *args: Any) -> None:
+            await self._refuse_memory(request.tags)
+            await restore(request, *args)
+
+        manager.pause_generation, manager.continue_generation = watched_pause, watched_continue
+        manager.release_memory_occupation, manager.resume_memory_occupation = watched_release, watched_restore
+
+    async def _refuse_memory(self, tags: Sequence[str] | None) -> None:
+        """Raise `UsageError` unless a program may release and restore the memory of `tags`: that of the KV cache, awake."""
+        if self._ended():
+            return
+        if set(tags or ()) != {KV_CACHE}:
+            raise UsageError(
+                "this engine follows a Resharder daemon, and its weights are released and restored by `resharder sleep` and "
+                f"`resharder wake` alone: name the tag {KV_CACHE}"
+            )
+        if any(answer["asleep"] for answer in await self._engine_call("state")):
+            raise UsageError("the engine sleeps: wake it first, with `resharder wake`")
 
     async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None:
         """Hold new requests and stop scheduling: `keep` puts requests in progress back into the queue."""
@@ -51,8 +92,11 @@ class SGLangEngine:
         await self._engine_call("pause")
 
     async def resume_generation(self) -> None:
-        """Schedule requests again."""
-        await self._engine_call("resume")
+        """Schedule requests again, unless a program has paused the engine too."""
+        held = getattr(self._manager, _PAUSED, False)
+        await self._engine_call("resume", held)
+        if held:
+            return
         async with self._manager.is_pause_cond:
             self._manager.is_pause = False
             self._manager.is_pause_cond.notify_all()

@@ -69,8 +69,11 @@ def _pause(scheduler: Any) -> dict[str, Any]:
     return {}
 
 
-def _resume(scheduler: Any) -> dict[str, Any]:
+def _resume(scheduler: Any, held: bool) -> dict[str, Any]:
+    """End the pause of orders; with `held` the engine stays paused until a program continues it."""
     setattr(scheduler, _PAUSED, False)
+    if held:
+        return {}
     scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     return {}
 
@@ -97,6 +100,8 @@ def _waiting_set_aside(scheduler: Any) -> Iterator[None]:
 
 def _sleep(scheduler: Any, level: int) -> dict[str, Any]:
     agent, models = agent_of(scheduler)
+    if scheduler.weight_updater.offload_tags - {*agent.sleep_state.tags, _GRAPHS}:
+        raise InstallError("a program has released memory of the engine: try again when it has restored it")
     on_gpu = agent.host.device.type != "cpu"
     if level == 1 and on_gpu and not get_exec().features.enable_weights_cpu_backup:
         raise InstallError("level 1 keeps the weights on the host: start SGLang with --enable-weights-cpu-backup, or use level 2")

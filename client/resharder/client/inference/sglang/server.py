@@ -1,7 +1,8 @@
 """The gate in front of SGLang's HTTP server, and the control side behind it; read against 0.5.17 and 0.5.23.
 
 SGLang has one API process with a tokenizer manager. The plugin adds two middlewares to its application and attaches the engine
-when the application starts. SGLang's warm-up is a request to the server itself, so it waits until the gate is open.
+when the application starts, also where a program starts it, as verl's server does (`async_sglang_server.py`, read at 0.9.1).
+SGLang's warm-up is a request to the server itself, so it waits until the gate is open.
 """
 
 import functools
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # SGLang says where metrics go before prometheus_client may b
     from resharder.client.inference.control.gate import Gate
 
 _ATTRIBUTE = "resharder"  # of a tokenizer manager: its `Attached`
+_GATE, _ADDRESS = "resharder_gate", "resharder_address"  # of an application's state; no address where a program starts it
 _LOOK_SECONDS = 0.05  # between looks whether the gate is open
 
 
@@ -64,12 +66,14 @@ def watch_server() -> None:
     def launch(cls: Any, *args: Any, **kwargs: Any) -> Any:
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, ServerArgs)), None)  # 0.5.17
         check(ModelConfig.from_server_args(given or get_server_args()), PluginSettings.from_environment(), given)
+        if not hasattr(http_server.app.state, _GATE):
+            gate(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
         return plain_launch(cls, *args, **kwargs)
 
     @functools.wraps(plain_run)
-    def run(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
-        gate(http_server.app, manager)
-        return plain_run(server_args, manager, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        setattr(http_server.app.state, _ADDRESS, _address(PluginSettings.from_environment()))
+        return plain_run(*args, **kwargs)
 
     @functools.wraps(plain_warm_up)
     def warm_up(*args: Any, **kwargs: Any) -> Any:
@@ -97,15 +101,15 @@ def watch_server() -> None:
     Engine._launch_scheduler_processes = classmethod(launch)
 
 
-def gate(app: Any, manager: Any) -> None:
+def gate(app: Any, manager: Callable[[], Any]) -> None:
     """Put gate and rules in front of an application's routes, behind its authentication, and attach its engine when it starts.
 
     Args:
         app: SGLang's FastAPI application.
-        manager: Its tokenizer manager.
+        manager: Returns its tokenizer manager when it starts.
 
     Raises:
-        UsageError: A variable is invalid, or the server is not supported.
+        UsageError: A variable is invalid.
     """
     from resharder.client.inference.control.gate import Gate, GateMiddleware
     from resharder.client.inference.control.route_rules import RouteRulesMiddleware
@@ -114,9 +118,8 @@ def gate(app: Any, manager: Any) -> None:
     from starlette.middleware import Middleware
 
     settings = PluginSettings.from_environment()
-    check(manager.model_config, settings)
     made = Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
-    app.state.resharder_gate = made
+    setattr(app.state, _GATE, made)
     app.user_middleware += [  # the last one is the innermost
         Middleware(RouteRulesMiddleware, rules=RULES),
         Middleware(GateMiddleware, gate=made, routes=ROUTES, installed=lambda: page().version),
@@ -126,7 +129,7 @@ def gate(app: Any, manager: Any) -> None:
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         async with plain(app) as state:
-            handle = await attach_sglang(manager, settings, gate=made, address=_address(settings))
+            handle = await attach_sglang(manager(), settings, gate=made, address=getattr(app.state, _ADDRESS, ""))
             try:
                 yield state
             finally:
@@ -180,7 +183,7 @@ async def attach_sglang(
     check(manager.model_config, settings)
     config, attached = server_config(), Attached()
     side = ControlSide(
-        SGLangEngine(manager, int(config.dp_size)),
+        SGLangEngine(manager, int(config.dp_size), ended=lambda: attached.handle is not None and attached.handle.closed),
         settings,
         EngineTraits("sglang", "SGLang", int(config.tp_size) * int(config.dp_size), cannot_sleep(config)),
         gate=gate,
@@ -195,7 +198,7 @@ async def attach_sglang(
 
 def _opened(app: Any, manager: Any, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Wait until the gate is open, and return True; False if the server ends before."""
-    while app.state.resharder_gate.open_on is None:
+    while getattr(app.state, _GATE).open_on is None:
         if manager.gracefully_exit:
             return False
         sleep(_LOOK_SECONDS)
