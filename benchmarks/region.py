@@ -120,7 +120,7 @@ def measured(hosts: Hosts, environment: dict[str, str], weights: list[np.ndarray
             until(lambda: served(operator) == 1)
             for step, each in enumerate(weights[1:], start=1):
                 time.sleep(3)  # the archive is at rest
-                before, began, wall = received(hosts), time.monotonic(), time.time()
+                before, began, wall = hosts.received_bytes(0), time.monotonic(), time.time()
                 publisher.publish_tensors(step, tensors_of(each).items()).wait_ready(300)
                 times["ready"].append(time.monotonic() - began)
                 until(
@@ -131,7 +131,7 @@ def measured(hosts: Hosts, environment: dict[str, str], weights: list[np.ndarray
                 times["there"].append(time.monotonic() - began)
                 until(lambda number=step + 1: served(operator) == number)
                 times["served"].append(time.monotonic() - began)
-                times["sent"].append(received(hosts) - before)
+                times["sent"].append(hosts.received_bytes(0) - before)
                 until(lambda number=step + 1: archived(at_home, number) > 0)
                 times["archived"].append(archived(at_home, step + 1) - wall)
         publisher.close()
@@ -149,12 +149,6 @@ def archived(operator: Operator, number: int) -> float:
 
 def served(operator: Operator) -> int:
     return next((server.version for server in operator.servers()), 0)
-
-
-def received(hosts: Hosts) -> int:
-    """Return the bytes that came to the region over its link."""
-    with open(f"/sys/class/net/{hosts.bridge}v0/statistics/tx_bytes") as file:
-        return int(file.read())
 
 
 def until(holds: Callable[[], bool]) -> None:

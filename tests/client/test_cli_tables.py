@@ -20,7 +20,7 @@ from tests.support.fake_operator import FakeOperator
 from tests.support.terminal import COLUMNS, on_terminal
 
 Fleet, Server, Version = resources_pb2.Fleet, resources_pb2.Server, resources_pb2.Version
-Node, NodeCopy = resources_pb2.Node, resources_pb2.NodeCopy
+Node, NodeCopy, NodeLink = resources_pb2.Node, resources_pb2.NodeCopy, resources_pb2.NodeLink
 GREEN, RED = "\x1b[32m", "\x1b[31m"
 LOST = "fleet policy: 1 of 3 servers LOST: servers/policy-rollout-replica-12: its control side has been silent for 40 s"
 LONG = (
@@ -234,6 +234,10 @@ def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_thei
         Node(
             name="nodes/gpu-1", state=Node.LIVE, capacity_bytes=64 << 30, used_bytes=3 << 30, received_daemon_bytes=1 << 30,
             received_peer_bytes=2 << 30, received_engine_bytes=1 << 30, sent_bytes=5 << 30,
+            links=[
+                NodeLink(peer="daemon", delta_bytes=1 << 20, delta_part_bytes=1 << 30),
+                NodeLink(peer="nodes/gpu-3", delta_bytes=2 << 20, delta_part_bytes=1 << 29, delta_failures=3, delta_problem="b"),
+            ],
             copies=[
                 NodeCopy(version=version, held_pieces=96, wanted_pieces=192, pieces=192, wanted=True),
                 NodeCopy(version=version[:-1] + "5", held_pieces=24, wanted_pieces=96, pieces=192, wanted=True),
@@ -241,12 +245,14 @@ def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_thei
         ),
         Node(name="nodes/gpu-2", state=Node.LOST, copies=[NodeCopy(version=version, pieces=192, problem="memory full")]),
     ]  # fmt: skip
-    rows = [line.split() for line in resharder("nodes", "--wide").out.splitlines()[1:]]
+    *lines, refused = resharder("nodes", "--wide").out.splitlines()[1:]
+    assert refused == "nodes/gpu-1: refused deltas of nodes/gpu-3: 3; the last one: b"
+    rows = [line.split() for line in lines]
     assert [row[:2] for row in rows] == [["nodes/gpu-2", "LOST"], ["nodes/gpu-1", "LIVE"]]
     assert " ".join(rows[0]).endswith("policy/4: memory full")
     assert (
-        " ".join(rows[1][2:]) == "3.00 GiB of 64.00 GiB 3.00 GiB 2.00 GiB (1.00 GiB by transfer engine) 5.00 GiB "
-        "policy/4 50 %; policy/5 25 % of 96 of 192 pieces"
+        " ".join(rows[1][2:]) == "3.00 GiB of 64.00 GiB 3.00 GiB (1.50 GiB as 3.0 MiB of deltas) 2.00 GiB "
+        "(1.00 GiB by transfer engine) 5.00 GiB policy/4 50 %; policy/5 25 % of 96 of 192 pieces"
     )
     found = json.loads(resharder("nodes", "--json").out)["nodes"]
     assert [(node["name"], node["state"]) for node in found] == [("nodes/gpu-1", "LIVE"), ("nodes/gpu-2", "LOST")]

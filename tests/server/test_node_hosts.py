@@ -2,70 +2,36 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
-from tests.support.home_rank import Ranks
-from tests.support.namespaces import Hosts, unavailable
-from tests.support.node import Node, nodes, stored_files, wait_live
+from tests.support.namespaces import unavailable
+from tests.support.node import nodes, stored_files, wait_live
+from tests.support.node_hosts import ARRIVED, NodeHosts, Site
 from tests.support.observing import wait_until
-from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole
-from tests.support.remote import Remote
 
 SPECS = [TensorSpec("big", "BF16", (80 << 10, 1024))]  # 160 MiB in 11 pieces
-ARRIVED = {"verified": True, "transport": "node", "reason": ""}
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-class Site:
-    """A host with a node and a worker, which cannot read the folders of the other hosts."""
-
-    def __init__(self, hosts: Hosts, number: int, daemon: Daemon) -> None:
-        self.hosts, self.number, self.endpoint = hosts, number, daemon.endpoint
-        here = tuple(hosts.command(number))
-        self.node = Node(daemon.endpoint, f"host-{number}", command=here, listen="0.0.0.0:7679", insecure=True)
-
-    def begin(self, others: list["Site"]) -> None:
-        """Start the worker in a mount namespace in which the other nodes' folders are empty."""
-        hidden = [site.node.root for site in others]
-        self._worker = Remote(Ranks, hidden=hidden, namespace=self.hosts.namespace(self.number))
-
-    def stage(self, version: str) -> dict[str, Any]:
-        """Stage a version on this host."""
-        found: dict[str, Any] = self._worker.call("stage", self.endpoint, version)
-        return found
-
-    def close(self) -> None:
-        self._worker.close()
-
-
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Hosts(3, rate="1gbit") as hosts:
-        data = f"{hosts.second_address}:{free_port()}"
-        made = Daemon(insecure=True, shared_memory=False, data_listen=data, keep_count=2, lease_seconds=10)
-        made.endpoint = f"{hosts.address}:{made.port}"
-        with made as running:
-            running.hosts = hosts  # type: ignore[attr-defined]
-            yield running
-
-
-@pytest.fixture(scope="module")
-def sites(daemon: Daemon) -> Iterator[list[Site]]:
-    made = [Site(daemon.hosts, number, daemon) for number in range(3)]  # type: ignore[attr-defined]
-    with ExitStack() as stack:
-        for site in made:
-            stack.enter_context(site.node)
-            site.begin([other for other in made if other is not site])
-            stack.callback(site.close)
-        wait_live(daemon, *(site.node.name for site in made))
+def hosts() -> Iterator[NodeHosts]:
+    with NodeHosts(3, rate="1gbit") as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def daemon(hosts: NodeHosts) -> Daemon:
+    return hosts.daemon
+
+
+@pytest.fixture(scope="module")
+def sites(hosts: NodeHosts) -> list[Site]:
+    return hosts.sites
 
 
 def publish(daemon: Daemon, step: int) -> str:

@@ -69,6 +69,10 @@ class Hosts:
         """Return the bytes that a host has sent over its link."""
         return int(Path(f"/sys/class/net/{self._link(host)}/statistics/rx_bytes").read_text())
 
+    def received_bytes(self, host: int) -> int:
+        """Return the bytes that a host has received over its link."""
+        return int(Path(f"/sys/class/net/{self._link(host)}/statistics/tx_bytes").read_text())
+
     def _link(self, host: int) -> str:
         return f"{self.bridge}v{host}"
 

@@ -7,9 +7,9 @@ _PACKAGES = {
     "client": "numba rich typer xxhash",
     "server": (
         "blake3 grpc_health grpc_reflection numba prometheus_client pydantic pydantic_settings starlette structlog typer "
-        "uvicorn xxhash yaml"
+        "uvicorn xxhash yaml zstandard"
     ),
-    "archive": "obstore zstandard",
+    "archive": "obstore",
     "otel": "opentelemetry",
     "import": "safetensors",
     "megatron": "megatron",

@@ -681,18 +681,30 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Node.State, str]] = ..., data_address: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., received_daemon_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., report_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[NodeCopy, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[NodeLink, _Mapping]]] = ..., received_engine_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeLink(_message.Message):
-    __slots__ = ("peer", "received_bytes", "seconds", "failures", "problem")
+    __slots__ = ("peer", "received_bytes", "seconds", "failures", "problem", "delta_bytes", "delta_part_bytes", "whole_rate", "delta_rate", "delta_failures", "delta_problem")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELTA_PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_RATE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_RATE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DELTA_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     peer: str
     received_bytes: int
     seconds: float
     failures: int
     problem: str
-    def __init__(self, peer: _Optional[str] = ..., received_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    delta_bytes: int
+    delta_part_bytes: int
+    whole_rate: float
+    delta_rate: float
+    delta_failures: int
+    delta_problem: str
+    def __init__(self, peer: _Optional[str] = ..., received_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ..., delta_bytes: _Optional[int] = ..., delta_part_bytes: _Optional[int] = ..., whole_rate: _Optional[float] = ..., delta_rate: _Optional[float] = ..., delta_failures: _Optional[int] = ..., delta_problem: _Optional[str] = ...) -> None: ...
 
 class NodeCopy(_message.Message):
     __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces", "uploading")

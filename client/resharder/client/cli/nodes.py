@@ -21,10 +21,12 @@ def node_rows(nodes: Iterable[Node]) -> Iterator[Row]:
     """Yield the rows of a table with columns `NODES`, lost nodes first."""
     for node in sorted(nodes, key=lambda node: node.state != Node.State.LOST):
         received = node.received_daemon_bytes + node.received_peer_bytes
+        parts, deltas = (sum(getattr(link, name) for link in node.links) for name in ("delta_part_bytes", "delta_bytes"))
+        delta = f" ({size(parts)} as {size(deltas)} of deltas)" if parts else ""
         engine = f" ({size(node.received_engine_bytes)} by transfer engine)" if node.received_engine_bytes else ""
         yield (
             node.name, paint(badge("node", node.state.value)), f"{size(node.used_bytes)} of {size(node.capacity_bytes)}",
-            size(received), size(node.received_peer_bytes) + engine, size(node.sent_bytes),
+            size(received) + delta, size(node.received_peer_bytes) + engine, size(node.sent_bytes),
             "; ".join(map(_copy, node.copies)) or "–",
         )  # fmt: skip
 
@@ -49,6 +51,8 @@ def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False
     if as_json:
         return print_json({"nodes": [*map(plain, found)], "shortages": [*map(plain, shortages)]})
     print_table(NODES, node_rows(found), wide)
+    for name, link in ((node.name, link) for node in found for link in node.links if link.delta_failures):
+        print_line(f"{name}: refused deltas of {link.peer}: {link.delta_failures}; the last one: {link.delta_problem}")
     for each in shortages:
         print_line(f"{each.version}{' is not READY' if each.waits else ''}: {each.problem}")
 

@@ -599,6 +599,18 @@ class NodeLink:
     """Requests that failed."""
     problem: str = ""
     """Reason for which the last request failed; empty if it succeeded."""
+    delta_bytes: int = 0
+    """Bytes of deltas of a version that both hold, which came in place of `delta_part_bytes` of pieces."""
+    delta_part_bytes: int = 0
+    """Bytes of `received_bytes` that came as deltas."""
+    whole_rate: float = 0.0
+    """Bytes a second of parts that came whole, a moving average; 0 before the first."""
+    delta_rate: float = 0.0
+    """Bytes a second of parts that were asked for as deltas, with the time to encode and decode them."""
+    delta_failures: int = 0
+    """Deltas that did not decode to their parts, which came whole then."""
+    delta_problem: str = ""
+    """Reason for the last one of them."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import xxhash
+import zstandard
 from numpy.typing import NDArray
 
 PIECE = 16 << 20
@@ -48,8 +49,6 @@ def encode(content: bytes | memoryview, base: bytes | memoryview | None) -> tupl
     """
     proof = checksum(content)
     if base is not None:
-        import zstandard
-
         packed = zstandard.ZstdCompressor(level=_LEVEL).compress(_xor(content, base))
         if len(packed) < len(content):
             return StoredPiece("xor", len(packed), proof), packed
@@ -90,8 +89,6 @@ def decode(
 
 def _unpacked(stored: bytes, base: bytes | memoryview, content: Buffer) -> tuple[memoryview, str]:
     """Return the bytes of a difference applied to a base, and their checksum, which is taken while they are in a core's cache."""
-    import zstandard
-
     before, proof = np.frombuffer(base, np.uint8), xxhash.xxh3_64()
     try:
         if zstandard.frame_content_size(stored) != len(before):

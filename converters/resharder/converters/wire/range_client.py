@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import MappingProxyType
 from urllib.parse import unquote, urlsplit
 
 import xxhash
@@ -22,7 +23,7 @@ from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.backoff import Backoff
 from resharder.converters.wire.chunk_body import BOXES, Chunk, body_size, boxes_header, chunks_path, read_chunks
 from resharder.converters.wire.endpoint import PROXY
-from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
+from resharder.converters.wire.ranges import BASE, CHECKSUM, is_piece, path_of
 from resharder.v1 import server_pb2
 
 CONNECT_SECONDS = 3.0
@@ -135,7 +136,24 @@ class RangeConnection:
             WrongBytes: The bytes differ from the piece's checksum.
             OSError, http.client.HTTPException, Cut: `BROKEN`, the connection.
         """
-        response = self._request(part)
+        return self._received(self._request(part), part, target)
+
+    def delta(self, part: PartRequest, base: str, target: Array) -> tuple[bytes | None, bool]:
+        """Ask for a piece as a delta of `base`, as by `base_header`. It may come whole, and is then written to `target`.
+
+        Returns:
+            The delta, or None if the piece has come whole; whether the port has tried to make one.
+
+        Raises as `blocks` does.
+        """
+        response = self._request(part, {BASE: base})
+        if response.status == HTTPStatus.IM_USED:
+            return response.read(), True
+        for _ in self._received(response, part, target):
+            pass
+        return None, response.getheader(BASE) is not None
+
+    def _received(self, response: http.client.HTTPResponse, part: PartRequest, target: Array) -> Iterator[int]:
         given, state, at = response.getheader(CHECKSUM, ""), xxhash.xxh3_64(), 0
         expected = given if part.checksum is None else f"{part.checksum:016x}"
         map_pages(byte_bounds(target), write=True)
@@ -240,26 +258,29 @@ class RangeConnection:
             raise self._refusal(response)
         response.read()
 
-    def _request(self, part: PartRequest) -> http.client.HTTPResponse:
+    def _request(self, part: PartRequest, further: Mapping[str, str] = MappingProxyType({})) -> http.client.HTTPResponse:
         """Request a part and return the checked head of its response."""
         headers = {
             "Range": f"bytes={part.start}-{part.end - 1}",
             "If-Match": f'"{part.fingerprint}"' if part.fingerprint else "*",
+            **further,
         }
-        response = self._get(path_of(part.version, part.file), headers, HTTPStatus.PARTIAL_CONTENT)
-        expected = f"bytes {part.start}-{part.end - 1}/{part.size}"
-        if response.getheader("Content-Range") != expected or response.length != part.end - part.start:
+        statuses = [HTTPStatus.PARTIAL_CONTENT, *([HTTPStatus.IM_USED] if BASE in further else [])]
+        response = self._get(path_of(part.version, part.file), headers, *statuses)
+        expected, size = f"bytes {part.start}-{part.end - 1}/{part.size}", part.end - part.start
+        fits = 0 < (response.length or 0) < size if response.status == HTTPStatus.IM_USED else response.length == size
+        if response.getheader("Content-Range") != expected or not fits:
             raise PartRefused(
                 f"{self._at}: expected {expected}, got {response.getheader('Content-Range')}, {response.length} bytes"
             )
         return response
 
-    def _get(self, path: str, headers: Mapping[str, str], status: HTTPStatus) -> http.client.HTTPResponse:
-        """Send a request and return its response, which has this status. Raises as `blocks` does."""
+    def _get(self, path: str, headers: Mapping[str, str], *statuses: HTTPStatus) -> http.client.HTTPResponse:
+        """Send a request and return its response, which has one of these statuses. Raises as `blocks` does."""
         connection = self._open()
         connection.request("GET", path, headers={**headers, **self.address.headers()})
         response = connection.getresponse()
-        if response.status != status:
+        if response.status not in statuses:
             raise self._refusal(response)
         return response
 

@@ -2,6 +2,10 @@
 
 A piece is an aligned part of a file, the last one of a file may be shorter. The response to a request for exactly one piece has
 the header `CHECKSUM`, the xxh3_64 of its bytes as 16 hexadecimal digits. The `ETag` of every file is its version's fingerprint.
+
+A request for one piece may name another version that the reader has, its base, by the header `BASE`. A port that has the base too
+may answer 226 with the piece as a delta of the same piece there (converters/storage/delta.py), if that is smaller. It answers a
+request of which it has tried that with the header, and any other one as if there were none.
 """
 
 import re
@@ -13,9 +17,11 @@ MOST_BYTES = 4 * PIECE_BYTES
 ENGINE_PATH = "/engine"
 """Path of a node's data port with what its transfer engine tells those of other nodes."""
 CHECKSUM = "Resharder-Checksum"
+BASE = "Resharder-Base"
 HELD_FILE = "held"
 """Name of the file that a node keeps beside a version's files: the packed bitmap of the pieces that it holds."""
 _PATH = re.compile(r"/(models/(?P<model>[A-Za-z0-9._-]{1,64})/versions/(?P<number>[0-9]{1,18}))/(?P<file>[A-Za-z0-9._-]{1,255})")
+_BASE = re.compile(r"(?P<number>[0-9]{1,18}) (?P<fingerprint>[!-~]{1,128})")
 _RANGE = re.compile(r"bytes=(?P<first>[0-9]{1,18})-(?P<last>[0-9]{1,18})")
 
 
@@ -43,6 +49,17 @@ def parse_part(path: str, range_header: str) -> FilePart:
     if not 0 < last + 1 - first <= MOST_BYTES:
         raise ValueError(f"expected a header Range: bytes=FIRST-LAST of 1 to {MOST_BYTES} bytes, got {range_header[:100]!r}")
     return FilePart(named["model"], int(named["number"]), named["file"], first, last + 1)
+
+
+def base_header(number: int, fingerprint: str) -> str:
+    """Return the header `BASE` that names a version of the same model."""
+    return f"{number} {fingerprint}"
+
+
+def parse_base(text: str) -> tuple[int, str] | None:
+    """Return the number and the fingerprint in a header `BASE`; None for another text."""
+    found = _BASE.fullmatch(text)
+    return (int(found["number"]), found["fingerprint"]) if found is not None else None
 
 
 def is_piece(start: int, end: int, size: int) -> bool:

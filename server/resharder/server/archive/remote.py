@@ -46,7 +46,6 @@ class Remote:
     def __init__(self, url: str) -> None:
         try:
             import obstore.store
-            import zstandard as zstandard
             from obstore.exceptions import BaseError
         except ImportError as error:
             raise FailedPrecondition(

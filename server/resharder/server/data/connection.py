@@ -20,9 +20,10 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_body import BOXES, LENGTH, BoxesPart, body_size, parse_boxes, parse_chunks_path
 from resharder.converters.wire.chunk_frame import frame_head
 from resharder.converters.wire.pieces import PieceSpan
-from resharder.converters.wire.ranges import CHECKSUM, ENGINE_PATH, PIECE_BYTES, FilePart, is_piece, parse_part
+from resharder.converters.wire.ranges import BASE, CHECKSUM, ENGINE_PATH, PIECE_BYTES, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
+from resharder.server.data.deltas import DeltaEncoder
 from resharder.server.data.versions import PinnedVersion, ServedVersions
 from resharder.server.infra.addresses import names_address
 from resharder.server.infra.checksums import checksum_of
@@ -87,6 +88,7 @@ class DataReads:
     """Responses at a time: a request without a place is refused with 429. None: no bound."""
     writes: ChunkWrites | None = None
     """Receiver of ranks' chunks; None: they are refused."""
+    deltas: DeltaEncoder = field(default_factory=DeltaEncoder)
     engine: Callable[[], bytes] | None = None
     """Function that returns what the transfer engine tells others; None without one. Whoever may connect may read it."""
 
@@ -175,7 +177,9 @@ class DataConnection:
         reader = headers.get("authorization", []), _certificate(self._socket), self._peer
         with self._reads.check(*reader, part.model) as replicates, self._place():
             version, tag = self._wanted(part, headers, replicates)
-            self._send_boxes(part, version, tag) if isinstance(part, BoxesPart) else self._send(part, version, tag)
+            if isinstance(part, BoxesPart):
+                return self._send_boxes(part, version, tag)
+            self._send(part, version, tag, ", ".join(headers.get(BASE.lower(), [])))
 
     def _send_whole(self, content: bytes) -> None:
         with self._response(HTTPStatus.OK, len(content), []) as deadline:
@@ -242,8 +246,11 @@ class DataConnection:
             if places is not None:
                 places.release()
 
-    def _send(self, part: FilePart, version: PinnedVersion, tag: str) -> None:
-        """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""
+    def _send(self, part: FilePart, version: PinnedVersion, tag: str, base: str) -> None:
+        """Send a part of a file, as a delta of `base` if that is named, is here, and is worth it.
+
+        Raises OSError if the peer does not take it in time, and then part of it may be sent.
+        """
         descriptor, size = version.open(part.file)
         if part.end > size:
             text = f"expected a range within {size} bytes, got {part.start}-{part.end - 1}"
@@ -259,11 +266,22 @@ class DataConnection:
                     key, lambda: known(spans[0]) if known is not None else checksum_of(descriptor, part.start, part.end)
                 )
                 answer.append((CHECKSUM, f"{checksum:016x}"))
+                if base and (delta := self._delta(part, size, descriptor, base)) is not None:
+                    answer.append((BASE, base))
+                    if delta:
+                        with self._response(HTTPStatus.IM_USED, len(delta), answer) as deadline:
+                            return self._write(delta, deadline)
             with self._response(HTTPStatus.PARTIAL_CONTENT, part.end - part.start, answer) as deadline:
                 self._send_span(descriptor, spans[0], deadline)
                 stack.close()
                 for span in spans[1:]:
                     self._send_later(version, descriptor, span, deadline)
+
+    def _delta(self, part: FilePart, size: int, descriptor: int, base: str) -> bytes | None:
+        """Return a piece of a file of `size` bytes as a delta; empty if that is not smaller, None if none can be made now."""
+        span, deltas = PieceSpan(part.file, part.start, part.end), self._reads.deltas
+        with deltas.base(self._reads.versions, part.model, base, span, size) as found:
+            return deltas.encode(descriptor, found) if found is not None else None
 
     def _send_later(self, version: PinnedVersion, descriptor: int, span: PieceSpan, deadline: float) -> None:
         """Send a further span of a response that has begun. Raises OSError, also for bytes that are not there."""

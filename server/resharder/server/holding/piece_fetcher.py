@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.pieces import Bitmap
+from resharder.server.holding.deltas import Deltas
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.piece_requests import (
     LIMITS,
@@ -30,7 +31,7 @@ from resharder.v1 import node_pb2, resources_pb2
 
 MOST_LINKS = 64
 """Upper bound on the links that a node reports, of the last used peers."""
-_MOST_SECONDS = 1e9
+_MOST_SECONDS, _MOST_RATE = 1e9, 1e15
 
 
 def bounded_link(link: resources_pb2.NodeLink) -> resources_pb2.NodeLink:
@@ -41,13 +42,23 @@ def bounded_link(link: resources_pb2.NodeLink) -> resources_pb2.NodeLink:
         seconds=min(max(0.0, link.seconds), _MOST_SECONDS),
         failures=max(0, link.failures),
         problem=link.problem[:500],
+        delta_bytes=max(0, link.delta_bytes),
+        delta_part_bytes=max(0, link.delta_part_bytes),
+        whole_rate=min(max(0.0, link.whole_rate), _MOST_RATE),
+        delta_rate=min(max(0.0, link.delta_rate), _MOST_RATE),
+        delta_failures=max(0, link.delta_failures),
+        delta_problem=link.delta_problem[:500],
     )
 
 
 class LinkLog:
-    """Record of the links to the last used peers, since the process began. Thread-safe."""
+    """Record of the links to the last used peers, since the process began. Thread-safe.
 
-    def __init__(self) -> None:
+    `shown`: returns a link with what else is known of its peer.
+    """
+
+    def __init__(self, shown: Callable[[resources_pb2.NodeLink], resources_pb2.NodeLink] = lambda link: link) -> None:
+        self._shown = shown
         self._lock = threading.Lock()
         self._links: OrderedDict[str, resources_pb2.NodeLink] = OrderedDict()
 
@@ -62,7 +73,8 @@ class LinkLog:
     def all(self) -> list[resources_pb2.NodeLink]:
         """Return the links, the last used one last."""
         with self._lock:
-            return list(self._links.values())
+            links = list(self._links.values())
+        return [self._shown(link) for link in links]
 
     def _add(self, peer: str, size: int, seconds: float, failures: int, problem: str) -> None:
         with self._lock:
@@ -105,7 +117,7 @@ def named_in(order: node_pb2.NodeOrder, pieces: int, daemon_address: str) -> lis
     found, barred = list[NamedSource](), Bitmap.from_bytes(pieces, order.scarce) if order.scarce else Bitmap(pieces)
     barred = barred - Bitmap.of(pieces, order.granted)
     for peer in order.peers:
-        source = PieceSource(peer.data_address or daemon_address, peer.source, peer.session, tuple(peer.addresses))
+        source = PieceSource(peer.data_address or daemon_address, peer.source, peer.session, tuple(peer.addresses), peer.node)
         found.append(NamedSource(peer.node, Bitmap.from_bytes(pieces, peer.held) - barred, source))
     return found
 
@@ -116,6 +128,7 @@ class PieceFetcher:
     Args:
         transfer: Fetcher of pieces.
         changed: Called after each piece, whether it has arrived or failed.
+        deltas: The transfer's deltas, which are reported with the links; None for none.
     """
 
     def __init__(
@@ -125,13 +138,14 @@ class PieceFetcher:
         changed: Callable[[], object],
         limits: RequestLimits = LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        deltas: Deltas | None = None,
     ) -> None:
         self._transfer, self._received, self._changed = transfer, received, changed
         self._limits, self._clock = limits, clock
         self._pool = ThreadPoolExecutor(limits.requests, thread_name_prefix="piece")
         self._chance = np.random.default_rng()
         self._lock, self._ids = threading.Lock(), count()
-        self.links = LinkLog()
+        self.links = LinkLog(deltas.shown) if deltas is not None else LinkLog()
         self._records: dict[str, PeerRecord] = {}
         self._requests: dict[str, dict[int, PieceRequest]] = {}  # by version
         self._problems: dict[str, str] = {}

@@ -21,6 +21,7 @@ from resharder.converters.wire.range_client import (
     WrongBytes,
 )
 from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.holding.deltas import Deltas, read_whole
 from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.memory import PieceTaken
 from resharder.server.holding.tls import NodeTls
@@ -55,12 +56,14 @@ class PieceSource:
         daemon: Whether the port is the daemon's.
         session: Its session of a transfer engine; empty for none.
         addresses: Addresses of the version's files in the session's memory, in the order of the manifest; none if not there.
+        peer: `nodes/{id}`, or `daemon`.
     """
 
     address: str
     daemon: bool
     session: str = ""
     addresses: tuple[int, ...] = ()
+    peer: str = ""
 
 
 class PieceTransfer(Protocol):
@@ -135,6 +138,7 @@ class HttpTransfer:
         checksum: The expected checksums.
         tls: Certificates; None connects without TLS.
         silent_seconds: Time without a byte after which a connection is given up.
+        deltas: Reads of parts as deltas, where that is faster; None for whole ones.
     """
 
     def __init__(
@@ -143,8 +147,9 @@ class HttpTransfer:
         tls: NodeTls | None,
         silent_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        deltas: Deltas | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock, self._deltas = clock, deltas
         self._checksum, self._tls, self._silent = checksum, tls, silent_seconds
         self._lock = threading.Lock()
         self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
@@ -174,27 +179,32 @@ class HttpTransfer:
         buffer = self._buffer()
         try:
             target = buffer[: part.end - part.start]
-            self._read_patiently(request, source.address, target, source.daemon, busy_until=busy_until)
+            self._read_patiently(request, version, source, target, busy_until=busy_until)
             version.write(part, target)
         finally:
             with self._lock:
                 self._buffers.append(buffer)
 
-    def _read_patiently(self, request: PartRequest, address: str, target: Array, daemon: bool, busy_until: float) -> None:
+    def _read_patiently(
+        self, request: PartRequest, version: HeldFiles, source: PieceSource, target: Array, busy_until: float
+    ) -> None:
         """Read a part; until a time, a busy port is asked again, so that the parts before it were not read in vain."""
         while True:
             try:
-                return self._read(request, address, target, daemon)
+                return self._read(request, version, source, target)
             except PieceBusy:
                 if self._clock() >= busy_until:
                     raise
                 threading.Event().wait(_BUSY_SECONDS)
 
-    def _read(self, request: PartRequest, address: str, target: Array, daemon: bool) -> None:
-        connection = self._connection(address, daemon)
+    def _read(self, request: PartRequest, version: HeldFiles, source: PieceSource, target: Array) -> None:
+        address = source.address
+        connection = self._connection(address, source.daemon)
         try:
-            for _ in connection.blocks(request, target):
-                pass
+            if self._deltas is not None:
+                self._deltas.read(connection, request, version, source.peer, target)
+            else:
+                read_whole(connection, request, target)
         except PortBusy as error:
             self._keep(connection, address)
             raise PieceBusy(str(error)) from error

@@ -29,6 +29,7 @@ from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import open_port
 from resharder.server.data.versions import ServedVersion
+from resharder.server.holding.deltas import Deltas
 from resharder.server.holding.memory import EngineFailed
 from resharder.server.holding.piece_fetcher import PieceFetcher
 from resharder.server.holding.piece_requests import LIMITS, UPLOADS
@@ -201,7 +202,8 @@ class Node:
                 f"--listen: cannot listen on {config.listen}: {why_not_bound(config.listen) or error.strerror}"
             ) from error
         self.address = _address(config, self.port.port)
-        transfer: PieceTransfer = HttpTransfer(checksums.of, tls, LIMITS.stalled)
+        deltas = Deltas(self.copies.base_of)
+        transfer: PieceTransfer = HttpTransfer(checksums.of, tls, LIMITS.stalled, deltas=deltas)
         session = ""
         if self.engine is not None:
             session = self.engine.at(self.address)
@@ -216,7 +218,7 @@ class Node:
             ),
             self.daemon,
             self.copies,
-            lambda changed: PieceFetcher(transfer, received, changed),
+            lambda changed: PieceFetcher(transfer, received, changed, deltas=deltas),
             received,
             lambda: (self._sent, self.port.transfers),
             self.sets,
