@@ -97,12 +97,13 @@ def write_parts(folder: Path, parts: Iterable[PartFile]) -> None:
 
 
 def lay_out_again(path: Path, file: FileLayout) -> None:
-    """Lay out a file of a set that has been used. A file that lacks pages, as one that ranks did not write, is created anew.
+    """Lay out a file of a set that has been used.
 
+    A file that lacks pages, as one that ranks did not write, is created anew, and so is one that another version has too.
     Raises OSError.
     """
     found = path.stat()
-    if found.st_size == file.size and found.st_blocks * 512 >= file.size:
+    if found.st_nlink == 1 and found.st_size == file.size and found.st_blocks * 512 >= file.size:
         write_header(path, file.header)
     else:
         path.unlink()
