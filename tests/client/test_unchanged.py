@@ -21,6 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.client.models import exported
 from tests.support.daemon import Daemon
+from tests.support.node import Node, holds, nodes, stored_files, wait_live
+from tests.support.observing import wait_until
+from tests.support.staging import stage
 
 WAYS = ["shared-memory", "http", "grpc"]
 Tensors = dict[str, torch.Tensor]
@@ -67,6 +70,11 @@ class Trainer:
         handle = self.publisher.publish(step)
         handle.wait_ready(60)
         return handle
+
+
+def received(daemon: Daemon) -> dict[str, int]:
+    """Bytes that each node has received."""
+    return {name: node.received_daemon_bytes + node.received_peer_bytes for name, node in nodes(daemon).items()}
 
 
 def model_of(handle: Handle) -> str:
@@ -277,3 +285,29 @@ def test_of_several_ranks_each_leaves_out_what_it_knows(daemon: Daemon, transpor
     assert first.version < second.version < third.version
     for publisher in publishers:
         publisher.close()
+
+
+def test_nodes_fetch_what_is_frozen_once_and_what_has_changed_again(daemon: Daemon) -> None:
+    """Pieces come from the daemon and from another node."""
+    trainer = Trainer(daemon, "nodes")
+    with trainer.publisher, Node(daemon.endpoint, "one") as one, Node(daemon.endpoint, "two") as two:
+        wait_live(daemon, "one", "two")
+        for step in (1, 2, 3, 4):
+            if step == 4:
+                with torch.no_grad():
+                    trainer.frozen[0] += 1
+            trainer.train(step)
+            handle, before = trainer.publish(step), received(daemon)
+            files = stored_files(daemon, handle.name)
+            for node, other in ((one, two), (two, one)):
+                (other.folder / "nonce").rename(other.folder / "hidden")  # of another host
+                assert stage(daemon.endpoint, handle.name) == {"verified": True, "transport": "node", "reason": ""}
+                (other.folder / "hidden").rename(other.folder / "nonce")
+                assert node.files(handle.name) == files
+                wait_until(lambda node=node, name=handle.name: holds(daemon, node.name, name))
+            fresh = sum(map(len, files.values()))
+            if step in (2, 3):
+                fresh -= max(len(content) for content in files.values() if len(content) < trainer.frozen.nbytes + 4096)
+            wait_until(lambda before=before: all(received(daemon)[name] > before[name] for name in before))
+            found = {name: total - before[name] for name, total in received(daemon).items()}
+            assert found == dict.fromkeys(found, fresh), f"of step {step}"

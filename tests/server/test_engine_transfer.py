@@ -4,6 +4,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.holding.memory import EngineFailed, PieceTaken
 from resharder.server.holding.transfers import HttpTransfer, PieceBusy, PieceSource, ReceivedBytes
 from resharder.server.node.copies import HeldVersion, NodeCopies
+from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.node.engine_transfer import EngineTransfer
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (20 << 10, 1024))]))
 NAME, FILE, SIZE = "models/policy/versions/7", FILES[0].path, FILES[0].size
+REMOTE = RemoteVersion(NAME, "fingerprint", FILES, "daemon:1", {"a": 1})
 PIECES = 3
 LAST = SIZE - 2 * PIECE_BYTES
 CONTENT = b"".join(bytes([number]) * PIECE_BYTES for number in range(1, PIECES + 1))[:SIZE]
@@ -88,7 +91,7 @@ class Two:
     def __init__(self, root: Path) -> None:
         self.now, self.engine, self.received, self.other = 0.0, LocalEngine(), ReceivedBytes(), OtherWay()
         self.peers, self.copies = NodeCopies(root / "peer", 1 << 30, self.engine), NodeCopies(root / "here", 1 << 30, self.engine)
-        self.peer, self.version = self.peers.add(NAME, "fingerprint", FILES), self.copies.add(NAME, "fingerprint", FILES)
+        self.peer, self.version = self.peers.add(REMOTE), self.copies.add(REMOTE)
         for piece in range(PIECES):
             fill(self.peer, piece)
         self.transfer = EngineTransfer(
@@ -102,7 +105,7 @@ class Two:
     def renew(self) -> None:
         """Begin again without any piece."""
         assert self.copies.drop(NAME)
-        self.version = self.copies.add(NAME, "fingerprint", FILES)
+        self.version = self.copies.add(REMOTE)
 
     def source(self, **others: object) -> PieceSource:
         known = {"address": "peer:1", "daemon": False, "session": LocalEngine.session, "addresses": self.peer.addresses()}
@@ -197,7 +200,7 @@ def test_the_engine_never_writes_to_a_piece_that_is_complete_or_arrives_by_anoth
 def test_only_wanted_pieces_are_registered_and_none_of_a_version_that_was_dropped(root: Path) -> None:
     engine = LocalEngine()
     copies = NodeCopies(root, 1 << 30, engine)
-    version = copies.add(NAME, "fingerprint", FILES, Bitmap.of(PIECES, [0]))
+    version = copies.add(REMOTE, Bitmap.of(PIECES, [0]))
     (base,) = version.addresses()
     assert engine.registered == {(base, base + PIECE_BYTES)}
     copies.want(version, Bitmap.full(PIECES))
@@ -213,3 +216,18 @@ def test_a_version_that_cannot_be_registered_is_not_offered_and_comes_by_the_oth
     two.engine.refuses = True
     two.renew()
     assert (two.version.addresses(), two.fetch(0), two.engine.reads) == ((), 0, 0)
+
+
+def test_a_file_of_two_versions_takes_no_further_bytes_of_the_engine(root: Path) -> None:
+    """A version that wants more of it gets a copy, which the engine has not mapped: its pieces come another way."""
+    engine = LocalEngine()
+    copies = NodeCopies(root, 1 << 30, engine)
+    one = copies.add(REMOTE, Bitmap.of(PIECES, [0]))
+    (part,) = one.numbering.parts(0)
+    one.write(part, np.full(part.end - part.start, 1, np.uint8))
+    one.add(0)
+    other = copies.add(replace(REMOTE, name="models/policy/versions/8"), Bitmap.of(PIECES, [0]))
+    assert (list(other.held()), other.memory is not None) == ([0], True)
+    copies.want(other, Bitmap.of(PIECES, [0, 1]))
+    assert (other.memory, list(other.missing())) == (None, [1])
+    assert one.memory is not None

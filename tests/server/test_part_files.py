@@ -1,5 +1,7 @@
 """Files of which ranks on a host write some boxes: which pages they have, and what a node is told of them."""
 
+import mmap
+import os
 import tempfile
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from resharder.server.holding.part_files import (
     lay_out_again,
     write_parts,
 )
+from resharder.server.infra.filesystem import write_zeros
 from resharder.v1 import node_pb2
 
 SPECS = [TensorSpec("matrix", "BF16", (300, 700)), TensorSpec("experts", "F32", (6, 40, 50)), TensorSpec("scale", "F32", ())]
@@ -67,6 +70,19 @@ def test_a_file_that_ranks_have_not_written_whole_is_laid_out_anew() -> None:
         lay_out_again(path, FILE)
         assert path.stat().st_ino == inode, "pages that a file has are used again"
         assert path.read_bytes()[: len(FILE.header)] == FILE.header
+
+
+def test_a_file_that_another_version_has_or_that_is_still_read_is_laid_out_anew() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path, other = Path(folder) / FILE.path, Path(folder) / "other"
+        write_zeros(path, FILE.header, FILE.size)
+        other.hardlink_to(path)
+        lay_out_again(path, FILE)
+        assert other.stat().st_nlink == path.stat().st_nlink == 1
+        with path.open("rb") as reader, mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ):
+            lay_out_again(path, FILE)
+            assert os.fstat(reader.fileno()).st_nlink == 0, "nobody writes into what a worker has mapped"
+        assert path.read_bytes() == FILE.header + bytes(FILE.size - len(FILE.header))
 
 
 @given(st.lists(boxes(), min_size=1, max_size=3), st.lists(boxes(), min_size=1, max_size=3))

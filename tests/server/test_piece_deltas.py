@@ -20,6 +20,7 @@ from resharder.server.data.versions import ServedVersion
 from resharder.server.holding.deltas import DELTA_SECONDS, WHOLE_SECONDS, Deltas, PeerDeltas, Rate, after_refusal, asks_delta
 from resharder.server.holding.transfers import HttpTransfer, PieceSource
 from resharder.server.node.copies import HeldVersion, NodeCopies
+from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.state.errors import ResourceNotFound
 from resharder.v1 import resources_pb2
 
@@ -140,7 +141,7 @@ class Asker:
         self.transfer = HttpTransfer(self._checksum, None, 5.0, deltas=self.deltas)
 
     def add(self, number: int) -> HeldVersion:
-        return self.copies.add(f"models/policy/versions/{number}", f"of-{number}", FILES)
+        return self.copies.add(RemoteVersion(f"models/policy/versions/{number}", f"of-{number}", FILES, "daemon:1"))
 
     @staticmethod
     def _checksum(version: object, part: PieceSpan) -> int:
@@ -273,7 +274,7 @@ def test_the_base_is_the_nearest_version_of_the_model_that_has_the_piece(root: P
     copies = NodeCopies(root, 1 << 30)
 
     def add(name: str, fingerprint: str, *pieces: int) -> HeldVersion:
-        version = copies.add(name, fingerprint, FILES)
+        version = copies.add(RemoteVersion(name, fingerprint, FILES, "daemon:1"))
         for piece in pieces:
             version.add(piece)
         return version

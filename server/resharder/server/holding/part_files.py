@@ -14,7 +14,7 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, contiguous_strides, is_inside
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.converters.wire.boxes import box_from_proto, boxes_to_proto
-from resharder.server.infra.filesystem import write_header, write_zeros
+from resharder.server.infra.filesystem import unused_elsewhere, write_header, write_zeros
 from resharder.v1 import node_pb2
 
 AHEAD = 2
@@ -97,12 +97,16 @@ def write_parts(folder: Path, parts: Iterable[PartFile]) -> None:
 
 
 def lay_out_again(path: Path, file: FileLayout) -> None:
-    """Lay out a file of a set that has been used. A file that lacks pages, as one that ranks did not write, is created anew.
+    """Lay out a file of a set that has been used.
+
+    A file that lacks pages, as one that ranks did not write, is created anew, and so is one that another version has too. Where
+    that version has just ended, a worker may still read the file under its other name: it is created anew too.
 
     Raises OSError.
     """
     found = path.stat()
-    if found.st_size == file.size and found.st_blocks * 512 >= file.size:
+    own = found.st_nlink == 1 and unused_elsewhere(path)
+    if own and found.st_size == file.size and found.st_blocks * 512 >= file.size:
         write_header(path, file.header)
     else:
         path.unlink()

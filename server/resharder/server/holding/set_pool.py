@@ -222,7 +222,9 @@ class SetPool:
                     self._host.settled(None)  # who has no room may have it given up
 
     def _is_unused(self, path: Path) -> bool:
-        return all(unused_elsewhere(path / file.path) for file in self.files)
+        """Return whether no process has a set's files open, apart from those that other versions have too."""
+        paths = [path / file.path for file in self.files]
+        return all(each.stat().st_nlink > 1 or unused_elsewhere(each) for each in paths)
 
     def _may_be_unused(self, path: Path) -> bool:
         """Return whether no process has a set's files open, or nobody can say, which cleaning reports."""

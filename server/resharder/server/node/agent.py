@@ -375,7 +375,7 @@ class NodeAgent:
             return
         try:
             self._copies.want(version, wanted)
-        except DaemonError as error:
+        except (DaemonError, OSError) as error:
             self._failed(order.version, str(error))
         else:
             self._problems.solved(order.version)
@@ -392,14 +392,15 @@ class NodeAgent:
                 return None
             count = number_pieces(remote.files).count
             wanted = Bitmap.from_bytes(count, order.wanted) if order.wanted else None
-            version = self._copies.add(name, remote.fingerprint, remote.files, wanted)
+            version = self._copies.add(remote, wanted)
         except grpc.RpcError as error:
             self._failed(name, f"the daemon: {error.details() or error.code().name}")
         except (DaemonError, OSError, ValueError) as error:
             self._failed(name, str(error))
         else:
             self._problems.solved(name)
-            version.daemon_address = remote.data_address
+            if len(version.held()):
+                self._report_soon()  # the daemon names no piece that another version here has
             _log.info("version_wanted", version=name, pieces=version.numbering.count, wanted=len(version.wanted()))
             return version
         return None

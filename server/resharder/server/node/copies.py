@@ -7,25 +7,31 @@
 A file is as long as the version's from the start, and its pages come with the pieces. A worker maps the files once the pieces
 that it needs are held; others may stay holes. A version that is dropped is unlinked, so that a worker which has mapped it keeps
 it. Only files into which ranks have written (`file_sets.py`) are used again, once no process has them open or mapped.
+
+A file whose tensors all have the digests that they have in another version here is not fetched: both versions have it, by a hard
+link. Nobody writes to it from then on. If further pieces of it are wanted, the version that wants them gets a copy first.
 """
 
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import structlog
 from resharder.converters.failpoints import failpoint
+from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE
 from resharder.server.data.versions import ServedVersion
 from resharder.server.holding.held_files import HeldFiles, pieces_of
 from resharder.server.holding.memory import EngineFailed, MemoryEngine, VersionMemory
-from resharder.server.infra.filesystem import make_folder, matching, move, unused_elsewhere, write_at
+from resharder.server.infra.filesystem import link, make_folder, matching, move, unused_elsewhere, unwritten_elsewhere, write_at
 from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.state.errors import ResourceExhausted, ResourceNotFound
 
@@ -37,19 +43,86 @@ _log = structlog.get_logger("resharder.node")
 class HeldVersion(HeldFiles):
     """A version on this host. The bitmap of its held pieces is in a file that workers read."""
 
-    def __init__(self, name: str, fingerprint: str, folder: Path, files: Sequence[FileLayout], reservation: str = "") -> None:
-        sizes = {file.path: file.size for file in files}
-        super().__init__(name, fingerprint, folder, sizes, number_pieces(files), point="node.write")
+    def __init__(self, remote: RemoteVersion, folder: Path, reservation: str = "") -> None:
+        sizes = {file.path: file.size for file in remote.files}
+        super().__init__(remote.name, remote.fingerprint, folder, sizes, number_pieces(remote.files), point="node.write")
+        self.contents = {file.path: _content(file, remote) for file in remote.files}
+        """What tells whether a file is that of another version: its header, and the digests of its tensors."""
         self.reservation = reservation
         """Reservation under which ranks have written files of it here; empty for none."""
-        self.daemon_address = ""
+        self.daemon_address = remote.data_address
         """Address of the daemon's data port."""
         self._memory: VersionMemory | None = None
+        self._writing = Counter[str]()  # writes in progress, by file
+        self._shared: dict[str, int] = {}  # inode of each file that another version has too, or had: nobody writes to it
 
     def hold(self, pieces: Bitmap) -> None:
         """Want and hold pieces, which are in the files already."""
         with self._changed:
             self._wanted, self._held = self._wanted | pieces, self._held | pieces
+
+    def pieces_in(self, file: str) -> Bitmap:
+        """Return all pieces of a file."""
+        return Bitmap.of(self.numbering.count, self.numbering.touched(file, 0, self.sizes[file]))
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Inode of each file that another version has too, or had. No wanted piece of it is missing."""
+        with self._changed:
+            return dict(self._shared)
+
+    def has(self, pieces: Bitmap, file: str) -> bool:
+        """Return whether some pieces of a file, by their positions in it, are held here, and nobody writes to the file."""
+        own = self.pieces_in(file)
+        with self._changed:
+            whole = self._writing[file] == 0 and not len(own & (self._wanted - self._held))
+            return whole and not (pieces.flags() & ~self._held.flags()[own.flags()]).any()
+
+    def share(self, file: str, target: Path) -> int:
+        """Give another version a file of which `has` is true, at `target`, and return its inode. Raises OSError."""
+        with self._changed:
+            source = self.folder / file
+            mapped = self._memory is not None  # here, for reads of peers
+            if not (self.has(Bitmap(len(self.pieces_in(file))), file) and (mapped or unwritten_elsewhere(source))):
+                raise OSError(f"{source} is being written")
+            link(source, target)
+            return self._shared.setdefault(file, target.stat().st_ino)
+
+    def take(self, file: str, inode: int, pieces: Bitmap) -> None:
+        """Hold pieces of a file that another version shares with this one."""
+        self.hold(pieces)
+        with self._changed:
+            self._shared[file] = inode
+
+    def own(self, file: str) -> None:
+        """Replace a shared file by a copy of its held pieces, so that further ones can be written. Raises OSError."""
+        part = self.folder / f"{file}.part"
+        _make_file(part, self.sizes[file])
+        descriptors = [
+            os.open(path, flags | os.O_CLOEXEC) for path, flags in ((self.folder / file, os.O_RDONLY), (part, os.O_WRONLY))
+        ]
+        try:
+            for piece in self.pieces_in(file) & self.held():
+                for span in self.numbering.parts(piece):
+                    write_at(descriptors[1], os.pread(descriptors[0], span.end - span.start, span.start), span.start)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        move(part, self.folder / file)
+        with self._changed:
+            del self._shared[file]
+
+    def write(self, part: PieceSpan, content: Array) -> None:
+        """Write checked bytes of a piece; a no-op in a shared file, which has them. Raises OSError."""
+        with self._changed:
+            if part.file in self._shared:
+                return
+            self._writing[part.file] += 1
+        try:
+            super().write(part, content)
+        finally:
+            with self._changed:
+                self._writing[part.file] -= 1
 
     def _record(self, held: Bitmap) -> None:
         with suppress(FileNotFoundError):  # dropped in the meantime
@@ -139,8 +212,19 @@ class NodeCopies:
         return min(found, key=lambda other: abs(_number(other.name) - number), default=None)
 
     def used_bytes(self) -> int:
-        """Return the bytes of all wanted pieces, whether they have arrived or not, and of files into which ranks write."""
-        return sum(version.numbering.size_of(version.wanted()) for version in self.all()) + self.reserved_bytes
+        """Return the bytes of all wanted pieces, whether they have arrived or not, and of files into which ranks write.
+
+        Files of several versions count once.
+        """
+        used, counted = self.reserved_bytes, set[int]()
+        for version in self.all():
+            pieces = version.wanted()
+            for file, inode in version.shared.items():
+                if inode in counted:
+                    pieces -= version.pieces_in(file)
+                counted.add(inode)
+            used += version.numbering.size_of(pieces)
+        return used
 
     def recycle_by(self, recycle: Callable[[str, Path], bool]) -> None:
         """Give folders of dropped versions, with the id of their reservation, to a function; it returns False to unlink one."""
@@ -156,13 +240,11 @@ class NodeCopies:
                 "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
             )
 
-    def add(self, name: str, fingerprint: str, files: Sequence[FileLayout], wanted: Bitmap | None = None) -> HeldVersion:
-        """Create the files of a version.
+    def add(self, remote: RemoteVersion, wanted: Bitmap | None = None) -> HeldVersion:
+        """Create the files of a version. Those that other versions here have too are theirs.
 
         Args:
-            name: Resource name.
-            fingerprint: Its fingerprint.
-            files: Its files.
+            remote: The version.
             wanted: Pieces that are needed here; None for all.
 
         Raises:
@@ -170,15 +252,43 @@ class NodeCopies:
             ValueError: Pieces of another version.
             OSError: The files cannot be created.
         """
-        folder = self._path(name)
-        version = HeldVersion(name, fingerprint, folder, files)
-        self.want(version, wanted or Bitmap.full(version.numbering.count))
+        folder = self._path(remote.name)
+        version = HeldVersion(remote, folder)
+        wanted = wanted or Bitmap.full(version.numbering.count)
+        _check_count(version, wanted)
         failpoint("node.layout")
         make_folder(folder)
-        for path, size in {HELD_FILE: len(version.held().bits), **version.sizes}.items():
-            _make_file(folder / path, size)
+        try:
+            for path in version.sizes:
+                self._share(version, path, wanted & version.pieces_in(path))
+            self.want(version, wanted)
+            for path in version.sizes.keys() - version.shared.keys():
+                _make_file(folder / path, version.sizes[path])
+            _make_file(folder / HELD_FILE, len(version.held().bits), version.held().to_bytes())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._add(version)
         return version
+
+    def _share(self, version: HeldVersion, file: str, wanted: Bitmap) -> None:
+        """Let a version have a file of another one which has the same tensors, and the pieces that are wanted of it."""
+        content = version.contents[file]
+        if content is None or not len(wanted):
+            return
+        at = Bitmap.of(len(version.pieces_in(file)), np.flatnonzero(wanted.flags()[version.pieces_in(file).flags()]).tolist())
+        for other in self.all():
+            for path in (path for path, each in other.contents.items() if each == content):
+                if other.numbering.piece_bytes != version.numbering.piece_bytes or not other.has(at, path):
+                    continue
+                try:
+                    inode = other.share(path, version.folder / file)
+                except OSError as error:  # such as a filesystem without hard links
+                    _log.warning("not_shared", version=other.name, file=path, reason=str(error))
+                    continue
+                version.take(file, inode, wanted)
+                _log.info("file_shared", version=version.name, file=file, of=other.name)
+                return
 
     def adopt(self, remote: RemoteVersion, folder: Path, files: Sequence[FileLayout], reservation: str) -> HeldVersion:
         """Hold a READY version in the folder into which ranks have written some of its files, verified since.
@@ -196,8 +306,7 @@ class NodeCopies:
         if not {*files} <= {*remote.files}:
             raise ValueError(f"{remote.name} has other files than the ones that ranks have written here")
         target = self._path(remote.name)
-        version = HeldVersion(remote.name, remote.fingerprint, target, remote.files, reservation)
-        version.daemon_address = remote.data_address
+        version = HeldVersion(remote, target, reservation)
         version.hold(pieces_of(version.numbering, files))
         for path in version.sizes.keys() - {file.path for file in files}:
             _make_file(folder / path, version.sizes[path])
@@ -220,11 +329,20 @@ class NodeCopies:
             self._by_name[version.name] = version
 
     def want(self, version: HeldVersion, pieces: Bitmap) -> None:
-        """Add to the wanted pieces of a version. Raises ResourceExhausted (STORE_FULL), ValueError for another version's."""
-        if pieces.count != version.numbering.count:
-            raise ValueError(f"expected a bitmap of the {version.numbering.count} pieces of {version.name}, got {pieces.count}")
-        self.check_room(version.numbering.size_of(pieces - version.wanted()))
+        """Add to the wanted pieces of a version. Shared files of which there are further ones become its own.
+
+        A no-op while a transfer engine writes to a version that has shared files. Raises ResourceExhausted (STORE_FULL),
+        ValueError for another version's pieces, OSError.
+        """
+        _check_count(version, pieces)
         further = pieces - version.wanted()
+        shared = [file for file in version.shared if len(further & version.pieces_in(file))]
+        copied = sum(version.numbering.size_of(version.pieces_in(file) & version.wanted()) for file in shared)
+        self.check_room(version.numbering.size_of(further) + copied)
+        if shared and not version.release():  # the engine has mapped the files that are replaced
+            return
+        for file in shared:
+            version.own(file)
         version.want(pieces)
         _register(version, further)
 
@@ -237,7 +355,8 @@ class NodeCopies:
         if version is None:
             return True
         failpoint("node.drop")
-        if not version.release() or not all(unused_elsewhere(version.folder / path) for path in version.sizes):
+        paths = [version.folder / path for path in version.sizes]
+        if not version.release() or not all(path.stat().st_nlink > 1 or unused_elsewhere(path) for path in paths):
             return False
         with self._lock:
             del self._by_name[name]
@@ -256,6 +375,17 @@ class NodeCopies:
 
 def _number(version: str) -> int:
     return int(version.rpartition("/")[2])
+
+
+def _content(file: FileLayout, version: RemoteVersion) -> Hashable | None:
+    """Return what is equal for two files with the same bytes; None without digests of all tensors."""
+    digests = tuple(version.digests.get(name) for name in file.by_name)
+    return (file.header, file.size, digests) if digests and None not in digests else None
+
+
+def _check_count(version: HeldVersion, pieces: Bitmap) -> None:
+    if pieces.count != version.numbering.count:
+        raise ValueError(f"expected a bitmap of the {version.numbering.count} pieces of {version.name}, got {pieces.count}")
 
 
 def _make_file(path: Path, size: int, content: bytes = b"") -> None:

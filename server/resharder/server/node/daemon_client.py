@@ -3,7 +3,7 @@
 import importlib.metadata
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,12 +37,13 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class RemoteVersion:
-    """A READY version of the daemon. `data_address` is empty if the daemon has no data port."""
+    """A READY version of the daemon. `data_address` is empty if the daemon has no data port; `digests` are those of tensors."""
 
     name: str
     fingerprint: str
     files: tuple[FileLayout, ...]
     data_address: str
+    digests: Mapping[str, int] = field(default_factory=dict)
 
 
 def reason_of(error: grpc.RpcError) -> str:
@@ -89,7 +90,8 @@ class DaemonClient:
         address: str = found.data_address
         if address.startswith(":"):
             address = f"{answering_address(self.endpoint).rpartition(':')[0]}{address}"
-        return RemoteVersion(found.version.name, found.version.fingerprint, files, address)
+        digests = {tensor.spec.name: tensor.digest for tensor in found.tensors}
+        return RemoteVersion(found.version.name, found.version.fingerprint, files, address, digests)
 
     def checksums(self, version: str, file: str, start: int, end: int) -> list[int]:
         """Return the checksums of the pieces from `start` to `end` of a file."""
