@@ -93,6 +93,15 @@ def test_a_vision_config_of_the_release_and_one_of_transformers_say_the_same() -
     assert expected_shapes(config | {"vision_config": released | kept}) == expected_shapes(config)
 
 
+@pytest.mark.parametrize("field", ["projection_hidden_size", "projection_layer_norm_eps", "projector_ln_eps"])
+def test_a_projector_that_vllm_does_not_compute_is_refused(field: str) -> None:
+    vision = KIMI_K2_5["vision_config"] | ({field: 2e-5} if field == "projector_ln_eps" else {})
+    config = KIMI_K2_5 | {"projection_hidden_size": 1152, "projection_layer_norm_eps": 1e-5, "vision_config": vision}
+    assert architectures.architecture_of(KIMI_K2_5).recipe(KIMI_K2_5).beyond == ()
+    config = config if field == "projector_ln_eps" else config | {field: 2}
+    assert [field in beyond for beyond in architectures.architecture_of(config).recipe(config).beyond] == [True]
+
+
 def test_another_projector_is_refused() -> None:
     config = KIMI_K2_5 | {"vision_config": KIMI_K2_5["vision_config"] | {"mm_projector_type": "patchmergerv2"}}
     with pytest.raises(UnsupportedModel, match="mm_projector_type 'patchmergerv2' has no table"):

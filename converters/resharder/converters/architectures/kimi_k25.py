@@ -37,10 +37,8 @@ def table(config: HFConfig) -> Table:
 def recipe(config: HFConfig) -> Recipe:
     """Return Kimi-K2's recipe in a wrapper with a tower of the checkpoint's own code, whose norms have vLLM's epsilon."""
     vision = vision_config(config)
-    made = wrapped_recipe(config, deepseek_v3.recipe(language_config(config)))
-    return made.unless(config, projection_hidden_size=width(vision), projection_layer_norm_eps=1e-5).unless(
-        vision, projector_ln_eps=1e-5, pos_emb_type="divided_fixed", merge_type="sd2_tpool", video_attn_type="spatial_temporal"
-    )
+    made = wrapped_recipe(config, deepseek_v3.recipe(language_config(config))).unless(vision, projector_ln_eps=1e-5)
+    return made.unless(config, projection_hidden_size=width(vision), projection_layer_norm_eps=1e-5)
 
 
 def tower(vision: HFConfig) -> Layer:
