@@ -253,7 +253,7 @@ _WRAPPED: dict[str, dict[str, Any]] = {
             "num_attention_heads": 8,
             "patch_size": 4,
             "pos_emb_height": 6,
-            "pos_emb_width": 6,
+            "pos_emb_width": 5,
             "merge_kernel_size": [2, 2],
         },
         "projection_hidden_size": 64,
