@@ -93,6 +93,15 @@ def test_a_vision_config_of_the_release_and_one_of_transformers_say_the_same() -
     assert expected_shapes(config | {"vision_config": released | kept}) == expected_shapes(config)
 
 
+def test_the_projector_joins_four_patches_unless_the_config_says_otherwise() -> None:
+    config = tiny_hf.tiny_config("kimi_k25")
+    square = config["vision_config"] | {"merge_kernel_size": [2, 2]}
+    silent = {name: value for name, value in square.items() if name != "merge_kernel_size"}
+    shapes = [expected_shapes(config | {"vision_config": vision}) for vision in (silent, square, config["vision_config"])]
+    assert shapes[0] == shapes[1]
+    assert [each["mm_projector.proj.0.weight"] for each in shapes[1:]] == [(256, 256), (128, 128)]
+
+
 @pytest.mark.parametrize("field", ["projection_hidden_size", "projection_layer_norm_eps", "projector_ln_eps"])
 def test_a_projector_that_vllm_does_not_compute_is_refused(field: str) -> None:
     vision = KIMI_K2_5["vision_config"] | ({field: 2e-5} if field == "projector_ln_eps" else {})

@@ -254,7 +254,7 @@ _WRAPPED: dict[str, dict[str, Any]] = {
             "patch_size": 4,
             "pos_emb_height": 6,
             "pos_emb_width": 5,
-            "merge_kernel_size": [2, 2],
+            "merge_kernel_size": [2, 1],
         },
         "projection_hidden_size": 64,
     }
