@@ -123,21 +123,6 @@ class NodeCopies:
         with self._lock:
             return self._by_name.get(name)
 
-    def base_of(self, version: HeldFiles, part: PieceSpan) -> HeldFiles | None:
-        """Return the version of the same model next to a version that has a part's bytes, in a file as long; None for none."""
-        model, number = version.name.split("/")[1], _number(version.name)
-
-        def has_part(other: HeldVersion) -> bool:
-            if other.name == version.name or other.name.split("/")[1] != model or not other.fingerprint:
-                return False
-            if other.sizes.get(part.file) != version.sizes[part.file]:
-                return False
-            held = other.held()
-            return all(piece in held for piece in other.numbering.touched(*part))
-
-        found = [other for other in self.all() if has_part(other)]
-        return min(found, key=lambda other: abs(_number(other.name) - number), default=None)
-
     def used_bytes(self) -> int:
         """Return the bytes of all wanted pieces, whether they have arrived or not, and of files into which ranks write."""
         return sum(version.numbering.size_of(version.wanted()) for version in self.all()) + self.reserved_bytes
@@ -252,10 +237,6 @@ class NodeCopies:
         if version is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold models/{model}/versions/{number}")
         yield ServedVersion(version.name, version.fingerprint, version.sizes, version.folder, version.reading)
-
-
-def _number(version: str) -> int:
-    return int(version.rpartition("/")[2])
 
 
 def _make_file(path: Path, size: int, content: bytes = b"") -> None:
