@@ -263,10 +263,10 @@ failpoints: setup
 
 # Storms of faults over a daemon, Megatron ranks and two vLLM servers, with every token compared: MINUTES=30, SEED=1, STORM=60; REPLICAS=3
 # and SECURITY=1 (or 0) in place of what the seed has.
-# ENGINE=sglang: one of the two servers is SGLang's, in the venv of test-sglang.
+# ENGINE=sglang: one of the two servers is SGLang's, in the venv of test-sglang. REGION=1: a daemon in another region follows the archive.
 chaos: setup $(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/.ready)
 	$(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/bin,$(BIN))/python -m tests.chaos $(if $(filter sglang,$(ENGINE)),--sglang) --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) --storm $(or $(STORM),60) $(if $(REPLICAS),--replicas $(REPLICAS)) \
-	  $(if $(SECURITY),$(if $(filter 0,$(SECURITY)),--no-security,--security))
+	  $(if $(SECURITY),$(if $(filter 0,$(SECURITY)),--no-security,--security)) $(if $(REGION),--region)
 
 # Versions at the pace of an RL run, and how memory, descriptors, files and journals grow: MINUTES=45, EVERY=3, SERVER=left.
 soak: setup

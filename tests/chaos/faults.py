@@ -12,7 +12,8 @@ from resharder.client.operator.answers import Version
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
-from tests.chaos.system import System, wait_for
+from tests.chaos.system import KeptDaemon, System, wait_for
+from tests.support.bucket import Fault
 
 _ALONE = 8.0
 """Seconds in which a version is likely to be published."""
@@ -33,17 +34,34 @@ class Faults:
         act(**given)
 
     def _daemon_kill(self, down: float, failpoint: str) -> None:
-        keeper, kept = self._system.keepers["daemon"], self._system.kept_daemon
-        keeper.down_until = self._history.now + down
+        self._kill(self._system.kept_daemon, down, failpoint)
+
+    def _daemon_stop(self, seconds: float) -> None:
+        self._stop_daemon(self._system.kept_daemon, seconds)
+
+    def _region_kill(self, down: float, failpoint: str) -> None:
+        self._kill(self._system.kept_region, down, failpoint)
+
+    def _region_stop(self, seconds: float) -> None:
+        self._stop_daemon(self._system.kept_region, seconds)
+
+    def _bucket_fail(self, kind: Fault, seconds: float) -> None:
+        if (region := self._system.region) is not None:
+            region.fail(kind)
+            self._later(seconds, region.heal)
+
+    def _kill(self, kept: KeptDaemon | None, down: float, failpoint: str) -> None:
+        if kept is None:
+            return
+        self._system.keepers[kept.name].down_until = self._history.now + down
         kept.failpoint = failpoint
         if kept.daemon.process is not None:
             with suppress(ProcessLookupError):
                 kept.daemon.process.kill()
 
-    def _daemon_stop(self, seconds: float) -> None:
-        process = self._system.daemon.process
-        if process is not None:
-            self._stop([psutil.Process(process.pid)], seconds)
+    def _stop_daemon(self, kept: KeptDaemon | None, seconds: float) -> None:
+        if kept is not None and kept.daemon.process is not None:
+            self._stop([psutil.Process(kept.daemon.process.pid)], seconds)
 
     def _node_kill(self, node: str, down: float, failpoint: str, small: bool, alone: bool) -> None:
         """Kill a node; with `alone`, once the daemon lacks pieces of a READY version, or after some seconds."""

@@ -10,6 +10,7 @@
 | answer | `client`, `server`, `began`, `versions`, `made`: for each version, which tokens it made |
 | turned | `client`, `server`, `began`, `status`, `reason`: a request without an answer |
 | version, fleet, server, node | changes in the daemon's answers to an observer; `asked`, `before`: this poll and the one before |
+| region | `what` (`ready`, `served`), `number`; `step`, `epoch`, `fingerprint`, `same`: whether it has the weights of its step |
 | page | `path`, `status`, `text`: an answer of the daemon's web port that is not 200; status 0 for none |
 | intrusion | `what`, `party`, `outcome`: a call that no role permits |
 | links | `plain`: by link, how many connections were without TLS, as seen in peace |

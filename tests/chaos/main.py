@@ -40,6 +40,9 @@ def main() -> int:
     )
     parser.add_argument("--adapters", action=security, help="an adapter beside the model, or none, in place of what the seed has")
     parser.add_argument("--sglang", action="store_true", help="`left` is a server of SGLang, in the venv of make test-sglang")
+    parser.add_argument(
+        "--region", action="store_true", help="a daemon in another region follows the archive, in a bucket that fails"
+    )
     parser.add_argument("--schedule", action="store_true", help="print the setting and the first schedule, and run nothing")
     parser.add_argument("--check", type=Path, help="check this history, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations")
@@ -48,7 +51,7 @@ def main() -> int:
         found = check(read(given.check), EXPECTED)
         print(*found, f"{len(found)} violations", sep="\n")
         return bool(found)
-    setting = setting_of(given.seed, given.replicas, given.security, given.adapters, sglang=given.sglang)
+    setting = setting_of(given.seed, given.replicas, given.security, given.adapters, sglang=given.sglang, region=given.region)
     if given.schedule:
         print(setting, *draw(f"{given.seed}/0", given.storm, setting, boots=given.boots), sep="\n")
         return 0
@@ -86,6 +89,11 @@ def report(result: Result, folder: Path, seed: int) -> None:
     print(f"{len(short)} versions aborted for lack of holders; at least {sum(copied.values())} bytes between nodes")
     print(f"faults: {counted(faults)}; intrusions: {counted(refused)}")
     print(f"operations: {counted(operations)}; outcomes: {counted(outcomes)}")
+    there = [event for event in events if event["kind"] == "region"]
+    if there:
+        seen = {event["number"] for event in there if event["what"] == "ready"}
+        moves = sum(event["what"] == "served" for event in there)
+        print(f"{len(seen)} versions followed and compared in the region, whose server moved {moves} times")
     for phase in ("processes", "settled", "arrived"):
         took = [event["seconds"] for event in events if event["kind"] == "peace" and event["phase"] == phase]
         print(f"peace, {phase}: at most {max(took, default=0.0):.1f} s")

@@ -4,7 +4,7 @@
         print(violation)
 
 Each rule is a function from events to violations; RULES lists them. Those about nodes are in `home_rules` and
-`replica_rules`, those about security in `access_rules`.
+`replica_rules`, those about security in `access_rules`, those about another region in `region_rules`.
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tests.chaos.access_rules import intrusions, pages, plain
 from tests.chaos.history import Event
 from tests.chaos.home_rules import gone, lost, moved_to_lost, other_hosts
+from tests.chaos.region_rules import followed, served_there
 from tests.chaos.replica_rules import holders, needless
 from tests.chaos.violations import Violation, is_lost, of, published
 from tests.support.client_traffic import first_wrong
@@ -313,7 +314,17 @@ def undocumented(events: Sequence[Event], documented: Collection[str]) -> Iterat
         yield Violation(event["t"], "INTERNAL", f"{event.get('process', 'harness')}: {event['text']}")
 
 
-_KILLS = ("daemon.kill", "daemon.disarm", "trainer.kill", "server.kill", "node.kill", "node.disarm", "node.gone")
+_KILLS = (
+    "daemon.kill",
+    "daemon.disarm",
+    "region.kill",
+    "region.disarm",
+    "trainer.kill",
+    "server.kill",
+    "node.kill",
+    "node.disarm",
+    "node.gone",
+)
 
 
 def unexpected_death(events: Sequence[Event]) -> Iterator[Violation]:
@@ -341,5 +352,5 @@ def peace(events: Sequence[Event]) -> Iterator[Violation]:
 Rule = Callable[[Sequence[Event]], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
     wrong_token, wrong_label, adapted, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
-    lost, moved_to_lost, gone, other_hosts, holders, needless, intrusions, plain, pages,
+    lost, moved_to_lost, gone, other_hosts, holders, needless, intrusions, plain, pages, followed, served_there,
 )  # fmt: skip

@@ -60,6 +60,7 @@ class Observer(Periodic):
             name = f"version {version.number}"
             listed.add(name)
             fields = {"number": version.number, "state": version.state.value, "step": version.step, "epoch": version.epoch}
+            fields["fingerprint"] = version.fingerprint
             fields |= {"whole": bool(version.folder), "homes": [home.node for home in version.homes]}
             self._changed("version", name, fields, why=version.reason, asked=asked)
         for name, last in list(self._seen.items()):

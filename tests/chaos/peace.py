@@ -26,6 +26,7 @@ from tests.chaos.history import Event, History
 from tests.chaos.kept_node import NodeUse, node_problems
 from tests.chaos.kept_server import BOOT
 from tests.chaos.operations import FLEET, Operations
+from tests.chaos.region import Region
 from tests.chaos.system import KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, ClientAnswer, ask
 from tests.support.forked import end_sources
@@ -61,6 +62,8 @@ class Peace:
         if self._system.adapter is not None:
             self._phase("adapter", self._adapter_arrives)
         self._phase("nodes", self._nodes_hold)
+        if self._system.region is not None:
+            self._phase("region", lambda: self._region_arrives(self._system.region))
         self._phase("ended", self._ended)
         self._phase("left", lambda: left(self._system))
 
@@ -166,6 +169,21 @@ class Peace:
             found = ask(name, kept.server, PROMPTS[0], model=ADAPTER)
             if not isinstance(found, ClientAnswer) or not found.versions[-1].endswith(f";{ADAPTER}={newest}"):
                 problems.append(f"{name} serves version {newest} of {ADAPTER} and answers {found}")
+        return problems
+
+    def _region_arrives(self, region: Region) -> list[str]:
+        """The region has home's newest version, and its server serves it."""
+        newest, problems = self._newest(), ["the region does not answer"]
+
+        def there() -> bool:
+            with suppress(ResharderError):
+                found, served = region.newest(), region.served()
+                problems[:] = (
+                    [] if found == served == newest else [f"expected {newest} in the region, found {found}, served {served}"]
+                )
+            return not problems
+
+        wait_for(there, ARRIVE)
         return problems
 
     def _newest(self) -> int:

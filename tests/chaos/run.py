@@ -12,6 +12,7 @@ from tests.chaos.model import check
 from tests.chaos.observer import Observer
 from tests.chaos.operations import Operations
 from tests.chaos.peace import left_at_the_end
+from tests.chaos.region import RegionObserver
 from tests.chaos.schedule import Setting
 from tests.chaos.system import MARK, System, processes_of, wait_for
 from tests.chaos.traffic import Traffic
@@ -47,6 +48,7 @@ class Run:
         self.system = System(self.folder, self.history, self.servers, self.setting)
         self.operations = Operations(self.system, self.history)
         self._observer, self.traffic = Observer(self.system, self.history), Traffic(self.system, self.history)
+        self._there = RegionObserver(self.system.region, self.history) if self.system.region is not None else None
 
     def boot(self) -> None:
         """Start every process and publish a first version; return while clients ask all servers. Raises TimeoutError."""
@@ -57,6 +59,8 @@ class Run:
             if name in self.setting.nodes and not wait_for(lambda name=name: self._is_live(name), 60):  # type: ignore[misc]
                 raise TimeoutError(f"expected {name} to be live")
         self._observer.open()
+        if self._there is not None:
+            self._there.open()
         if not wait_for(lambda: self.operations.publish() == "ok", 180):
             raise TimeoutError("expected a first version")
         for name in self.system.servers:
@@ -75,6 +79,8 @@ class Run:
     def look_at_logs(self) -> None:
         """Record a fault of its own that the daemon or a node has logged."""
         logs = {"daemon": self.system.daemon.log} | {name: kept.node.log for name, kept in self.system.nodes.items()}
+        if self.system.region is not None:
+            logs["region"] = self.system.region.daemon.log
         for process, log in logs.items():
             text = log.read_text(errors="replace") if log.exists() else ""
             for word in ("Traceback", "INTERNAL"):
@@ -85,7 +91,8 @@ class Run:
         """End every process, and record what is left."""
         self.history.record("peace", phase="shutdown")
         # A last look at versions that were published after the one before.
-        for act in (self._observer.close, self._observer.act, self.traffic.close, self.system.close):
+        there = [self._there.close] if self._there is not None else []
+        for act in (*there, self._observer.close, self._observer.act, self.traffic.close, self.system.close):
             try:
                 act()
             except Exception as error:

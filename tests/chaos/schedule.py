@@ -23,6 +23,7 @@ REPLICA_SECONDS = 10.0
 GONE = 2 * LEASE + REPLICA_SECONDS + 6.0
 """Seconds for which a node stays down after `node.gone`: past its lease and the wait for holders. Its next process is empty."""
 _PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
+_FOLLOWERS_POINTS: tuple[DaemonPoint | DaemonFilePoint, ...] = ("follow.before-fetch", "follow.write", "restore.write")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
 
@@ -37,6 +38,7 @@ class Setting:
         security: Whether every party has a certificate and the roles that it needs.
         adapters: Whether the servers follow an adapter beside their model.
         sglang: Whether `left` is a server of SGLang, which follows no adapter.
+        region: Whether a daemon in another region follows the archive.
     """
 
     nodes: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class Setting:
     security: bool = False
     adapters: bool = False
     sglang: bool = False
+    region: bool = False
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -52,7 +55,10 @@ class Setting:
 
     def __str__(self) -> str:
         beside = f"{'with' if self.security else 'without'} security, {'with' if self.adapters else 'without'} adapters"
-        return f"replicas {self.replicas}, {beside}, nodes {', '.join(self.nodes)}{', left is of SGLang' * self.sglang}"
+        return (
+            f"replicas {self.replicas}, {beside}, nodes {', '.join(self.nodes)}{', left is of SGLang' * self.sglang}"
+            + ", a region" * self.region
+        )
 
 
 def setting_of(
@@ -62,6 +68,7 @@ def setting_of(
     adapters: bool | None = None,
     *,
     sglang: bool = False,
+    region: bool = False,
 ) -> Setting:
     """Return the setting of a seed: three replicas for each fifth one, else one or two; security for each third one.
 
@@ -73,12 +80,13 @@ def setting_of(
         security: Whether to have security, in place of what the seed has.
         adapters: Whether to have an adapter, in place of what the seed has.
         sglang: Whether `left` is a server of SGLang; there is no adapter then.
+        region: Whether a daemon in another region follows the archive.
     """
     security = seed % 3 == 0 if security is None else security
     replicas = replicas or (2 - seed % 2 if seed % 5 else 3)
     nodes = (*NODES, THIRD) if replicas > 1 else NODES
     adapters = not sglang and (seed % 4 != 0 if adapters is None else adapters)
-    return Setting(nodes, replicas, security, adapters, sglang)
+    return Setting(nodes, replicas, security, adapters, sglang, region)
 
 
 class Chance(random.Random):
@@ -114,7 +122,7 @@ def draw(seed: str, seconds: float, setting: Setting = Chance.setting, *, boots:
     """
     chance = Chance(seed)
     chance.setting = setting
-    faults = {**FAULTS, **(SECURED if setting.security else {})}
+    faults = {**FAULTS, **(SECURED if setting.security else {}), **(FOLLOWED if setting.region else {})}
     operations = {**OPERATIONS, **(ADAPTED if setting.adapters else {})}
     actions = [*_spread(chance, seconds, 2.0, "operation", operations), *_spread(chance, seconds, 5.0, "fault", faults)]
     kept, left = [], {"server.kill": boots, "trainer.kill": boots}
@@ -307,3 +315,23 @@ def _renew(chance: Chance) -> tuple[str, Given]:
 
 SECURED: dict[Draw, int] = {_renew: 6}
 """Weight of each fault of runs with security alone."""
+
+
+def _region_kill(chance: Chance) -> tuple[str, Given]:
+    point = "" if chance.random() < 0.4 else _armed(chance, _FOLLOWERS_POINTS)
+    return "region.kill", {"down": round(chance.choice((0.0, chance.uniform(0, 3), LEASE * 1.5)), 1), "failpoint": point}
+
+
+def _region_stop(chance: Chance) -> tuple[str, Given]:
+    return "region.stop", {"seconds": chance.choice((1.0, STOP))}
+
+
+def _bucket_fail(chance: Chance) -> tuple[str, Given]:
+    return "bucket.fail", {
+        "kind": chance.choice((500, 503, "cut", "stale", "lost")),
+        "seconds": chance.choice((3.0, LEASE, STOP)),
+    }
+
+
+FOLLOWED: dict[Draw, int] = {_region_kill: 10, _region_stop: 3, _bucket_fail: 10}
+"""Weight of each fault of runs with a region alone."""

@@ -28,6 +28,7 @@ from tests.chaos.kept_node import KeptNode, memory_of, port
 from tests.chaos.kept_server import KeptServer
 from tests.chaos.parties import Parties
 from tests.chaos.proxy import Proxies
+from tests.chaos.region import Region
 from tests.chaos.schedule import LEASE, NODES, REPLICA_SECONDS, Setting
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import save_tokenizer, tiny_config
@@ -42,10 +43,8 @@ KEPT = 4
 class KeptDaemon:
     """`resharderd`. `failpoint` is armed in its next process only."""
 
-    name = "daemon"
-
-    def __init__(self, daemon: Daemon) -> None:
-        self.daemon, self.failpoint, self.armed = daemon, "", ""
+    def __init__(self, daemon: Daemon, name: str = "daemon") -> None:
+        self.name, self.daemon, self.failpoint, self.armed = name, daemon, "", ""
 
     def start(self) -> dict[str, Any]:
         self.armed, self.failpoint = self.failpoint, ""
@@ -152,6 +151,11 @@ class System:
         save_tokenizer(config, CONFIG["vocab_size"])
         (config / "config.json").write_text(json.dumps(CONFIG))
         self.kept_daemon = KeptDaemon(self.daemon)
+        self.region = Region(LEASE, KEPT, CONFIG) if setting.region else None
+        self.kept_region = None
+        if self.region is not None:
+            self.region.archives(self.daemon)
+            self.kept_region = KeptDaemon(self.region.daemon, "region")
         self.nodes = {
             name: KeptNode(
                 name,
@@ -189,7 +193,13 @@ class System:
             )
             for name in servers
         }
-        every: tuple[Supervised, ...] = (self.kept_daemon, *self.nodes.values(), self.trainer, *self.servers.values())
+        every: tuple[Supervised, ...] = (
+            self.kept_daemon,
+            *([self.kept_region] if self.kept_region is not None else []),
+            *self.nodes.values(),
+            self.trainer,
+            *self.servers.values(),
+        )
         self.keepers = {kept.name: Keeper(kept, history) for kept in every}
         self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0, tls=tls("operator"))
         self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0, tls=tls("observer"))
@@ -221,10 +231,11 @@ class System:
             act()
         for keeper in self.keepers.values():
             keeper.down_until = 0.0
-        if self.kept_daemon.armed or self.kept_daemon.failpoint:
-            self.kept_daemon.failpoint = ""
-            self.history.record("fault", name="daemon.disarm", target="daemon", given={})
-            self.restart_daemon()
+        for kept_daemon in (self.kept_daemon, self.kept_region):
+            if kept_daemon is not None and (kept_daemon.armed or kept_daemon.failpoint):
+                kept_daemon.failpoint = ""
+                self.history.record("fault", name=f"{kept_daemon.name}.disarm", target=kept_daemon.name, given={})
+                self.restart_daemon(kept_daemon)
         for kept in self.nodes.values():
             if kept.impaired:
                 self._restart_node(kept)
@@ -247,14 +258,14 @@ class System:
         if not wait_for(lambda: keeper.running.is_set() and self.trainer.starts > starts, 60):
             raise TimeoutError(f"expected the trainer to run: {keeper.problem}")
 
-    def restart_daemon(self) -> None:
-        """SIGKILL the daemon, and wait until one without a failpoint serves."""
-        process, keeper = self.daemon.process, self.keepers["daemon"]
+    def restart_daemon(self, kept: KeptDaemon) -> None:
+        """SIGKILL a daemon, and wait until one without a failpoint serves."""
+        process, keeper = kept.daemon.process, self.keepers[kept.name]
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-        if not wait_for(lambda: keeper.running.is_set() and not self.kept_daemon.armed, 180):
-            raise TimeoutError(f"expected the daemon to run: {keeper.problem}")
+        if not wait_for(lambda: keeper.running.is_set() and not kept.armed, 180):
+            raise TimeoutError(f"expected the {kept.name} to run: {keeper.problem}")
 
     def _stop(self, kept: KeptServer) -> None:
         """SIGTERM to a server's main process; a server that had to be killed leaves its page to the next one."""
@@ -287,6 +298,10 @@ class System:
         self.proxies.close()
         with suppress(OSError):
             shutil.copy(self.daemon.log, self.folder / "daemon.log")
+        if self.region is not None:
+            with suppress(OSError):
+                shutil.copy(self.region.daemon.log, self.folder / "region.log")
+            self.region.close()
         self.daemon.close()
 
 

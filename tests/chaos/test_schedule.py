@@ -9,7 +9,7 @@ from tests.chaos.main import main
 from tests.chaos.operations import Operations
 from tests.chaos.schedule import NODES, THIRD, Setting, draw, setting_of
 
-EVERYTHING = Setting((*NODES, THIRD), 3, True)
+EVERYTHING = Setting((*NODES, THIRD), 3, True, region=True)
 
 
 def test_a_seed_has_one_schedule() -> None:
@@ -38,22 +38,24 @@ def test_replicas_and_security_take_the_place_of_those_of_the_seed() -> None:
     assert setting_of(15, 1, False) == Setting(NODES, 1, False, True)
     assert setting_of(1, security=True) == Setting(NODES, 1, True, True)
     assert setting_of(1, adapters=False) == Setting(NODES, 1, False, False)
+    assert setting_of(1, region=True) == Setting(NODES, 1, False, True, region=True)
     assert setting_of(1, adapters=True, sglang=True) == Setting(NODES, 1, False, False, sglang=True)
 
 
 def test_a_schedule_names_the_setting_on_its_first_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos", "--schedule", "--seed", "1", "--replicas", "3", "--security", "--no-adapters"])
+    given = ["--seed", "1", "--replicas", "3", "--security", "--no-adapters", "--region"]
+    monkeypatch.setattr(sys, "argv", ["chaos", "--schedule", *given])
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "replicas 3, with security, without adapters, nodes node, far, third"
+    assert lines[0] == "replicas 3, with security, without adapters, nodes node, far, third, a region"
     assert lines[1:] == list(map(str, draw("1/0", 60.0, EVERYTHING)))
 
 
 def test_every_drawn_action_exists() -> None:
     actions = [action for seed in range(40) for action in draw(str(seed), 120, EVERYTHING, boots=9)]
-    assert len({action.name for action in actions}) == 31
+    assert len({action.name for action in actions}) == 34
     assert {action.given["node"] for action in actions if "node" in action.given} == {*NODES, THIRD}
     assert {action.given["link"] for action in actions if "link" in action.given} == set(EVERYTHING.links)
     for action in actions:

@@ -376,9 +376,30 @@ def security() -> Iterator[Row]:
         yield f"{path} answers {status}", Book().add("page", path=path, status=status, text=""), expected
 
 
+def regions() -> Iterator[Row]:
+    def home() -> Book:
+        return published(1).version(2, "READY", fingerprint="two")
+
+    def there(book: Book, number: int, *, same: bool = True, served: bool = True, **label: object) -> Book:
+        named = {"step": 2, "epoch": 1, "fingerprint": "two", **label}
+        book.add("region", what="ready", number=number, same=same, **named)
+        return book.add("region", what="served", number=number) if served else book
+
+    yield "a region has home's version", there(home(), 2), []
+    yield "home retires it before the region has it", there(home().version(2, "RETIRED", fingerprint="two"), 2), []
+    yield "home is seen to have it later", there(published(1), 2).version(2, "READY", fingerprint="two"), []
+    yield "a region has a version that home never had READY", there(published(1).version(2, "UPLOADING"), 2), ["region"]
+    yield "a region has a number that home has not", there(home(), 3), ["region"]
+    for label in ({"step": 3}, {"epoch": 2}, {"fingerprint": "other"}):
+        yield f"a region has another label: {label}", there(home(), 2, **label), ["region"]
+    yield "a region has other weights", there(home(), 2, same=False), ["region"]
+    unknown = there(home(), 2, served=False).add("region", what="served", number=1)
+    yield "a server in a region has a version that was not READY there", unknown, ["served in the region"]
+
+
 SECTIONS = (
     answers, turned_away, back, atomic_moves, versions, processes, lost, killed_for_good, hosts, replicas, changes_of_nodes,
-    aborts, security,
+    aborts, security, regions,
 )  # fmt: skip
 ROWS = [row for section in SECTIONS for row in section()]
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from resharder.client.operator.answers import Node as ReportedNode
+from resharder.client.operator.answers import NodeLink
 from resharder.client.rpc.channel import Channel
 from resharder.client.rpc.data_port import data_port
 from resharder.client.rpc.tls import Tls
 from resharder.client.tools import links
-from resharder.client.tools.links import HostLink, judged, measure_links
+from resharder.client.tools.links import HostLink, judged, measure_links, reported
 from resharder.client.versions.manifest import get_manifest
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
@@ -196,6 +198,19 @@ def test_a_link_is_slow_beside_the_median_one(rates: list[float], verdicts: str)
         [HostLink("here", f"nodes/{at}", "data", "", rates=(StreamRate(1, int(rate), 1.0),)) for at, rate in enumerate(rates)]
     )
     assert [link.verdict for link in found] == verdicts.split()
+
+
+def test_a_link_is_no_faster_for_the_pieces_that_came_as_deltas() -> None:
+    """Else links without deltas would be slow beside it, and a slow one with them would not be."""
+    state, mib = ReportedNode.State.LIVE, 1 << 20
+    whole = [NodeLink(peer="daemon", received_bytes=100 * mib, seconds=1.0)]
+    deltas = NodeLink(
+        peer="daemon", received_bytes=900 * mib, seconds=1.0, delta_part_bytes=800 * mib, delta_bytes=mib, whole_rate=10.0 * mib
+    )
+    reports = [ReportedNode(name=f"nodes/{name}", state=state, links=tuple(whole)) for name in "ab"]
+    found = [*reported([*reports, ReportedNode("nodes/c", state, links=(deltas,))])]
+    assert [link.verdict for link in judged(found)] == ["ok", "ok", "warn"]
+    assert found[-1].found == "0.88 GiB received, 0.78 GiB of it as 1.0 MiB of deltas"
 
 
 def test_an_error_without_a_text_is_named_by_its_type() -> None:

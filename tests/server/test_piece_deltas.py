@@ -11,16 +11,24 @@ import pytest
 import xxhash
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
-from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES, base_header, parse_base
 from resharder.server.data.connection import DataReads
 from resharder.server.data.deltas import DeltaEncoder
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.deltas import DELTA_SECONDS, WHOLE_SECONDS, Deltas, PeerDeltas, Rate, after_refusal, asks_delta
+from resharder.server.holding.deltas import (
+    DELTA_SECONDS,
+    WHOLE_SECONDS,
+    Deltas,
+    PeerDeltas,
+    Rate,
+    after_refusal,
+    asks_delta,
+    nearest_base,
+)
+from resharder.server.holding.held_files import HeldFiles
 from resharder.server.holding.transfers import HttpTransfer, PieceSource
-from resharder.server.node.copies import HeldVersion, NodeCopies
-from resharder.server.node.daemon_client import RemoteVersion
 from resharder.server.state.errors import ResourceNotFound
 from resharder.v1 import resources_pb2
 
@@ -124,7 +132,7 @@ class Asker:
     """A host that holds version 7, and fetches version 8 over a link, by a clock that knows the bytes on the link alone."""
 
     def __init__(self, root: Path, port: DataPort, sent: list[int], rate: float) -> None:
-        self.copies = NodeCopies(root, 1 << 30)
+        self.root, self.held = root, list[HeldFiles]()
         self.base = self.add(7)
         held = CONTENTS[7].tobytes()
         for piece in range(PIECES.count):
@@ -136,12 +144,17 @@ class Asker:
             wait_until(lambda: not port.transfers)
             return sum(sent) / rate
 
-        self.deltas = Deltas(self.copies.base_of, clock)
+        self.deltas = Deltas(lambda: self.held, clock)
         self.source = PieceSource(f"127.0.0.1:{port.port}", daemon=False, peer="nodes/holder")
         self.transfer = HttpTransfer(self._checksum, None, 5.0, deltas=self.deltas)
 
-    def add(self, number: int) -> HeldVersion:
-        return self.copies.add(RemoteVersion(f"models/policy/versions/{number}", f"of-{number}", FILES, "daemon:1"))
+    def add(self, number: int) -> HeldFiles:
+        folder = self.root / f"held-{number}"
+        folder.mkdir()
+        with (folder / FILE).open("wb") as file:
+            file.truncate(SIZE)
+        self.held.append(HeldFiles(f"models/policy/versions/{number}", f"of-{number}", folder, {FILE: SIZE}, PIECES))
+        return self.held[-1]
 
     @staticmethod
     def _checksum(version: object, part: PieceSpan) -> int:
@@ -271,18 +284,17 @@ def test_pieces_that_have_nothing_in_common_come_whole_and_are_asked_for_as_delt
 
 
 def test_the_base_is_the_nearest_version_of_the_model_that_has_the_piece(root: Path) -> None:
-    copies = NodeCopies(root, 1 << 30)
+    def version(name: str, fingerprint: str, *pieces: int, size: int = SIZE) -> HeldFiles:
+        held = Bitmap.of(PIECES.count, pieces)
+        return HeldFiles(f"models/{name}", fingerprint, root, {FILE: size}, PieceNumbering([(FILE, size)]), held=held)
 
-    def add(name: str, fingerprint: str, *pieces: int) -> HeldVersion:
-        version = copies.add(RemoteVersion(name, fingerprint, FILES, "daemon:1"))
-        for piece in pieces:
-            version.add(piece)
-        return version
-
-    wanted = add("models/policy/versions/8", "8", 0)
-    add("models/policy/versions/4", "4", 0, 1)
-    near = add("models/policy/versions/9", "9", 0)
-    add("models/other/versions/8", "8", 0, 1, 2)
-    add("models/policy/versions/7", "", 0, 1, 2)
-    found = [copies.base_of(wanted, PIECES.span(piece)) for piece in range(3)]
-    assert [each and each.name for each in found] == [near.name, "models/policy/versions/4", None]
+    held = [
+        wanted := version("policy/versions/8", "8", 0),
+        version("policy/versions/4", "4", 0, 1),
+        version("policy/versions/10", "10", 0),
+        version("other/versions/8", "8", 0, 1, 2),
+        version("policy/versions/7", "", 0, 1, 2),
+        version("policy/versions/9", "9", 0, 1, 2, size=SIZE - 4),
+    ]
+    found = [nearest_base(held, wanted, PIECES.span(piece)) for piece in range(3)]
+    assert [each and each.fingerprint for each in found] == ["10", "4", None]

@@ -24,6 +24,13 @@ class Bucket:
     def __init__(self, server: ThreadedMotoServer) -> None:
         host, port = server.get_host_and_port()
         self.endpoint, self.url = f"http://{host}:{port}", f"s3://{NAME}/here"
+        self.environment = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "a-secret",
+        }
         self.requests: list[tuple[str, str]] = []
         self.answered: list[str] = []
         self.before: Callable[[str, str], Fault | None] = lambda method, path: None
@@ -64,21 +71,26 @@ class Bucket:
 @contextmanager
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """Run a server with an empty bucket, and let the environment name it."""
-    monkeypatch.setattr(WSGIRequestHandler, "log", lambda *arguments: None)
+    with serving() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        yield bucket
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[Bucket]:
+    """Run a server with an empty bucket."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     bucket = Bucket(server)
     application = server._server.app
     server._server.app = lambda environ, start: bucket.answer(application, environ, start)
-    environment = {
-        "AWS_ENDPOINT_URL": bucket.endpoint,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "a-secret",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    server._server.RequestHandlerClass = _Quiet
     urlopen(Request(f"{bucket.endpoint}/moto-api/reset", method="POST")).close()
     urlopen(Request(f"{bucket.endpoint}/{NAME}", method="PUT")).close()
     bucket.requests.clear()

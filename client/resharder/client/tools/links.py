@@ -155,6 +155,9 @@ def reported(nodes: Iterable[Node]) -> Iterator[HostLink]:
                 continue
             rates = (StreamRate(1, seen.received_bytes, seen.seconds),) if seen.received_bytes else ()
             text = f"{size_text(seen.received_bytes)} received"
+            if seen.delta_part_bytes:  # which tell nothing of the link
+                rates = (StreamRate(1, round(seen.whole_rate), 1.0),)
+                text += f", {size_text(seen.delta_part_bytes)} of it as {size_text(seen.delta_bytes)} of deltas"
             if seen.failures:
                 text += f", {seen.failures} requests failed"
             link = HostLink(node.name, seen.peer, "data", "", rates=rates, found=text)

@@ -9,7 +9,7 @@ whole.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -30,8 +30,21 @@ _FIRST_DECODING = 1e9  # bytes a second, until a part has been decoded here
 _WEIGHT = 0.3  # of the newest observation in an average rate
 _log = structlog.get_logger("resharder.node")
 
-BaseOf = Callable[[HeldFiles, PieceSpan], HeldFiles | None]
-"""Function that returns another version of the model that has a part's bytes, in a file of the same name and size; or None."""
+
+def nearest_base(held: Iterable[HeldFiles], version: HeldFiles, part: PieceSpan) -> HeldFiles | None:
+    """Return the version of the same model next to a version that has a part's bytes, in a file as long; None for none."""
+    model, _, number = version.name.rpartition("/")
+
+    def has_part(other: HeldFiles) -> bool:
+        if other.name == version.name or other.name.rpartition("/")[0] != model or not other.fingerprint:
+            return False
+        if other.sizes.get(part.file) != version.sizes[part.file]:
+            return False
+        pieces = other.held()
+        return all(piece in pieces for piece in other.numbering.touched(*part))
+
+    found = filter(has_part, held)
+    return min(found, key=lambda other: abs(int(other.name.rpartition("/")[2]) - int(number)), default=None)
 
 
 @dataclass(frozen=True)
@@ -98,10 +111,10 @@ def after_refusal(peer: PeerDeltas, problem: str, now: float, limits: RequestLim
 
 
 class Deltas:
-    """Reads of parts, as deltas or whole. Thread-safe."""
+    """Reads of parts, as deltas or whole. Thread-safe. `held`: returns the versions that this host holds."""
 
-    def __init__(self, base_of: BaseOf, clock: Callable[[], float] = time.monotonic) -> None:
-        self._base_of, self._clock, self._lock = base_of, clock, threading.Lock()
+    def __init__(self, held: Callable[[], Iterable[HeldFiles]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._held, self._clock, self._lock = held, clock, threading.Lock()
         self._decoding = Rate(_FIRST_DECODING)
         self._peers: dict[str, PeerDeltas] = {}
 
@@ -143,7 +156,7 @@ class Deltas:
         if request.checksum is not None and is_piece(part.start, part.end, request.size):
             with self._lock:
                 asks = asks_delta(self._peers.get(peer, PeerDeltas()), self._decoding.value, self._clock())
-            base = self._base_of(version, part) if asks else None
+            base = nearest_base(self._held(), version, part) if asks else None
         if base is None:
             yield None
             return

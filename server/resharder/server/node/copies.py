@@ -196,21 +196,6 @@ class NodeCopies:
         with self._lock:
             return self._by_name.get(name)
 
-    def base_of(self, version: HeldFiles, part: PieceSpan) -> HeldFiles | None:
-        """Return the version of the same model next to a version that has a part's bytes, in a file as long; None for none."""
-        model, number = version.name.split("/")[1], _number(version.name)
-
-        def has_part(other: HeldVersion) -> bool:
-            if other.name == version.name or other.name.split("/")[1] != model or not other.fingerprint:
-                return False
-            if other.sizes.get(part.file) != version.sizes[part.file]:
-                return False
-            held = other.held()
-            return all(piece in held for piece in other.numbering.touched(*part))
-
-        found = [other for other in self.all() if has_part(other)]
-        return min(found, key=lambda other: abs(_number(other.name) - number), default=None)
-
     def used_bytes(self) -> int:
         """Return the bytes of all wanted pieces, whether they have arrived or not, and of files into which ranks write.
 
@@ -371,10 +356,6 @@ class NodeCopies:
         if version is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold models/{model}/versions/{number}")
         yield ServedVersion(version.name, version.fingerprint, version.sizes, version.folder, version.reading)
-
-
-def _number(version: str) -> int:
-    return int(version.rpartition("/")[2])
 
 
 def _content(file: FileLayout, version: RemoteVersion) -> Hashable | None:

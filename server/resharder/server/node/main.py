@@ -202,7 +202,7 @@ class Node:
                 f"--listen: cannot listen on {config.listen}: {why_not_bound(config.listen) or error.strerror}"
             ) from error
         self.address = _address(config, self.port.port)
-        deltas = Deltas(self.copies.base_of)
+        deltas = Deltas(self.copies.all)
         transfer: PieceTransfer = HttpTransfer(checksums.of, tls, LIMITS.stalled, deltas=deltas)
         session = ""
         if self.engine is not None:
