@@ -1,5 +1,6 @@
 """What goes over the direct path, and what a server refuses there before anything is applied; over gloo."""
 
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -54,6 +55,11 @@ class Site:
         (worker,) = wait_serving(self.daemon, number).workers
         return worker.path, events
 
+    def transferred(self) -> dict[int, int]:
+        """Bytes that workers have received of each version, in transfers that have ended."""
+        lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if '"direct_transfer"' in line]
+        return {line["version"]: line["size_bytes"] for line in lines}
+
     def turns(self) -> int:
         """Number of transfers that began."""
         return sum('"direct_turn"' in line for line in self.daemon.log.read_text().splitlines())
@@ -90,6 +96,21 @@ def test_parameters_that_were_exchanged_are_sent_with_their_new_values(site: Sit
         worker = site.publish(job, step, exchange=step > 2)
         assert worker.path == "gloo", site.daemon.log.read_text()[-3000:]
         assert site.server.call("memory") == job.call("fingerprint", step)
+
+
+@pytest.mark.parametrize("environment", [ENVIRONMENT, SHARING], ids=["sent", "shared memory"])
+def test_frozen_boxes_are_not_transferred_unless_they_have_changed(site: Site, ahead: bool, environment: dict[str, str]) -> None:
+    job = site.job(environment=environment, frozen=["head"])
+    for step in range(40, 45):
+        if step == 43:
+            job.call("alter", "head")
+        worker = site.publish(job, step)
+        assert worker.path == ("gloo" if environment is ENVIRONMENT else "peer-memory"), site.daemon.log.read_text()[-3000:]
+        found, parameters = job.call("memory")
+        assert site.server.call("memory") == found, "which was compared whole, digest by digest"
+        wait_until(lambda version=worker.version: version in site.transferred())
+        fresh = step in (40, 43)  # the version before the first one is another job's
+        assert site.transferred()[worker.version] == sum(parameters.values()) - (0 if fresh else parameters["head"]), step
 
 
 WRONG = {

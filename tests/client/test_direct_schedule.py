@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from random import Random
@@ -26,6 +27,7 @@ from resharder.converters.models.tensor_io import read_piece, view_of
 from tests.support.shardings import sharding
 
 TINY_TILE = 64
+_NO_ROUND = 1 << 40
 Tensors = dict[str, torch.Tensor]
 
 
@@ -96,20 +98,26 @@ class World:
         self.written = {name: np.zeros(tensor.nbytes, np.int64) for name, tensor in targets.items()}
         self.last: dict[str, int] = {}
 
-    def run(self) -> None:
+    def run(self, *, kept: bool = False) -> None:
         slots = {rank: (buffer(s.pack_slot), buffer(s.unpack_slot)) for rank, s in self.schedules.items()}
         tables = {rank: self.tables(s) for rank, s in self.schedules.items()}
         for rank, s in self.schedules.items():
             tables[rank][2].run(0)
             self.count(s, s.local, 0)
-        for k in range(max(len(s.rounds) for s in self.schedules.values())):
+        ends = {rank: (s.frozen_from, len(s.rounds)) for rank, s in self.schedules.items()}
+        parts = [{rank: (0, first) for rank, (first, _) in ends.items()}, ends]  # frozen boxes come after all others
+        steps = ((part, i) for part in parts for i in range(max(end - begin for begin, end in part.values())))
+        for part, i in steps if not kept else (step for step in steps if step[0] is parts[0]):
+            rounds = {rank: begin + i if begin + i < end else _NO_ROUND for rank, (begin, end) in part.items()}
             posted: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
             for rank, s in self.schedules.items():
+                k = rounds[rank]
                 tables[rank][0].run(k, target_base=slots[rank][0].data_ptr())
                 for post in s.rounds[k].sends if k < len(s.rounds) else ():
                     memory = slots[rank][0] if post.local < 0 else raw(self.sources[s.source_locals[post.local]])
                     posted[rank, post.peer].append(memory[post.at : post.at + post.size])
             for rank, s in self.schedules.items():
+                k = rounds[rank]
                 slots[rank][1].fill_(0x5A)
                 for post in s.rounds[k].receives if k < len(s.rounds) else ():
                     memory = slots[rank][1] if post.local < 0 else raw(self.targets[s.target_locals[post.local]])
@@ -175,6 +183,8 @@ def test_every_byte_of_every_target_is_written_once_with_its_sources_value(
     wanted = expected(sources, targets, have, want)
     # Some processes are sender and receiver.
     copies = copies_of(plan(sources, targets), target_ranks=range(1, 1 + len(targets)) if shared else None)
+    flags = data.draw(st.lists(st.booleans(), min_size=len(copies), max_size=len(copies)))
+    copies = replace(copies, frozen=np.array(flags, np.bool_))
     with tiny_tiles():
         staging = copies.most_made + 2 * 768 * max(1, copies.most_peers) + data.draw(st.integers(0, 4000))
         world = World(copies, quota_of(copies.most_peers, copies.most_made, staging), direct_bytes, have, want)
@@ -192,6 +202,35 @@ def test_every_byte_of_every_target_is_written_once_with_its_sources_value(
     assert all(np.array_equal(world.written[name], filled[name]) for name in filled)
     assert all(s.staging <= staging for s in world.schedules.values())
     assert world.last == {name: k for s in world.schedules.values() for name, k in s.complete.items()}
+
+
+def test_a_version_without_its_frozen_boxes_has_all_others_and_sends_no_byte_of_them() -> None:
+    specs = {name: TensorSpec(name, "BF16", (64, 96)) for name in ("still", "trained")}
+    have = {rank: Layout(specs, tuple(part(name, rank) for name in specs)) for rank in range(2)}
+    want = {"w": Layout(specs, tuple(Piece(name, (Range(0, 64), Range(0, 96)), name, 0, (96, 1)) for name in specs))}
+    found = plan(have, want)
+    still = np.array([found.targets.specs[number].name == "still" for number in found.targets.tensor.tolist()])
+    copies = copies_of(found, frozen=still[found.want])
+    sources = {name: torch.randn(64, 96).to(torch.bfloat16) for name in specs}
+    targets = {name: torch.zeros(64, 96, dtype=torch.bfloat16) for name in specs}
+    with tiny_tiles():
+        world = World(copies, quota_of(copies.most_peers, 0, 4096), 1 << 30, local_halves(sources), targets)
+        world.run(kept=True)
+        assert not targets["still"].any()
+        assert torch.equal(targets["trained"], sources["trained"])
+        receiver = world.schedules[2]
+        assert (receiver.received, receiver.frozen_size) == (4 * 64 * 96, 2 * 64 * 96)
+        world.run()
+    assert torch.equal(targets["still"], sources["still"])
+
+
+def part(name: str, rank: int) -> Piece:
+    """Half of the columns of a tensor."""
+    return Piece(name, (Range(0, 64), Range(48 * rank, 48)), f"{name}.{rank}", 0, (48, 1))
+
+
+def local_halves(whole: Tensors) -> Tensors:
+    return {f"{name}.{rank}": tensor[:, 48 * rank :][:, :48].contiguous() for name, tensor in whole.items() for rank in range(2)}
 
 
 def test_a_run_on_one_side_is_packed_or_unpacked_on_the_other_alone() -> None:

@@ -121,7 +121,7 @@ class Rank:
     def begin(self, method: Any, request: Any) -> Any:
         return Stream(self.tasks)
 
-    def run(self, meanwhile: Any) -> Seconds:
+    def run(self, meanwhile: Any, kept: bool) -> Seconds:
         if self.fails:
             raise DirectFailed("a worker is gone")
         self.done.append("posted")

@@ -130,7 +130,8 @@ RIGHT = digest(VALUES.numpy().view(np.uint32), full_box((4, 2)), (4, 2))
 class Ahead:
     """A receiver of one tensor of a version ahead of READY, and what happens in order. The ranks' digests are the test's."""
 
-    received, path, id, over = 32, "gloo", "g", False
+    received, frozen_size, path, id, over = 32, 0, "gloo", "g", False
+    frozen = frozenset[str]()
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events, self.arrived, self.closed = list[str](), threading.Event(), False
@@ -159,8 +160,8 @@ class Ahead:
         if method == "digests":
             assert (request.version, request.during_transfer) == ("v/1", False)
             return self.digests
-        granted = Future[None]()
-        granted.set_result(None)
+        granted = Future[direct_pb2.StartTransferResponse]()
+        granted.set_result(direct_pb2.StartTransferResponse())
         return granted
 
     def prepare(self, sources: Any, targets: Any) -> None: ...
@@ -168,7 +169,7 @@ class Ahead:
     def watched(self) -> Any:
         return nullcontext()
 
-    def run(self, follower: Any, meanwhile: Any) -> Seconds:
+    def run(self, follower: Any, meanwhile: Any, kept: bool) -> Seconds:
         self.model.get_parameter("w").copy_(VALUES)
         meanwhile()
         self.events.append("received")

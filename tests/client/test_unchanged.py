@@ -1,6 +1,7 @@
 """Tensors that have not changed since the version before: they are not sent again, and both versions have the same files."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.client.models import exported
 from tests.support.daemon import Daemon
-from tests.support.node import Node, holds, nodes, stored_files, wait_live
+from tests.support.node import Node, holds, nodes, patient, stored_files, wait_live
 from tests.support.observing import wait_until
 from tests.support.staging import stage
 
-WAYS = ["shared-memory", "http", "grpc"]
+HOMES: dict[str, Node] = {}  # node of the ranks' host, by the daemon's endpoint
+WAYS = ["shared-memory", "http", "grpc", "node"]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -33,6 +35,24 @@ Tensors = dict[str, torch.Tensor]
 def daemon() -> Iterator[Daemon]:
     with Daemon(data_listen="127.0.0.1:0", keep_count=2) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def at_home() -> Iterator[Daemon]:
+    """A daemon that no rank shares memory with, and a node on the ranks' host."""
+    options = {"data_listen": "127.0.0.1:0", "keep_count": 2, "lease_seconds": 10, "shared_memory": False}
+    with patient(Daemon(**options)) as running, Node(running.endpoint, "home") as node:
+        wait_live(running, "home")
+        HOMES[running.endpoint] = node
+        yield running
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest, transport: str) -> Daemon:
+    """The daemon of a way."""
+    found = request.getfixturevalue("at_home" if transport == "node" else "daemon")
+    assert isinstance(found, Daemon)
+    return found
 
 
 class Trainer:
@@ -50,7 +70,8 @@ class Trainer:
         self.publisher.attach(self.model, config)
 
     def connected(self, job: str, transport: str, **options: Any) -> Publisher:
-        return connect(self.daemon.endpoint, model=self.name, job=job, rank=0, world_size=1, transport=transport, **options)
+        given = {"job": job, "rank": 0, "world_size": 1, "transport": chosen(transport)}
+        return connect(self.daemon.endpoint, model=self.name, **given, **options)
 
     @property
     def frozen(self) -> torch.nn.Parameter:
@@ -67,9 +88,21 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def publish(self, step: int) -> Handle:
-        handle = self.publisher.publish(step)
-        handle.wait_ready(60)
-        return handle
+        return settled(self.daemon, self.publisher.publish(step))
+
+
+def chosen(way: str) -> str:
+    """The `transport` of `connect` for a way."""
+    return "auto" if way == "node" else way
+
+
+def settled(daemon: Daemon, handle: Handle) -> Handle:
+    """A version that is READY, and whose frozen files its home has kept and reported."""
+    handle.wait_ready(60)
+    if (home := HOMES.get(daemon.endpoint)) is not None:
+        wait_until(lambda: any("frozen_files_kept" in line and handle.name in line for line in home.log.read_text().splitlines()))
+        time.sleep(1)
+    return handle
 
 
 def received(daemon: Daemon) -> dict[str, int]:
@@ -106,7 +139,8 @@ def shared(daemon: Daemon, one: Handle, other: Handle) -> set[str]:
 
 
 @pytest.mark.parametrize("transport", WAYS)
-def test_what_is_frozen_is_sent_once_and_both_versions_have_its_file(daemon: Daemon, transport: str, tmp_path: Path) -> None:
+def test_what_is_frozen_is_sent_once_and_both_versions_have_its_file(site: Daemon, transport: str, tmp_path: Path) -> None:
+    daemon = site
     trainer = Trainer(daemon, f"once-{transport}", transport=transport)
     with trainer.publisher:
         wanted = [trainer.train(1)]
@@ -125,7 +159,8 @@ def test_what_is_frozen_is_sent_once_and_both_versions_have_its_file(daemon: Dae
 
 
 @pytest.mark.parametrize("transport", WAYS)
-def test_a_frozen_tensor_that_changes_is_sent_and_alters_no_older_version(daemon: Daemon, transport: str, tmp_path: Path) -> None:
+def test_a_frozen_tensor_that_changes_is_sent_and_alters_no_older_version(site: Daemon, transport: str, tmp_path: Path) -> None:
+    daemon = site
     trainer = Trainer(daemon, f"thawed-{transport}", transport=transport)
     with trainer.publisher:
         before = trainer.train(1)
@@ -243,7 +278,8 @@ def test_the_store_counts_a_file_of_two_versions_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", WAYS)
-def test_of_several_ranks_each_leaves_out_what_it_knows(daemon: Daemon, transport: str, tmp_path: Path) -> None:
+def test_of_several_ranks_each_leaves_out_what_it_knows(site: Daemon, transport: str, tmp_path: Path) -> None:
+    daemon = site
     config = tiny_hf.tiny_config("qwen3_vl")
     (tmp_path / "base").mkdir()
     checkpoint = tiny_hf.load_checkpoint(tiny_hf.save_checkpoint(tmp_path / "base", config, seed=1))
@@ -256,13 +292,12 @@ def test_of_several_ranks_each_leaves_out_what_it_knows(daemon: Daemon, transpor
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_("embedding" not in name)
         name = f"ranks-{transport}"
-        publishers.append(connect(daemon.endpoint, model=name, job="job", rank=rank, world_size=4, transport=transport))
+        publishers.append(connect(daemon.endpoint, model=name, job="job", rank=rank, world_size=4, transport=chosen(transport)))
         publishers[-1].attach(chunks[-1], config, frozen=tmp_path / "base", wait=False)
 
     def publish(step: int) -> Handle:
         handle, *_ = [publisher.publish(step) for publisher in publishers]
-        handle.wait_ready(60)
-        return handle
+        return settled(daemon, handle)
 
     embedding = next(name for name in checkpoint if "embed_tokens" in name)
     still = [*tower_shapes(config), embedding]

@@ -58,7 +58,19 @@ def table(pairs: list[tuple[int, int]], elements: list[int], plus: list[float]) 
     offset = 100 * np.arange(n)
     locals_ = ("s",), ("t",)
     return Copies(
-        *locals_, source, target, zero, zero, offset, offset + 1, counts, strides, strides + 1, zero + 4, np.array(plus)
+        *locals_,
+        source,
+        target,
+        zero,
+        zero,
+        offset,
+        offset + 1,
+        counts,
+        strides,
+        strides + 1,
+        zero + 4,
+        np.array(plus),
+        np.zeros(n, np.bool_),
     )
 
 

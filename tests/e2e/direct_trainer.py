@@ -20,13 +20,13 @@ from demo import trainer
 # isort: split
 import torch
 import torch.distributed as dist
-from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.direct.transfer import Seconds, Transfer
+from resharder.client.gpu.box_digests import BoxDigests
 from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.quantization.layout import SCALES
 
 SLEEP = 35.0  # seconds: beyond what the daemon of these tests allows a transfer
-_plain_run, _plain_digests = Transfer.run, SentDigests.digests
+_plain_run, _plain_digests = Transfer.run, BoxDigests.digests
 _plain_deliver = SharedMemory.deliver
 _next = ""
 _held: list[Callable[[], None]] = []
@@ -88,9 +88,9 @@ def reseed(publisher: Any, chunks: Any, config: Any, step: int, seed: int) -> di
     return {}
 
 
-def differing(self: SentDigests, tensors: Any) -> list[int]:
+def differing(self: BoxDigests, tensors: Any) -> list[int]:
     """Return other digests once, as of weights that have changed since they were sent."""
-    SentDigests.digests = _plain_digests  # type: ignore[method-assign]
+    BoxDigests.digests = _plain_digests  # type: ignore[method-assign]
     return [one ^ 1 for one in _plain_digests(self, tensors)]
 
 
@@ -105,7 +105,7 @@ def run(self: Transfer, *arguments: Any, **options: Any) -> Seconds:
         scales = self._sources[SCALES]
         scales[:1] = 1e-3 if what == "old scale" else scales[1:2].clone()
     if what == "digests":
-        SentDigests.digests = differing  # type: ignore[method-assign]
+        BoxDigests.digests = differing  # type: ignore[method-assign]
     if what == "change":
         for source in self._sources.values():
             with torch.no_grad():

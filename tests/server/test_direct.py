@@ -439,3 +439,77 @@ def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
         with pytest.raises(FailedPrecondition) as ended:
             future.result(LONG)
         assert ended.value.reason == "NOT_OFFERED"
+
+
+def pair(rank: int, *, rows: bool) -> Pieces[int]:
+    """Half of the rows, or of the columns, of two tensors of the shape of VALUES."""
+    box = (Range(rank * 4, 4), Range(0, 4)) if rows else (Range(0, 8), Range(rank * 2, 2))
+    specs = {name: TensorSpec(name, "BF16", (8, 4)) for name in ("still", "trained")}
+    pieces = tuple(Piece(name, box, name, 0, (box[1].count, 1)) for name in specs)
+    return pack({rank: Layout(specs, pieces)})
+
+
+def with_frozen(
+    site: Site, *frozen: set[str], keeps: tuple[bool, bool] = (True, True)
+) -> tuple[str, list[Rank], tuple[str, ...]]:
+    """The group of ranks, each of which calls some tensors frozen, their offers, and the tensors that the group may leave out."""
+    site.declare("left")
+    for rank in range(2):
+        site.direct.declare(site.rank(rank), "memory", pair(rank, rows=True), frozen=frozen[rank])
+        site.direct.declare(site.worker("left", rank), "columns", pair(rank, rows=False), keeps=keeps[rank])
+    ranks = site.offer()
+    joins = [site.begin(site.direct.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
+    (link, _) = [rank.task().link for rank in ranks]  # type: ignore[union-attr]
+    assert link is not None
+    return joins[0].result(LONG).group, ranks, link.frozen  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "keeps", "left_out"),
+    [
+        ([{"still"}, {"still"}], (True, True), ("still",)),
+        ([{"still"}, set()], (True, True), ()),
+        ([{"still"}, {"still"}], (True, False), ()),
+    ],
+    ids=["all", "one rank expects a change", "one worker is of an earlier release"],
+)
+def test_what_all_ranks_call_frozen_may_be_left_out_by_workers_that_can(
+    site: Site, frozen: list[set[str]], keeps: tuple[bool, bool], left_out: tuple[str, ...]
+) -> None:
+    assert with_frozen(site, *frozen, keeps=keeps)[2] == left_out
+
+
+def test_workers_hear_before_the_pause_what_frozen_boxes_are_and_leave_them_out_if_all_have_them(site: Site) -> None:
+    group, ranks, _ = with_frozen(site, {"still"}, {"still"})
+    asked = [site.begin(announce, site, group, rank, 1) for rank in range(2)]
+    assert [future.result(LONG) for future in asked] == [[], []]
+    asked = [site.begin(lambda *a: site.direct.digests(*a, frozen=True), site.worker("left", i), group, 1) for i in range(2)]
+    for rank in ranks:
+        first, task = rank.task("UPLOADING"), rank.task("UPLOADING")
+        assert first is not None
+        assert task is not None
+        assert (first.frozen, first.during_transfer, task.frozen, task.sent) == (False, True, True, None)
+        sent = first.sent
+        assert sent is not None
+        still = [i for i in range(len(sent)) if sent.specs[sent.tensor[i]].name == "still"]
+        boxes = [sent.boxes.box(i, 2) for i in still]
+        found = [digest(VALUES[box_index(box)], box, VALUES.shape) for box in boxes]
+        site.direct.report(rank.member, group, 1, found, frozen=True)
+    boxes = [(Range(0, 8), Range(worker * 2, 2)) for worker in range(2)]
+    assert [future.result(LONG) for future in asked] == [[digest(VALUES[box_index(box)], box, VALUES.shape)] for box in boxes]
+
+    def begin(install: str, *kept: bool) -> list[object]:
+        workers = [site.worker("left", i) for i in range(2)]
+        starts = [
+            site.begin(lambda *a, k=k: site.direct.start(*a, kept=k), worker, group, install)
+            for worker, k in zip(workers, kept, strict=True)
+        ]
+        answers = [future.result(LONG) for future in starts]
+        tasks = [rank.task("UPLOADING") for rank in ranks]
+        for member in (*workers, *(rank.member for rank in ranks)):
+            site.finish(member, group)
+        return [*answers, *(task.kept for task in tasks if task)]
+
+    assert begin("i-1", True, True) == [True] * 4
+    assert begin("i-2", True, False) == [False] * 4
+    assert begin("i-3", True, True) == [True] * 4

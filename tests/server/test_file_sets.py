@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, lay_out
 from resharder.server.holding import file_proofs, set_pool
 from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, begin_proof
-from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, boxes_of_file_to_proto
 from resharder.server.holding.transfers import FetchFailed, ReceivedBytes
 from resharder.server.infra.filesystem import unused_elsewhere
 from resharder.server.node.box_gathering import BoxGatherer
@@ -33,6 +33,7 @@ from tests.support.publishing import random_weights
 SPECS = [TensorSpec("a", "BF16", (3000, 1024)), TensorSpec("b", "F32", (64,)), TensorSpec("elsewhere", "BF16", (64, 64))]
 FILES = lay_out(SPECS, homes={"elsewhere": "another"})
 OWN = tuple(file for file in FILES if "a" in file.by_name)
+OTHERS = [(placed.spec.name, placed.spec.shape) for file in OWN for placed in file.tensors if placed.spec.name != "a"]
 PUBLISHER, VERSION = "models/policy/publishers/1", "models/policy/versions/1"
 State = node_pb2.FileSetOrder.State
 read_part = file_proofs._read_part
@@ -44,9 +45,10 @@ class Daemon:
 
     def __init__(self) -> None:
         self.proofs: list[tuple[str, str, dict[str, FileProof]]] = []
+        self.frozen = frozenset[str]()
 
     def reserved_files(self, publisher: str, reservation: str, node: str) -> FilesOnNode:
-        return FilesOnNode(OWN)
+        return FilesOnNode(OWN, frozen=self.frozen)
 
     def put_proof(
         self, version: str, node: str, instance: str, set: str, problem: str, files: dict[str, FileProof], unreachable: str
@@ -342,3 +344,70 @@ def test_boxes_of_a_version_that_has_ended_are_waited_for_no_longer(site: Site, 
     wait_until(lambda: set not in site.reported() or not site._busy(set))
     site.follow((set, State.ENDED))
     wait_until(lambda: len(site.reported()) == 1 and set not in site.reported(), "its files are used again")
+
+
+NEXT = "models/policy/versions/2"
+HALF = (Range(0, 1500), Range(0, 1024))
+
+
+@pytest.mark.parametrize("left", ["a whole file", "boxes", "nothing"])
+def test_what_ranks_leave_as_it_was_is_that_of_the_version_before_which_stays_as_it_is(site: Site, left: str) -> None:
+    site.daemon.frozen = frozenset({OWN[0].path})
+    before = site.ready()
+    content = (before / OWN[0].path).read_bytes()
+    wait_until(lambda: site.sets.report()[0].base == VERSION)
+    wait_until(lambda: site.copies.drop(VERSION), "the node keeps the file, and not the version")
+    wait_until(lambda: bool(site.sets.report()[0].sets))
+    (found, *_) = site.sets.report()[0].sets
+    folder = Path(found.folder)
+    boxes = {"a whole file": [], "boxes": [("a", HALF), *[(name, full_box(shape)) for name, shape in OTHERS]]}.get(left)
+    if left != "a whole file":
+        with MappedFiles(folder, OWN, writable=True) as maps:
+            rows = slice(1500 if left == "boxes" else 0, 3000)
+            maps.arrays["a"][rows] = WEIGHTS["a"][rows] ^ 1
+            for name, _ in OTHERS if left == "nothing" else ():
+                maps.arrays[name][...] = WEIGHTS[name]
+    unchanged = [boxes_of_file_to_proto(GatheredBoxes(OWN[0].path, "", tuple(boxes)))] if boxes is not None else []
+    for state in (State.UPLOADING, State.VERIFYING):
+        order = node_pb2.FileSetOrder(
+            id=found.id, version=NEXT, state=state, base=VERSION, unchanged=unchanged if state == State.VERIFYING else ()
+        )
+        site.sets.follow([node_pb2.ReservationOrder(id="r", publisher=PUBLISHER, sets=[order])], drained=False)
+    wait_until(lambda: site.daemon.proofs[-1][0] == found.id)
+    _, problem, proofs = site.daemon.proofs[-1]
+    assert not problem
+    expected = WEIGHTS["a"].copy()
+    rows = {"a whole file": slice(0, 0), "boxes": slice(1500, 3000), "nothing": slice(0, 3000)}[left]
+    expected[rows] ^= 1
+    assert proofs[OWN[0].path].digests[list(OWN[0].by_name).index("a")] == digest(expected, full_box((3000, 1024)), (3000, 1024))
+    kept = next(path for path in site.root.glob(f"sets/*/{OWN[0].path}") if path.read_bytes() == content)
+    assert ((folder / OWN[0].path).stat().st_ino == kept.stat().st_ino) == (left == "a whole file")
+
+
+def test_a_set_whose_version_before_is_gone_is_reported_and_never_proven(site: Site) -> None:
+    site.daemon.frozen = frozenset({OWN[0].path})
+    site.ready()
+    wait_until(lambda: site.sets.report()[0].base == VERSION and bool(site.sets.report()[0].sets))
+    (found, *_) = site.sets.report()[0].sets
+    unchanged = [boxes_of_file_to_proto(GatheredBoxes(OWN[0].path, "", ()))]
+    order = node_pb2.FileSetOrder(
+        id=found.id, version=NEXT, state=State.VERIFYING, base="models/policy/versions/0", unchanged=unchanged
+    )
+    site.sets.follow([node_pb2.ReservationOrder(id="r", publisher=PUBLISHER, sets=[order])], drained=False)
+    wait_until(lambda: site.daemon.proofs[-1][0] == found.id)
+    _, problem, proofs = site.daemon.proofs[-1]
+    assert (proofs, "the frozen files of models/policy/versions/0 are gone" in problem) == ({}, True), problem
+
+
+def test_the_files_of_a_set_that_another_version_has_too_are_not_used_again(site: Site) -> None:
+    site.daemon.frozen = frozenset({OWN[0].path})
+    before = site.ready()
+    number, content = (before / OWN[0].path).stat().st_ino, (before / OWN[0].path).read_bytes()
+    with (before / OWN[0].path).open("rb") as opened:
+        wait_until(lambda: site.sets.report()[0].base == VERSION)
+        assert site.copies.drop(VERSION), "who reads it, keeps it"
+        wait_until(lambda: len(site.sets.report()[0].sets) >= 1)
+        for folder in site.reported().values():
+            assert (folder / OWN[0].path).stat().st_ino != number
+            write(folder)
+        assert opened.read() == content

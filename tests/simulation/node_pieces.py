@@ -61,13 +61,19 @@ class NodePieces:
                 self.counts["pieces fetched before READY"] += 1
 
     def _take(self, store: Store, record: VersionRecord) -> MissingPieces:
-        """Move pieces of a verified version to the node, and leave other bytes in their places, as recycled files have."""
+        """Move pieces of a verified version to the node, and leave other bytes in their places, as recycled files have.
+
+        The store has all of a file that another version has too.
+        """
         folder, layouts = str(store.folder.path(record)), store.lifecycle.layouts(record)
         inodes = {layout.path: self._medium.files.find(f"{folder}/{layout.path}") for layout in layouts}
         content = {path: bytes(inode.data) for path, inode in inodes.items()}
         self.held[record.number] = content
         numbering = number_pieces(layouts)
-        lacks = [piece for piece in range(numbering.count) if self._random.random() < 0.6]
+        shared = {path for path, inode in inodes.items() if self._medium.files.links(inode) > 1}
+        own = [piece for piece in range(numbering.count) if numbering.span(piece).file not in shared]
+        lacks = [piece for piece in own if self._random.random() < 0.6]
+        self.counts["files of nodes that versions share"] += len(shared)
         headers = {layout.path: len(layout.header) for layout in layouts}
         for piece in lacks:
             span = numbering.span(piece)

@@ -53,8 +53,7 @@ class _Site:
         self.medium = Medium(self.files, self.schedule, plan)
         self.reference = Reference(self.medium)
         self.is_small = random.random() < _SMALL
-        models = [model for model in MODELS if not (partial and model.frozen)]  # a node may have pieces of any file
-        self.model = MODELS[0] if self.is_small and random.random() < 0.5 else random.choice(models)
+        self.model = MODELS[0] if self.is_small and random.random() < 0.5 else random.choice(MODELS)
         self.network = _network(random)
         shared = random.random() < 0.7
         most = 100 if self.is_small else random.choice((100, 300, 700))

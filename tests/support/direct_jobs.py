@@ -33,11 +33,14 @@ class Job:
         config: dict[str, Any],
         left_out: Collection[str] = (),
         added: str = "",
+        frozen: Collection[str] = (),
         **options: Any,
     ) -> None:
-        self._left_out, self._added = left_out, added
+        self._left_out, self._added, self._frozen = left_out, added, frozen
         self._model = torch.nn.Module()
         self.exchange(0)
+        for name in frozen:
+            self._model.get_parameter(name).requires_grad_(False)
         self._publisher: Publisher = connect(
             endpoint, **{"model": "policy", "job": job, "rank": 0, "world_size": 1, "direct_wait": 60, **options}
         )
@@ -107,7 +110,17 @@ class Job:
 
     def _change(self, step: int) -> None:
         for name, tensor in self._weights(step).items():
-            self._model.get_parameter(name).data.copy_(tensor)
+            if name not in self._frozen:
+                self._model.get_parameter(name).data.copy_(tensor)
+
+    def alter(self, name: str) -> None:
+        """Change a frozen parameter."""
+        self._model.get_parameter(name).data.view(-1)[-1] += 1
+
+    def memory(self) -> tuple[str, dict[str, int]]:
+        """Fingerprint of the model's memory, and the bytes of each parameter."""
+        found = dict(self._model.named_parameters())
+        return fingerprint(found.items()), {name: each.nbytes for name, each in found.items()}
 
     def exchange(self, step: int) -> None:
         for name, tensor in self._weights(step).items():

@@ -34,7 +34,7 @@ class MemoryLayout(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., locals: _Optional[_Iterable[str]] = ..., dimensions: _Optional[int] = ..., tensor: _Optional[bytes] = ..., local: _Optional[bytes] = ..., start: _Optional[bytes] = ..., count: _Optional[bytes] = ..., step: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., strides: _Optional[bytes] = ..., plus: _Optional[bytes] = ...) -> None: ...
 
 class DirectCopies(_message.Message):
-    __slots__ = ("source_locals", "target_locals", "dimensions", "source", "target", "source_local", "target_local", "source_offset", "target_offset", "counts", "source_strides", "target_strides", "item", "plus")
+    __slots__ = ("source_locals", "target_locals", "dimensions", "source", "target", "source_local", "target_local", "source_offset", "target_offset", "counts", "source_strides", "target_strides", "item", "plus", "frozen")
     SOURCE_LOCALS_FIELD_NUMBER: _ClassVar[int]
     TARGET_LOCALS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class DirectCopies(_message.Message):
     TARGET_STRIDES_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     PLUS_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     source_locals: _containers.RepeatedScalarFieldContainer[str]
     target_locals: _containers.RepeatedScalarFieldContainer[str]
     dimensions: int
@@ -63,7 +64,8 @@ class DirectCopies(_message.Message):
     target_strides: bytes
     item: bytes
     plus: bytes
-    def __init__(self, source_locals: _Optional[_Iterable[str]] = ..., target_locals: _Optional[_Iterable[str]] = ..., dimensions: _Optional[int] = ..., source: _Optional[bytes] = ..., target: _Optional[bytes] = ..., source_local: _Optional[bytes] = ..., target_local: _Optional[bytes] = ..., source_offset: _Optional[bytes] = ..., target_offset: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., source_strides: _Optional[bytes] = ..., target_strides: _Optional[bytes] = ..., item: _Optional[bytes] = ..., plus: _Optional[bytes] = ...) -> None: ...
+    frozen: bytes
+    def __init__(self, source_locals: _Optional[_Iterable[str]] = ..., target_locals: _Optional[_Iterable[str]] = ..., dimensions: _Optional[int] = ..., source: _Optional[bytes] = ..., target: _Optional[bytes] = ..., source_local: _Optional[bytes] = ..., target_local: _Optional[bytes] = ..., source_offset: _Optional[bytes] = ..., target_offset: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., source_strides: _Optional[bytes] = ..., target_strides: _Optional[bytes] = ..., item: _Optional[bytes] = ..., plus: _Optional[bytes] = ..., frozen: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("owner", "rank", "process")
@@ -76,16 +78,20 @@ class Member(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
 
 class DeclareMemoryRequest(_message.Message):
-    __slots__ = ("member", "fingerprint", "layout", "host")
+    __slots__ = ("member", "fingerprint", "layout", "host", "frozen", "keeps")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     member: Member
     fingerprint: str
     layout: MemoryLayout
     host: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[_Union[MemoryLayout, _Mapping]] = ..., host: _Optional[str] = ...) -> None: ...
+    frozen: _containers.RepeatedScalarFieldContainer[int]
+    keeps: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[_Union[MemoryLayout, _Mapping]] = ..., host: _Optional[str] = ..., frozen: _Optional[_Iterable[int]] = ..., keeps: bool = ...) -> None: ...
 
 class DeclareMemoryResponse(_message.Message):
     __slots__ = ()
@@ -112,7 +118,7 @@ class OfferVersionRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., servers_sleep: bool = ..., ahead_only: bool = ..., host: _Optional[str] = ..., elsewhere: bool = ...) -> None: ...
 
 class DirectTask(_message.Message):
-    __slots__ = ("kind", "group", "link", "sent", "during_transfer")
+    __slots__ = ("kind", "group", "link", "sent", "during_transfer", "frozen", "kept")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[DirectTask.Kind]
@@ -130,15 +136,19 @@ class DirectTask(_message.Message):
     LINK_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     DURING_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     kind: DirectTask.Kind
     group: str
     link: DirectLink
     sent: MemoryLayout
     during_transfer: bool
-    def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ..., during_transfer: bool = ...) -> None: ...
+    frozen: bool
+    kept: bool
+    def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ..., during_transfer: bool = ..., frozen: bool = ..., kept: bool = ...) -> None: ...
 
 class DirectLink(_message.Message):
-    __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds", "nixl", "trial")
+    __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds", "nixl", "trial", "frozen")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +159,7 @@ class DirectLink(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     size: int
@@ -159,7 +170,8 @@ class DirectLink(_message.Message):
     seconds: float
     nixl: bool
     trial: bool
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., copies: _Optional[_Union[DirectCopies, _Mapping]] = ..., most_peers: _Optional[int] = ..., most_made: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., nixl: bool = ..., trial: bool = ...) -> None: ...
+    frozen: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., copies: _Optional[_Union[DirectCopies, _Mapping]] = ..., most_peers: _Optional[int] = ..., most_made: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., nixl: bool = ..., trial: bool = ..., frozen: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JoinTransferRequest(_message.Message):
     __slots__ = ("member", "version", "install", "memory", "group")
@@ -188,18 +200,22 @@ class MeetRanksRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., memory: _Optional[str] = ..., group: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TransferRequest(_message.Message):
-    __slots__ = ("member", "group", "install")
+    __slots__ = ("member", "group", "install", "kept")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     INSTALL_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     member: Member
     group: str
     install: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., install: _Optional[str] = ...) -> None: ...
+    kept: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., install: _Optional[str] = ..., kept: bool = ...) -> None: ...
 
 class StartTransferResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("kept",)
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    kept: bool
+    def __init__(self, kept: bool = ...) -> None: ...
 
 class FinishTransferRequest(_message.Message):
     __slots__ = ("member", "group", "ok", "error", "seconds", "size_bytes")
@@ -222,32 +238,36 @@ class FinishTransferResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PutDigestsRequest(_message.Message):
-    __slots__ = ("member", "group", "version", "digests")
+    __slots__ = ("member", "group", "version", "digests", "frozen")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     member: Member
     group: str
     version: str
     digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    frozen: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ..., digests: _Optional[_Iterable[int]] = ..., frozen: bool = ...) -> None: ...
 
 class PutDigestsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetDigestsRequest(_message.Message):
-    __slots__ = ("member", "group", "version", "during_transfer")
+    __slots__ = ("member", "group", "version", "during_transfer", "frozen")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DURING_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     member: Member
     group: str
     version: str
     during_transfer: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ..., during_transfer: bool = ...) -> None: ...
+    frozen: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ..., during_transfer: bool = ..., frozen: bool = ...) -> None: ...
 
 class ReportedDigests(_message.Message):
     __slots__ = ("digests", "fingerprint", "config", "tensors")

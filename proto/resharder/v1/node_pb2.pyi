@@ -58,14 +58,16 @@ class SyncNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_daemon_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ..., certificate: _Optional[str] = ..., reservations: _Optional[_Iterable[_Union[NodeReservation, _Mapping]]] = ..., ending: bool = ..., gathers: bool = ..., keeps_snapshots: bool = ..., snapshots: _Optional[_Iterable[_Union[SnapshotRevision, _Mapping]]] = ...) -> None: ...
 
 class NodeReservation(_message.Message):
-    __slots__ = ("id", "sets", "problem")
+    __slots__ = ("id", "sets", "problem", "base")
     ID_FIELD_NUMBER: _ClassVar[int]
     SETS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     id: str
     sets: _containers.RepeatedCompositeFieldContainer[FileSet]
     problem: str
-    def __init__(self, id: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSet, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    base: str
+    def __init__(self, id: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSet, _Mapping]]] = ..., problem: _Optional[str] = ..., base: _Optional[str] = ...) -> None: ...
 
 class FileSet(_message.Message):
     __slots__ = ("id", "folder")
@@ -124,7 +126,7 @@ class ReservationOrder(_message.Message):
     def __init__(self, id: _Optional[str] = ..., publisher: _Optional[str] = ..., sets: _Optional[_Iterable[_Union[FileSetOrder, _Mapping]]] = ..., readers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FileSetOrder(_message.Message):
-    __slots__ = ("id", "version", "state", "closed", "gathers", "sources")
+    __slots__ = ("id", "version", "state", "closed", "gathers", "sources", "base", "unchanged")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[FileSetOrder.State]
@@ -143,13 +145,17 @@ class FileSetOrder(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     GATHERS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     id: str
     version: str
     state: FileSetOrder.State
     closed: _containers.RepeatedScalarFieldContainer[str]
     gathers: bool
     sources: _containers.RepeatedCompositeFieldContainer[PartSource]
-    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ..., closed: _Optional[_Iterable[str]] = ..., gathers: bool = ..., sources: _Optional[_Iterable[_Union[PartSource, _Mapping]]] = ...) -> None: ...
+    base: str
+    unchanged: _containers.RepeatedCompositeFieldContainer[GatheredBoxes]
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[FileSetOrder.State, str]] = ..., closed: _Optional[_Iterable[str]] = ..., gathers: bool = ..., sources: _Optional[_Iterable[_Union[PartSource, _Mapping]]] = ..., base: _Optional[str] = ..., unchanged: _Optional[_Iterable[_Union[GatheredBoxes, _Mapping]]] = ...) -> None: ...
 
 class PartSource(_message.Message):
     __slots__ = ("node", "data_address")
@@ -252,14 +258,16 @@ class GetReservedFilesRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., reservation: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ReservedFiles(_message.Message):
-    __slots__ = ("files", "parts", "gathered")
+    __slots__ = ("files", "parts", "gathered", "frozen")
     FILES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     GATHERED_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     files: _containers.RepeatedCompositeFieldContainer[ReservedFile]
     parts: _containers.RepeatedCompositeFieldContainer[ReservedFile]
     gathered: _containers.RepeatedCompositeFieldContainer[GatheredBoxes]
-    def __init__(self, files: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ..., gathered: _Optional[_Iterable[_Union[GatheredBoxes, _Mapping]]] = ...) -> None: ...
+    frozen: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, files: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[ReservedFile, _Mapping]]] = ..., gathered: _Optional[_Iterable[_Union[GatheredBoxes, _Mapping]]] = ..., frozen: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GatheredBoxes(_message.Message):
     __slots__ = ("path", "node", "tensors", "boxes")

@@ -268,14 +268,16 @@ class Version(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ..., skipped: bool = ..., homes: _Optional[_Iterable[_Union[VersionHome, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., base: _Optional[str] = ..., base_version: _Optional[int] = ..., frozen_from: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
 
 class VersionHome(_message.Message):
-    __slots__ = ("node", "folder", "gathers")
+    __slots__ = ("node", "folder", "gathers", "shares")
     NODE_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     GATHERS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     node: str
     folder: str
     gathers: bool
-    def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ..., gathers: bool = ...) -> None: ...
+    shares: bool
+    def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ..., gathers: bool = ..., shares: bool = ...) -> None: ...
 
 class VersionTarget(_message.Message):
     __slots__ = ("kind", "version", "every_seconds")

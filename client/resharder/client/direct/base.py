@@ -75,6 +75,9 @@ class DirectGroup(Protocol):
         Both sides of a pair must post their messages in the same order. Raises DirectFailed.
         """
 
+    def skip(self, rounds: Sequence[Exchange]) -> None:
+        """Leave out some of the rounds for which `prepare` was called, as all peers do."""
+
     def release(self) -> None:
         """Hold no memory of messages until the next `prepare`, between transfers: it may be freed."""
 
@@ -124,6 +127,11 @@ class JoinedGroup(DirectGroup):
         if sum(len(part[1]) + len(part[2]) for part in parts) < len(sends) + len(receives):
             raise DirectFailed(f"rank {self.rank}: got messages of ranks that are in no group of {sorted(self._peers)}")
         return _JoinedPending([group.post(out, into, deadline) for group, out, into in parts])
+
+    def skip(self, rounds: Sequence[Exchange]) -> None:
+        """Leave rounds out in each group."""
+        for group, peers in self._groups.items() if rounds else ():
+            group.skip([(_of(sends, peers), _of(receives, peers)) for sends, receives in rounds])
 
     @property
     def _peers(self) -> set[int]:

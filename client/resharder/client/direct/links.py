@@ -65,6 +65,8 @@ class TransferLink:
             DirectFailed: Members are missing, or this process cannot join.
         """
         self.id, self.seconds, self._channel = message.group, message.seconds, channel
+        self.frozen = frozenset(message.frozen)
+        """HF tensors that all ranks call frozen, if a transfer may leave them out."""
         store = DaemonStore(channel, message.group)
         groups: dict[DirectGroup, set[int]] = {}
         pairs = PeerPairs()
@@ -105,6 +107,11 @@ class TransferLink:
         return self._transfer.received
 
     @property
+    def frozen_size(self) -> int:
+        """Bytes of `frozen` among them."""
+        return self._transfer.frozen_size
+
+    @property
     def path(self) -> str:
         """Kinds of links to its peers: `peer-memory`, `nixl`, `nccl` or `gloo`, joined by `+`."""
         return self._transfer.path
@@ -121,9 +128,11 @@ class TransferLink:
         """Number of the last arrival into each target tensor, by its name."""
         return self._transfer.complete
 
-    def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
+    def run(
+        self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None, *, kept: bool = False
+    ) -> Seconds:
         """Run a transfer, as `Transfer.run`. Raises DirectFailed; the link is then unusable."""
-        return self._transfer.run(self.seconds, follower, meanwhile)
+        return self._transfer.run(self.seconds, follower, meanwhile, kept=kept)
 
     def watched(self) -> AbstractContextManager[None]:
         """Make a transfer inside the context fail as soon as the daemon ends the group, as when a rank's stream has ended.

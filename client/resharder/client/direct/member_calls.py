@@ -1,5 +1,7 @@
 """Calls to the daemon that ranks and workers of servers share, as members of a group."""
 
+from collections.abc import Sequence
+
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
@@ -24,11 +26,27 @@ def finish(channel: Channel, member: direct_pb2.Member, group: str, error: str =
 
 
 def declare(
-    channel: Channel, member: direct_pb2.Member, fingerprint: str, layout: direct_pb2.MemoryLayout, host: str = ""
+    channel: Channel,
+    member: direct_pb2.Member,
+    fingerprint: str,
+    layout: direct_pb2.MemoryLayout,
+    host: str = "",
+    *,
+    frozen: Sequence[int] = (),
+    keeps: bool = False,
 ) -> None:
     """Declare the layout of this member's memory, which replaces an earlier one. Raises ResharderError.
 
-    `host`: of a rank that offers its versions to linked servers on other hosts too.
+    Args:
+        channel: Channel to the daemon.
+        member: This process.
+        fingerprint: Hash of the layout.
+        layout: The layout.
+        host: Of a rank that offers its versions to linked servers on other hosts too.
+        frozen: Positions of the layout's tensors that a rank does not expect to change.
+        keeps: Whether this is a worker, which can receive a version without them.
     """
-    request = direct_pb2.DeclareMemoryRequest(member=member, fingerprint=fingerprint, layout=layout, host=host)
+    request = direct_pb2.DeclareMemoryRequest(
+        member=member, fingerprint=fingerprint, layout=layout, host=host, frozen=frozen, keeps=keeps
+    )
     channel.call(direct_pb2_grpc.DirectServiceStub(channel.grpc).DeclareMemory, request, timeout=120)

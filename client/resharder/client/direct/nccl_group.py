@@ -59,6 +59,9 @@ class NcclGroup:
     def prepare(self, rounds: Sequence[Exchange]) -> None:
         """Do nothing: messages are located when they are posted."""
 
+    def skip(self, rounds: Sequence[Exchange]) -> None:
+        """Do nothing: rounds have no numbers."""
+
     def release(self) -> None:
         """Do nothing: no memory is held between transfers."""
 

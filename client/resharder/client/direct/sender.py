@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.links import TransferLink, TransferLinks
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.direct.nixl_agent import SharedAgent
-from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.errors import ResharderError
+from resharder.client.gpu.box_digests import BoxDigests
 from resharder.client.gpu.streams import on_stream
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
@@ -105,10 +105,18 @@ class Sender:
     """Sender of one attached model. A failed transfer raises no error: servers then take the staged path.
 
     With `chooses`, versions are offered to the servers of this host, and to those elsewhere whose link is fast; without, to all.
+    `frozen` are HF tensors that the rank does not expect to change.
     """
 
     def __init__(
-        self, channel: Channel, rank: int, layout: Layout, tensors: Mapping[str, torch.Tensor], *, chooses: bool = False
+        self,
+        channel: Channel,
+        rank: int,
+        layout: Layout,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        chooses: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
         self._host = host_identity() if chooses else ""
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
@@ -116,7 +124,9 @@ class Sender:
         self._layout = layout_to_proto(pack({rank: layout}))
         self._links, self._nixl = TransferLinks(tensors, self._device), SharedAgent(self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
-        self._sent: dict[str, SentDigests] = {}  # by group, from its first DIGEST task on
+        self._frozen = [number for number, spec in enumerate(self._layout.tensors) if spec.name in frozen]
+        self._sent: dict[str, BoxDigests] = {}  # by group, from its first DIGEST task on
+        self._still: dict[str, BoxDigests] = {}  # of frozen boxes alone
         self._due: set[str] = set()  # groups whose digests are due with the next transfer
         self._hold, self._offered_at = Hold(), 0.0
         self._took: dict[str, float] = {}  # seconds until groups on this device had the last version, ahead of READY
@@ -127,7 +137,7 @@ class Sender:
     def declare(self, publisher: str) -> None:
         """Declare the layout. Raises ResharderError."""
         failpoint("sender.declare")
-        declare(self._channel, self._member(publisher), self._memory, self._layout, self._host)
+        declare(self._channel, self._member(publisher), self._memory, self._layout, self._host, frozen=self._frozen)
 
     def offer(
         self,
@@ -202,7 +212,7 @@ class Sender:
                     case direct_pb2.DirectTask.LINK:
                         self._meet(request.member, task.link)
                     case direct_pb2.DirectTask.RUN:
-                        self._run(request, task.group)
+                        self._run(request, task.group, kept=task.kept)
                     case direct_pb2.DirectTask.DROP:
                         self._drop(task.group)
                     case direct_pb2.DirectTask.DIGEST:
@@ -222,7 +232,7 @@ class Sender:
                 self._buffers = torch.empty(size, dtype=torch.uint8, device=self._device)
             return self._buffers
 
-    def _run(self, request: direct_pb2.OfferVersionRequest, group: str) -> None:
+    def _run(self, request: direct_pb2.OfferVersionRequest, group: str, *, kept: bool) -> None:
         """Send over a group. Digests that are due are computed and reported once all boxes are posted."""
         ahead = group in self._due
         self._due.discard(group)
@@ -230,7 +240,7 @@ class Sender:
             failpoint("sender.run")
             link = self._links.get(group)
             with DRIVER_LOCK.priority():  # over the delivery, which continues
-                took = link.run(meanwhile=partial(self._report, request, group) if ahead else None)
+                took = link.run(meanwhile=partial(self._report, request, group) if ahead else None, kept=kept)
         except DirectFailed as error:
             self._failed(request.member, group, error)
             return
@@ -243,10 +253,14 @@ class Sender:
     def _digest(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
         try:
             if task.HasField("sent"):
-                self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
+                self._sent[task.group] = BoxDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
                 raise DirectFailed(f"rank {self._rank}: the first DIGEST task of group {task.group} has no boxes")
-            if task.during_transfer:
+            if task.frozen:
+                if task.group not in self._still:
+                    self._still[task.group] = self._sent[task.group].of(self._links.get(task.group).frozen)
+                self._report(request, task.group, frozen=True)
+            elif task.during_transfer:
                 self._sent[task.group].prepare(self._tensors)
                 self._due.add(task.group)
             else:
@@ -254,11 +268,19 @@ class Sender:
         except (DirectFailed, LayoutError) as error:
             self._failed(request.member, task.group, error)
 
-    def _report(self, request: direct_pb2.OfferVersionRequest, group: str) -> None:
-        """Compute the digests of the boxes that are sent over a group, and report them. Raises DirectFailed."""
+    def _report(self, request: direct_pb2.OfferVersionRequest, group: str, *, frozen: bool = False) -> None:
+        """Compute the digests of the boxes that are sent over a group, or of frozen ones alone, and report them.
+
+        Raises DirectFailed.
+        """
         failpoint("sender.digest")
-        digests = self._sent[group].digests(self._tensors)
-        put = direct_pb2.PutDigestsRequest(member=request.member, group=group, version=request.version, digests=digests)
+        try:
+            digests = (self._still if frozen else self._sent)[group].digests(self._tensors)
+        except LayoutError as error:
+            raise DirectFailed(str(error)) from error
+        put = direct_pb2.PutDigestsRequest(
+            member=request.member, group=group, version=request.version, digests=digests, frozen=frozen
+        )
         try:
             self._channel.call(direct_pb2_grpc.DirectServiceStub(self._channel.grpc).PutDigests, put, timeout=60, patience=0)
         except ResharderError as error:
@@ -274,6 +296,7 @@ class Sender:
 
     def _drop(self, group: str) -> None:
         self._sent.pop(group, None)
+        self._still.pop(group, None)
         self._due.discard(group)
         self._hold.end([group])
         self._links.drop(group)
@@ -285,6 +308,7 @@ class Sender:
     def close(self) -> None:
         """Drop all links, and the memory for packing."""
         self._sent.clear()
+        self._still.clear()
         self._links.close()
         self._nixl.close()
         self._buffers = None

@@ -92,6 +92,11 @@ class Transfer:
         return self.schedule.received + self._pairs.size
 
     @property
+    def frozen_size(self) -> int:
+        """Bytes of frozen boxes among them."""
+        return self.schedule.frozen_size + self._pairs.frozen_size
+
+    @property
     def complete(self) -> dict[str, int]:
         """Number of the last arrival into each target tensor, by its name. Reads arrive after all rounds."""
         first = len(self.schedule.rounds)
@@ -137,7 +142,14 @@ class Transfer:
                 unpacks.compile(source_base=slot.data_ptr())
         self._tables, self._pointers = (packs, unpacks, local), pointers
 
-    def run(self, timeout: float, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
+    def run(
+        self,
+        timeout: float,
+        follower: Follower | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        kept: bool = False,
+    ) -> Seconds:
         """Fill every target.
 
         Begins after the current stream's pending work. Sources must not change until it returns. Work that `follower` has begun
@@ -147,6 +159,7 @@ class Transfer:
             timeout: Bound in seconds.
             follower: Work on arrived data.
             meanwhile: Called after the last round has begun. The transfer fails if it raises DirectFailed.
+            kept: Leave out frozen boxes, as all processes of the group do now.
 
         Raises:
             DirectFailed: After `timeout` seconds, or when the group is aborted or loses a member; with `torn` if targets may
@@ -165,7 +178,7 @@ class Transfer:
             with self._pairs.reading(self._targets, started + timeout, self.group.check):
                 begun = True
                 try:
-                    self._rounds(started + timeout, follower, meanwhile)
+                    self._rounds(started + timeout, follower, meanwhile, kept=kept)
                 except BaseException:
                     self._copy.drain()
                     raise
@@ -198,7 +211,7 @@ class Transfer:
     def _fills(self) -> bool:
         return self.received > 0 or len(self.schedule.local.rows) > 0
 
-    def _rounds(self, deadline: float, follower: Follower | None, meanwhile: Callable[[], None] | None) -> None:
+    def _rounds(self, deadline: float, follower: Follower | None, meanwhile: Callable[[], None] | None, *, kept: bool) -> None:
         """Run the rounds.
 
         Round 0 needs no slots. Round `k` uses the slots of round `k - 2`: it packs after that round was sent, and receives
@@ -210,10 +223,11 @@ class Transfer:
                 follower.begin()
         with self._pack.work():
             local.run(0)
-        copied = [self._copy_round(number) for number in range(self._pairs.rounds)]
+        copied = [self._copy_round(number, kept=kept) for number in range(self._pairs.rounds)]
+        end = self.schedule.frozen_from if kept else len(self._exchanges)
         wire: list[Pending] = []
         unpacked: list[Mark] = []
-        for k, (sends, receives) in enumerate(self._exchanges):
+        for k, (sends, receives) in enumerate(self._exchanges[:end]):
             if k > _AHEAD:
                 wire[k - _AHEAD].wait(deadline)
             if k:
@@ -227,6 +241,7 @@ class Transfer:
                 wire.append(self.group.post(sends, receives, deadline))
             if k:
                 unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline, follower))
+        self.group.skip(self._exchanges[end:])
         if wire:
             self._unpack_round(len(wire) - 1, wire[-1], deadline, follower)
         for number, mark in enumerate(copied):
@@ -239,9 +254,9 @@ class Transfer:
             stream.drain()
         self._follow.join_current()
 
-    def _copy_round(self, number: int) -> Mark:
+    def _copy_round(self, number: int, *, kept: bool) -> Mark:
         with self._copy.work():
-            self._pairs.run(number)
+            self._pairs.run(number, kept=kept)
         return self._copy.mark()
 
     def _unpack_round(self, k: int, arrived: Pending, deadline: float, follower: Follower | None) -> Mark:

@@ -3,9 +3,11 @@
 Each pair of processes divides its bytes in the same way (`pairs`), from the copies alone. Round 0 has all bytes that are not
 packed, so that the link is busy from the start. In each later round, a pair moves at most `quota` bytes through slots. While
 one round is in transit, the next is packed and the last is unpacked, hence two slots on each side.
+
+Frozen boxes have rounds of their own after all others, so that a version can end before them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +60,8 @@ class Schedule:
     """Work of one rank.
 
     `packs` and `unpacks` are sorted by round. Sizes are in bytes. `pack_slot` and `unpack_slot` are the sizes of slots, of
-    which there are `SLOTS` each if there are enough rounds; `ready_size` is that of the one buffer of computed elements.
+    which there are `SLOTS` each if there are enough rounds; `ready_size` is that of the one buffer of computed elements. Rounds
+    from `frozen_from` on have the frozen boxes.
     """
 
     rank: int
@@ -72,6 +75,7 @@ class Schedule:
     pack_slot: int
     unpack_slot: int
     ready_size: int
+    frozen_from: int
 
     @property
     def staging(self) -> int:
@@ -104,6 +108,11 @@ class Schedule:
         """Bytes received from other ranks."""
         return sum(post.size for r in self.rounds for post in r.receives)
 
+    @property
+    def frozen_size(self) -> int:
+        """Bytes of frozen boxes received from other ranks."""
+        return sum(post.size for r in self.rounds[self.frozen_from :] for post in r.receives)
+
 
 def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
     """Return the bytes that each pair may move through a slot in a round.
@@ -133,6 +142,33 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
         direct_bytes: Shortest run, in bytes, that is not packed or not unpacked; the same on all ranks.
     """
     copies = copies.of(rank)
+    first, last = (_schedule(copies.take(copies.frozen == frozen), rank, quota, direct_bytes) for frozen in (False, True))
+    return _followed(first, last) if copies.frozen.any() else first
+
+
+def _followed(first: Schedule, last: Schedule) -> Schedule:
+    """Return two schedules as one, the rounds of which follow each other."""
+    shift = len(first.rounds)
+
+    def joined(one: Moves, other: Moves, by: int) -> Moves:
+        source_at = other.source_at + np.where(other.source == -2, first.ready_size, 0)
+        return _joined([one, other._replace(round=other.round + by, source_at=source_at)])
+
+    return replace(
+        first,
+        rounds=first.rounds + last.rounds,
+        packs=joined(first.packs, last.packs, shift),
+        unpacks=joined(first.unpacks, last.unpacks, shift),
+        local=joined(first.local, last.local, 0),
+        ready=first.ready + tuple(each._replace(at=each.at + first.ready_size) for each in last.ready),
+        pack_slot=max(first.pack_slot, last.pack_slot),
+        unpack_slot=max(first.unpack_slot, last.unpack_slot),
+        ready_size=first.ready_size + last.ready_size,
+        frozen_from=shift,
+    )
+
+
+def _schedule(copies: Copies, rank: int, quota: int, direct_bytes: int) -> Schedule:
     pairs = sorted({*zip(copies.source.tolist(), copies.target.tolist(), strict=True)})
     ready, ready_at = ready_of(copies, rank)
     rounds: dict[int, tuple[list[Post], list[Post]]] = {}
@@ -173,6 +209,7 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
         max(used[0].values(), default=0),
         max(used[1].values(), default=0),
         int(copies.made[copies.source == rank].sum()),
+        max(rounds, default=-1) + 1,
     )
 
 

@@ -160,6 +160,8 @@ class VersionHome:
     """Folder of the files on the node's host."""
     gathers: bool = False
     """Whether ranks write Assignment.gathered_boxes there too, which nodes fetch from each other."""
+    shares: bool = False
+    """Whether ranks may leave their boxes of frozen tensors there as they are in Version.frozen_from."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A daemon that restarts loses versions that were not READY. A delivery that gets 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from resharder.client.trainer.session import PublisherSession
 from resharder.client.trainer.unchanged import FrozenBoxes
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.host_buffers import digests_of
-from resharder.client.transport.selection import TransportSelector
+from resharder.client.transport.selection import TransportSelector, home_of
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.backoff import Backoff
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
@@ -67,14 +67,19 @@ Then = Callable[[Handle], None]
 
 
 def sender_of(
-    channel: Channel, rank: int, layout: "Layout", tensors: "Mapping[str, torch.Tensor]", direct_wait: float | None
+    channel: Channel,
+    rank: int,
+    layout: "Layout",
+    tensors: "Mapping[str, torch.Tensor]",
+    direct_wait: float | None,
+    frozen: Collection[str] = (),
 ) -> "Sender | None":
     """Return the sender of a rank's memory on the direct path; None if `direct_wait` is 0."""
     if direct_wait is not None and direct_wait <= 0:
         return None
     from resharder.client.direct.sender import Sender
 
-    return Sender(channel, rank, layout, tensors, chooses=direct_wait is None)
+    return Sender(channel, rank, layout, tensors, chooses=direct_wait is None, frozen=frozen)
 
 
 def transfer_copy() -> "TransferCopy":
@@ -390,8 +395,10 @@ class Delivery:
             if not slot.frozen_boxes:
                 return self._transports.select_for(version, slot, *reach).deliver(version, slot, items, releases), False
             assert isinstance(items, LiveItems)  # tensors that are given one by one are not declared as frozen
-            rest = self._transports.select_for(version, slot.parts.rest, *reach)
-            ways = self._transports.select(*reach, frozen=True), rest
+            home = home_of(version, slot)
+            parts = slot.parted(home.gathers if home is not None else None)
+            frozen = self._transports.select_for(version, parts.frozen, *reach, frozen=True)
+            ways = frozen, self._transports.select_for(version, parts.rest, *reach)
             return self._frozen.deliver(version, slot, items, ways, releases, releases.keep_frozen)
 
 

@@ -182,7 +182,8 @@ class Publisher:
             self._model, self._chunks = model, megatron_chunks(model)
             self._delivery.close()
             self._delivery = self._delivery_of(
-                self._live, sender_of(self._channel, self.identity.rank, layout, tensors, self._direct_wait)
+                self._live,
+                sender_of(self._channel, self.identity.rank, layout, tensors, self._direct_wait, rank_layout.frozen),
             )
             self._register(rank_layout, wait, warnings)
 

@@ -14,35 +14,17 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.transport.at_home import PieceSubset
 from resharder.client.transport.base import AssignedSlot, Delivered, LiveItems
 from resharder.client.transport.host_buffers import digests_of
+from resharder.client.transport.selection import home_of
 from resharder.converters.geometry.layout import Layout, Piece
+from resharder.converters.geometry.piece_arrays import pack
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
-    from resharder.client.gpu.digest import CachedDigester
+    from resharder.client.gpu.box_digests import BoxDigests
     from resharder.client.transport.base import Releases, Transport
 
 _KEPT = 4  # versions; the newest READY one is older than the last by those that are UPLOADING
 _THAW_SECONDS = 300.0
-
-
-class BoxDigests:
-    """Digests of boxes in a model's memory: by the GPU that has all of them, else by this host."""
-
-    def __init__(self) -> None:
-        self._pieces: Sequence[Piece] = ()
-        self._digester: CachedDigester | None = None
-
-    def of(self, slot: AssignedSlot, items: LiveItems) -> list[int]:
-        """Return the digest of each box of a slot, in order."""
-        devices = {items.tensors[piece.local].device for piece in items.pieces}
-        if {device.type for device in devices} != {"cuda"} or len(devices) > 1 or any(piece.plus for piece in items.pieces):
-            return digests_of(slot, items)
-        if self._digester is None or self._pieces is not items.pieces:
-            from resharder.client.gpu.digest import CachedDigester
-
-            layout = Layout({spec.name: spec for spec in slot.specs}, tuple(items.pieces))
-            self._pieces, self._digester = items.pieces, CachedDigester(layout, devices.pop())
-        return self._digester.at(items.tensors).digests()
 
 
 class FrozenBoxes:
@@ -52,7 +34,9 @@ class FrozenBoxes:
         self._channel = channel
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._sealed: OrderedDict[int, tuple[AssignedSlot, list[int]]] = OrderedDict()
-        self._subsets, self._digests = (PieceSubset(), PieceSubset()), BoxDigests()
+        self._subsets = PieceSubset(), PieceSubset()
+        self._pieces: Sequence[Piece] = ()
+        self._digests: BoxDigests | None = None  # of the boxes of `_pieces`
 
     def deliver(
         self,
@@ -75,9 +59,11 @@ class FrozenBoxes:
 
         Raises the errors of `errors`.
         """
-        parts, (frozen_way, rest_way) = slot.parts, transports
+        home, (frozen_way, rest_way) = home_of(version, slot), transports
+        parts = slot.parted(home.gathers if home is not None else None)
         frozen = self._subsets[0].take(items, parts.frozen_boxes)
-        found = self._unchanged(version, parts.frozen, frozen)
+        alone = home is not None and not home.shares and bool(parts.frozen.node_boxes)
+        found = self._unchanged(version, parts.frozen, frozen) if not alone else None
         if found is not None:
             keep()
             done = Delivered(found, "")
@@ -101,12 +87,24 @@ class FrozenBoxes:
         known, sealed = self._sealed.get(version.frozen_from, (slot, []))
         if not version.frozen_from or not sealed or known != slot:
             return None
-        found = self._digests.of(slot, items)
+        found = self._digests_of(slot, items)
         return found if found == sealed else None
+
+    def _digests_of(self, slot: AssignedSlot, items: LiveItems) -> list[int]:
+        """Return the digest of each box of a slot, in order: by the GPU that has all of them, else by this host."""
+        devices = {items.tensors[piece.local].device for piece in items.pieces}
+        if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+            return digests_of(slot, items)
+        if self._digests is None or self._pieces is not items.pieces:
+            from resharder.client.gpu.box_digests import BoxDigests
+
+            layout = Layout({spec.name: spec for spec in slot.specs}, tuple(items.pieces))
+            self._pieces, self._digests = items.pieces, BoxDigests(pack({slot.rank: layout}), devices.pop())
+        return self._digests.digests(items.tensors)
 
     def sealed(self, version: resources_pb2.Version, slot: AssignedSlot, digests: list[int]) -> None:
         """Record the digests of a slot that the daemon has."""
-        parts = slot.parts
+        parts = slot.parted(None)
         self._sealed[version.number] = parts.frozen, [digests[number] for number in parts.frozen_boxes]
         self._sealed.move_to_end(version.number)
         while len(self._sealed) > _KEPT:

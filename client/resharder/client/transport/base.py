@@ -46,8 +46,8 @@ class HostArray:
 class AssignedSlot:
     """Boxes that one rank sends, in the order of the assignment, and the tensor of each.
 
-    The boxes at `frozen_boxes` are in files that versions may share: `parts` has them apart from the others. `first_chunk` is the
-    number of the first chunk of these boxes among all of the rank's.
+    The boxes at `frozen_boxes` are in files that versions may share: `parted` has them apart. `first_chunk` is the number of the
+    first chunk of these boxes among all of the rank's.
 
     The boxes at `node_boxes` go into files of `node`, the node of the rank's host, in versions that have this home, and those at
     `gathered_boxes` in versions whose home gathers. Without such boxes, `node` is empty.
@@ -63,10 +63,15 @@ class AssignedSlot:
     frozen_boxes: tuple[int, ...] = ()
     first_chunk: int = 0
 
+    def parted(self, gathers: bool | None) -> "SlotParts":
+        """Return the frozen boxes, whose chunks come first, and the others. `gathers`: of the version's home; None for none."""
+        if gathers not in self._parted:
+            self._parted[gathers] = SlotParts(self, gathers)
+        return self._parted[gathers]
+
     @cached_property
-    def parts(self) -> "SlotParts":
-        """The frozen boxes, whose chunks come first, and the others."""
-        return SlotParts(self)
+    def _parted(self) -> "dict[bool | None, SlotParts]":
+        return {}
 
     def take(self, numbers: Sequence[int], first_chunk: int = 0) -> "AssignedSlot":
         """Return the slot of some of the boxes, none of which is frozen any more."""
@@ -103,12 +108,13 @@ class AssignedSlot:
 class SlotParts:
     """A slot in two parts: `frozen` with its frozen boxes, and `rest` with the boxes at `rest_boxes`."""
 
-    def __init__(self, slot: AssignedSlot) -> None:
+    def __init__(self, slot: AssignedSlot, gathers: bool | None) -> None:
         frozen = {*slot.frozen_boxes}
         self.frozen_boxes = slot.frozen_boxes
         self.rest_boxes = tuple(number for number in range(len(slot.boxes)) if number not in frozen)
         self.frozen = slot.take(self.frozen_boxes)
-        self.rest = slot.take(self.rest_boxes, len(self.frozen.chunks))
+        sent = self.frozen if gathers is None else self.frozen.divided(gathers=gathers).rest
+        self.rest = slot.take(self.rest_boxes, len(sent.chunks))
 
 
 class DividedSlot:

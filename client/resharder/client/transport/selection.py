@@ -25,6 +25,11 @@ SHARING = ("auto", "shared-memory")
 _NEXT_SECONDS = 2.0  # of a query for the next files, for which a delivery may wait
 
 
+def home_of(version: resources_pb2.Version, slot: AssignedSlot) -> resources_pb2.VersionHome | None:
+    """Return a version's files on the node of a rank's host; None if it has none there."""
+    return next((each for each in version.homes if each.node == slot.node), None)
+
+
 class TransportSelector:
     """Transports for one attached model. The transport from a GPU is planned once and reused.
 
@@ -37,18 +42,25 @@ class TransportSelector:
     def __init__(self, channel: Channel, choice: str, device: "Callable[[], torch.device | None]") -> None:
         self._channel, self._choice, self._device = channel, choice, device
         self._from_gpu: FromGpu | None = None
-        self._subsets = PieceSubset(), PieceSubset()
+        self._subsets = {frozen: (PieceSubset(), PieceSubset()) for frozen in (False, True)}
 
     def select_for(
-        self, version: resources_pb2.Version, slot: AssignedSlot, store: resources_pb2.StoreAccess, data_address: str
+        self,
+        version: resources_pb2.Version,
+        slot: AssignedSlot,
+        store: resources_pb2.StoreAccess,
+        data_address: str,
+        *,
+        frozen: bool = False,
     ) -> Transport:
         """Return the transport of a slot: into the files of its host's node if the version has them, else as `select`."""
-        home = next((each for each in version.homes if each.node == slot.node), None)
+        home = home_of(version, slot)
         divided = slot.divided(gathers=home is not None and home.gathers)
         if home is None or not divided.home_boxes:
-            return self.select(store, data_address)
-        rest = self.select(store, data_address) if divided.rest_boxes else None
-        return AtHome(home.folder, divided, self._from_memory(), rest, self._subsets)
+            return self.select(store, data_address, frozen=frozen)
+        rest = self.select(store, data_address, frozen=frozen) if divided.rest_boxes else None
+        memory = SharedMemory(copy_threads()) if frozen else self._from_memory()
+        return AtHome(home.folder, divided, memory, rest, self._subsets[frozen])
 
     def select(self, store: resources_pb2.StoreAccess, data_address: str, *, frozen: bool = False) -> Transport:
         """Return the transport to a daemon: shared memory if possible and permitted, else its data port, else gRPC.

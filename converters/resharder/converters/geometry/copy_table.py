@@ -20,7 +20,7 @@ class Copies:
     Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor
     `source_locals[source_local[i]]` of rank `source[i]` to local tensor
     `target_locals[target_local[i]]` of rank `target[i]`, and adds `plus[i]`. Offsets and strides are
-    in bytes.
+    in bytes. Copies that are `frozen` come after all others, and may be left out together.
     """
 
     source_locals: tuple[str, ...]
@@ -36,6 +36,7 @@ class Copies:
     target_strides: Ints
     item: Ints
     plus: npt.NDArray[np.float64]
+    frozen: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -76,7 +77,10 @@ class Copies:
 
 
 def copies_of(
-    plan: Plan[Any, Any], source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None
+    plan: Plan[Any, Any],
+    source_ranks: Sequence[int] | None = None,
+    target_ranks: Sequence[int] | None = None,
+    frozen: npt.NDArray[np.bool_] | None = None,
 ) -> Copies:
     """Return all copies of a plan, after `with_fewer_pairs`.
 
@@ -85,6 +89,7 @@ def copies_of(
         source_ranks: Rank of each source in the group; by default the first ranks.
         target_ranks: Rank of each target; by default the ranks after the sources. A process that is
             both has the same rank in both lists.
+        frozen: Flag of each copy that may be left out; by default of none.
     """
     plan = with_fewer_pairs(plan)
     sources, targets, item = plan.sources, plan.targets, plan.item_sizes
@@ -106,6 +111,7 @@ def copies_of(
         target_strides * item[:, None],
         item,
         sources.plus[plan.have] - targets.plus[plan.want],
+        np.zeros(len(plan), np.bool_) if frozen is None else frozen,
     )
 
 

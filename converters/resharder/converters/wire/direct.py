@@ -70,10 +70,17 @@ def layout_from_proto(message: direct_pb2.MemoryLayout, process: int) -> Pieces[
 
 
 def copies_to_proto(copies: Copies) -> direct_pb2.DirectCopies:
-    """Return the message of copies. Arrays are little-endian with 8 bytes per number: int64, and float64 for `plus`."""
+    """Return the message of copies. Arrays are little-endian with 8 bytes per number: int64, and float64 for `plus`.
+
+    `frozen` has one byte per copy, or none if no copy is.
+    """
     arrays = {name: _bytes(getattr(copies, name)) for name in (*_COPY_VECTORS, *_COPY_MATRICES, "plus")}
     return direct_pb2.DirectCopies(
-        source_locals=copies.source_locals, target_locals=copies.target_locals, dimensions=copies.counts.shape[1], **arrays
+        source_locals=copies.source_locals,
+        target_locals=copies.target_locals,
+        dimensions=copies.counts.shape[1],
+        frozen=copies.frozen.tobytes() if copies.frozen.any() else b"",
+        **arrays,
     )
 
 
@@ -93,9 +100,16 @@ def copies_from_proto(message: direct_pb2.DirectCopies) -> Copies:
         source_locals=tuple(message.source_locals),
         target_locals=tuple(message.target_locals),
         plus=_floats(message, "plus", n),
+        frozen=_flags(message.frozen, n),
         **vectors,
         **matrices,
     )
+
+
+def _flags(data: bytes, n: int) -> npt.NDArray[np.bool_]:
+    if len(data) not in (0, n):
+        raise LayoutError(f"frozen: expected {n} bytes or none, got {len(data)}")
+    return np.frombuffer(data, np.uint8) != 0 if data else np.zeros(n, np.bool_)
 
 
 def _bytes(array: npt.NDArray[Any]) -> bytes:

@@ -124,11 +124,19 @@ class Direct:
     # Layouts
 
     def declare(
-        self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = (), host: str = ""
+        self,
+        member: Member,
+        fingerprint: str,
+        pieces: Pieces[int],
+        publishers: Collection[str] = (),
+        host: str = "",
+        *,
+        frozen: Collection[str] = (),
+        keeps: bool = False,
     ) -> None:
         """Replace the declared layout of a member's memory, and remove all state of servers and publishers that are gone.
 
-        `publishers`: publishers of a rank's model that are not gone. `host`: as in `Plans.declare`.
+        `publishers`: publishers of a rank's model that are not gone. `host`, `frozen`, `keeps`: as in `Plans.declare`.
         """
         gone = {
             owner: server
@@ -136,7 +144,7 @@ class Direct:
             if (server := owner.removeprefix("servers/")) != owner and not self._is_known(server)
         }
         self._plans.forget(gone.keys())
-        self._plans.declare(member, fingerprint, pieces, publishers, host)
+        self._plans.declare(member, fingerprint, pieces, publishers, host, frozen=frozen, keeps=keeps)
         with self._lock:
             for server in gone.values():
                 self._joined.pop(server, None)
@@ -553,8 +561,10 @@ class Direct:
 
     # Transfers
 
-    def start(self, member: Member, id: str, install: str) -> Waiting[None]:
-        """Return once the transfer of a worker's group has begun.
+    def start(self, member: Member, id: str, install: str, *, kept: bool = False) -> Waiting[bool]:
+        """Return once the transfer of a worker's group has begun, and whether it leaves out frozen boxes.
+
+        It does if all workers of the server have them: `kept`.
 
         Raises FailedPrecondition (NOT_OFFERED), InvalidArgument (WORKER).
         """
@@ -562,8 +572,10 @@ class Direct:
             group = self._group_of_worker(member, id)
             if group.install != install:
                 group.install, group.started, group.finished, group.received = install, set(), set(), 0
+                group.keeping, group.kept = set(), False
             offer, deadline = self._offer_of(group), self._clock() + self.seconds
             group.started.add(member.rank)
+            group.keeping |= {member.rank} if kept and group.planned.frozen else set()
             if len(group.started) == len(group.members) - group.senders:
                 offer.turns.append(group)
                 self._start_next(offer)
@@ -572,7 +584,7 @@ class Direct:
                 seen = self._changed.count
                 with self._lock:
                     if group.granted == install:
-                        return
+                        return group.kept
                     self._check_offered(group, offer)
                     if group not in offer.turns and self._clock() > deadline:
                         self._fail(group, "late", f"not every worker was ready within {self.seconds:g} s")
@@ -581,6 +593,7 @@ class Direct:
         finally:
             with self._lock:
                 if group.install == install and group.granted != install:
+                    group.keeping.discard(member.rank)
                     group.started.discard(member.rank)  # the offer does not wait for a worker that has left
 
     def finish(self, member: Member, id: str, ok: bool, error: str, size_bytes: int) -> None:
@@ -602,10 +615,13 @@ class Direct:
             if len(group.finished) == len(group.members) and offer is not None and id in offer.running:
                 self._succeed(group, offer)
 
-    def digests(self, member: Member, id: str, number: int, *, during_transfer: bool = False) -> Waiting[list[int]]:
+    def digests(
+        self, member: Member, id: str, number: int, *, during_transfer: bool = False, frozen: bool = False
+    ) -> Waiting[list[int]]:
         """Return the digest of every box of a worker's memory, derived from the digests that the ranks report.
 
-        With `during_transfer`, have the ranks report them during the next transfer, and return nothing unless they have.
+        With `during_transfer`, have the ranks report them during the next transfer, and return nothing unless they have. With
+        `frozen`, return those of frozen boxes alone.
 
         Raises:
             FailedPrecondition: NOT_OFFERED.
@@ -616,26 +632,27 @@ class Direct:
             offer, deadline = self._offer_of(group), self._clock() + self.seconds
             if offer.number != number:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over: version {offer.number} is offered")
-            if group.reported_of != number:
-                offer.queue_digests(group, during_transfer=during_transfer)
+            if group.reports[frozen].of != number:
+                offer.queue_digests(group, during_transfer=during_transfer, frozen=frozen)
         while True:
             seen = self._changed.count
             with self._lock:
-                if len(group.reported) >= group.senders and group.reported_of == number:
-                    reported, target = dict(group.reported), group.members.index(member) - group.senders
+                reports = group.reports[frozen]
+                if len(reports.found) >= group.senders and reports.of == number:
+                    reported, target = dict(reports.found), group.members.index(member) - group.senders
                     break
                 self._check_offered(group, offer)
                 if during_transfer:
                     return []
-                if group.reported_of != number:
-                    self._refuse(group.server, number, "offer_over", f"digests of version {group.reported_of} are asked for")
+                if reports.of != number:
+                    self._refuse(group.server, number, "offer_over", f"digests of version {reports.of} are asked for")
                 if self._clock() > deadline:
                     self._fail(group, "late", f"not every rank reported its digests within {self.seconds:g} s")
             yield self._changed.pause(seen, _LOOK)
-        return group.planned.held_by(target, reported)
+        return group.planned.held_by(target, reported, frozen=frozen)
 
-    def report(self, member: Member, id: str, number: int, digests: Sequence[int]) -> None:
-        """Record a rank's digests of the boxes that it sends, in the plan's order.
+    def report(self, member: Member, id: str, number: int, digests: Sequence[int], *, frozen: bool = False) -> None:
+        """Record a rank's digests of the boxes that it sends, or of frozen ones alone, in the plan's order.
 
         Raises FailedPrecondition (NOT_OFFERED), InvalidArgument (WORKER, DIGESTS).
         """
@@ -643,11 +660,11 @@ class Direct:
             group = self._group(id)
             if member not in group.members[: group.senders]:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a sender of group {id}")
-            expected = group.planned.sent_count(member.rank)
+            expected = group.planned.sent_count(member.rank, frozen=frozen)
             if len(digests) != expected:
                 raise InvalidArgument("DIGESTS", f"rank {member.rank} sends {expected} boxes, got {len(digests)} digests")
-            if group.reported_of == number:
-                group.reported[member.rank] = np.array(digests, np.uint64)
+            if group.reports[frozen].of == number:
+                group.reports[frozen].found[member.rank] = np.array(digests, np.uint64)
                 self._changed.emit()
 
     def _check_offered(self, group: Group, offer: Offer) -> None:
@@ -758,6 +775,7 @@ class Direct:
             if not group.error:
                 offer.running[group.id] = group
                 group.granted, group.began = group.install, self._clock()
+                group.kept = len(group.keeping) == len(group.members) - group.senders
                 offer.queue_task(group, direct_pb2.DirectTask.RUN)
                 _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
                 self._changed.emit()

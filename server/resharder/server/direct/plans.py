@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ class Planned(NamedTuple):
     copies: Copies
     senders: tuple[int, ...]  # ranks, in the order of the group
     plan: Plan[int, int]  # between numbers of ranks and of workers
+    frozen: tuple[str, ...] = ()  # tensors that a transfer may leave out
 
     def sent_by(self, source: int) -> Pieces[int]:
         """Return the pieces that a process sends, at their places in its memory, in the plan's order."""
@@ -59,20 +60,31 @@ class Planned(NamedTuple):
             sources.plus[have] - self.plan.targets.plus[self.plan.want[which]],
         )
 
-    def sent_count(self, source: int) -> int:
-        """Return the number of pieces that a process sends, which is the number of digests that it reports."""
-        return len(self._of(source))
+    def sent_count(self, source: int, *, frozen: bool = False) -> int:
+        """Return the number of pieces that a process sends, which is the number of digests that it reports.
 
-    def held_by(self, target: int, reported: Mapping[int, Digests]) -> list[int]:
-        """Return the digest of each piece of one target, from the reported digests of every source."""
+        `frozen`: of frozen tensors alone.
+        """
+        return len(self._of(source, frozen=frozen))
+
+    def held_by(self, target: int, reported: Mapping[int, Digests], *, frozen: bool = False) -> list[int]:
+        """Return the digest of each piece of one target, or of frozen ones alone, from the reported digests of every source."""
         totals = np.zeros(len(self.plan.targets), np.uint64)
         for source, digests in reported.items():
-            np.add.at(totals, self.plan.want[self._of(source)], digests)
-        found: list[int] = totals[self.plan.targets.process == target].tolist()
+            np.add.at(totals, self.plan.want[self._of(source, frozen=frozen)], digests)
+        own = self.plan.targets.process == target
+        still = _named(self.plan.targets, self.frozen) if frozen else np.True_
+        found: list[int] = totals[own & still].tolist()
         return found
 
-    def _of(self, source: int) -> npt.NDArray[np.int64]:
-        return np.flatnonzero(self.plan.sources.process[self.plan.have] == source).astype(np.int64)
+    def _of(self, source: int, *, frozen: bool = False) -> npt.NDArray[np.int64]:
+        sent = self.plan.sources.process[self.plan.have] == source
+        return np.flatnonzero(sent & self.copies.frozen if frozen else sent).astype(np.int64)
+
+
+def _named(pieces: Pieces[int], tensors: Collection[str]) -> npt.NDArray[np.bool_]:
+    """Return the flag of each piece: whether it is of one of these tensors."""
+    return np.array([spec.name in tensors for spec in pieces.specs], np.bool_)[pieces.tensor]
 
 
 Side = Mapping[int, tuple[Member, str]]  # members by rank, each with the fingerprint of its layout
@@ -83,6 +95,8 @@ class _Memory(NamedTuple):
     fingerprint: str
     pieces: Pieces[int]
     host: str  # of a rank that offers versions to servers on other hosts too, by default
+    frozen: frozenset[str]  # tensors that a rank does not expect to change
+    keeps: bool  # whether it is a worker that can receive a version without them
 
 
 class Plans:
@@ -94,12 +108,21 @@ class Plans:
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
     def declare(
-        self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = (), host: str = ""
+        self,
+        member: Member,
+        fingerprint: str,
+        pieces: Pieces[int],
+        publishers: Collection[str] = (),
+        host: str = "",
+        *,
+        frozen: Collection[str] = (),
+        keeps: bool = False,
     ) -> None:
         """Replace a member's declared layout.
 
         A rank's declaration removes the layouts of its model's other publishers, except those of `publishers`.
-        `host`: the rank's, if its versions are offered to servers on other hosts too, by default.
+        `host`: the rank's, if its versions are offered to servers on other hosts too, by default. `frozen`: tensors that a rank
+        does not expect to change. `keeps`: whether this is a worker that can receive a version without them.
         """
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
@@ -108,7 +131,7 @@ class Plans:
                 gone = [key for key in self._known if key[0].startswith(f"{model}/publishers/") and key[0] not in kept]
                 for key in gone:
                     del self._known[key]
-            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces, host)
+            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces, host, frozenset(frozen), keeps)
 
     def owners(self) -> frozenset[str]:
         """Return the publishers and servers that have declared a layout."""
@@ -138,11 +161,11 @@ class Plans:
         with self._lock:
             self._find(member, fingerprint)
 
-    def _find(self, member: Member, fingerprint: str) -> Pieces[int]:
+    def _find(self, member: Member, fingerprint: str) -> _Memory:
         known = self._known.get((member.owner, member.rank))
         if known is None or (known.process, known.fingerprint) != (member.process, fingerprint):
             raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare its memory first")
-        return known.pieces
+        return known
 
     def plan(self, ranks: Side, workers: Side, number: int) -> Planned:
         """Return the plan for a server, from a cache of the last few.
@@ -165,19 +188,27 @@ class Plans:
                     return planned
             sides = [[self._find(*found) for _, found in sorted(side.items())] for side in (ranks, workers)]
         began = self._clock()
-        have, want = (join(side) for side in sides)
-        found = plan_pieces(have, want, number)
+        have, want = (join([each.pieces for each in side]) for side in sides)
+        found, frozen = plan_pieces(have, want, number), _frozen_by_all(*sides)
         sending = sorted({int(p) for p in set(found.sources.process[found.have].tolist())})
         order = {process: i for i, process in enumerate(sending)}
         copies = copies_of(
             found,
             [order.get(process, -1) for process in range(len(ranks))],
             [len(sending) + i for i in range(len(workers))],
+            _named(found.targets, frozen)[found.want],
         )
-        planned = Planned(copies, tuple(sorted(ranks)[process] for process in sending), found)
+        planned = Planned(copies, tuple(sorted(ranks)[process] for process in sending), found, tuple(sorted(frozen)))
         _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=self._clock() - began)
         with self._lock:
             self._plans[members, number % found.parts] = planned
             while len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
         return planned
+
+
+def _frozen_by_all(ranks: Sequence[_Memory], workers: Sequence[_Memory]) -> set[str]:
+    """Return the tensors that no rank expects to change; none unless all workers can receive a version without them."""
+    names = [({rank.pieces.specs[number].name for number in np.unique(rank.pieces.tensor)}, rank.frozen) for rank in ranks]
+    changing = set[str]().union(*(held - frozen for held, frozen in names))
+    return set[str]().union(*(held for held, _ in names)) - changing if all(each.keeps for each in workers) else set()

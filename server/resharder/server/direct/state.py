@@ -23,6 +23,7 @@ class Link:
     most_peers: int
     most_made: int
     trial: bool  # its members try how long a version takes over it
+    frozen: tuple[str, ...] = ()  # tensors that a transfer may leave out
 
 
 class Task(NamedTuple):
@@ -33,6 +34,16 @@ class Task(NamedTuple):
     link: Link | None = None
     sent: Pieces[int] | None = None  # pieces to digest, in the first DIGEST task of a group
     during_transfer: bool = False  # of a DIGEST task: it is for the time of the group's next RUN
+    frozen: bool = False  # of a DIGEST task: of frozen boxes alone
+    kept: bool = False  # of a RUN task: without frozen boxes
+
+
+@dataclass
+class Reports:
+    """Digests that ranks report of the boxes of one version."""
+
+    of: int = 0  # version of the last DIGEST tasks
+    found: dict[int, Digests] = field(default_factory=dict)  # by rank
 
 
 @dataclass(eq=False)
@@ -54,8 +65,11 @@ class Group:
     began: float = 0.0
     error: str = ""
     keys: dict[str, bytes] = field(default_factory=dict)
-    reported_of: int = 0  # version of the last DIGEST tasks
-    reported: dict[int, Digests] = field(default_factory=dict)  # by rank
+    reports: dict[bool, Reports] = field(
+        default_factory=lambda: {False: Reports(), True: Reports()}
+    )  # of all boxes; of frozen ones
+    keeping: set[int] = field(default_factory=set)  # of `started`, workers that have the frozen boxes of the version
+    kept: bool = False  # whether the install whose turn it is leaves them out
     has_sent: bool = False  # ranks have the boxes of their DIGEST tasks
     trial: bool = False  # made to be tried, while no install needs it
     tried: dict[int, float] = field(default_factory=dict)  # seconds that a version would take, by worker
@@ -80,7 +94,16 @@ class Group:
         rank = self.members.index(member)
         copies = self.planned.copies
         self.linked.add(member)
-        return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made, self.trial)
+        return Link(
+            self.id,
+            rank,
+            len(self.members),
+            copies.of(rank),
+            copies.most_peers,
+            copies.most_made,
+            self.trial,
+            self.planned.frozen,
+        )
 
 
 @dataclass
@@ -126,17 +149,18 @@ class Offer:
         for member in group.members[: group.senders]:
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].append(Task(kind, group.id, group.link(member) if link else None))
+                there[2].append(Task(kind, group.id, group.link(member) if link else None, kept=group.kept))
         self.changed.emit()
 
-    def queue_digests(self, group: Group, *, during_transfer: bool) -> None:
+    def queue_digests(self, group: Group, *, during_transfer: bool, frozen: bool = False) -> None:
         """Queue a DIGEST task of this version for each rank of a group."""
-        group.reported_of, group.reported = self.number, {}
+        group.reports[frozen] = Reports(self.number)
         for member in group.members[: group.senders]:
             sent = None if group.has_sent else group.planned.sent_by(member.rank)
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].append(Task(direct_pb2.DirectTask.DIGEST, group.id, sent=sent, during_transfer=during_transfer))
+                task = Task(direct_pb2.DirectTask.DIGEST, group.id, None, sent, during_transfer, frozen)
+                there[2].append(task)
         group.has_sent = True
         self.changed.emit()
 

@@ -233,7 +233,7 @@ def _fill(descriptor: int, data: memoryview, at: int, name: str) -> None:
         data, at = data[found:], at + found
 
 
-def has_header(folder: Path, file: FileLayout) -> bool:
-    """Return whether a file still begins with its header."""
-    with (folder / file.path).open("rb") as opened:
+def has_header(folder: Path, file: FileLayout, name: str = "") -> bool:
+    """Return whether a file, or the one called `name`, begins with its header."""
+    with (folder / (name or file.path)).open("rb") as opened:
         return opened.read(len(file.header)) == file.header

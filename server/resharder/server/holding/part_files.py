@@ -73,17 +73,19 @@ class FilesOnNode:
         files: Those of which it is the home.
         parts: Those of which ranks there write boxes that other nodes gather.
         gathered: Boxes of `files` that it gathers from other nodes.
+        frozen: Paths of those of `files` that versions may share.
     """
 
     files: tuple[FileLayout, ...] = ()
     parts: tuple[PartFile, ...] = ()
     gathered: tuple[GatheredBoxes, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @cached_property
     def whole(self) -> "FilesOnNode":
         """The files of which ranks on the node's host write all boxes, and no others."""
         late = {each.path for each in self.gathered}
-        return FilesOnNode(tuple(file for file in self.files if file.path not in late))
+        return FilesOnNode(tuple(file for file in self.files if file.path not in late), frozen=self.frozen)
 
     @property
     def size(self) -> int:
@@ -130,7 +132,8 @@ def files_to_proto(found: FilesOnNode) -> node_pb2.ReservedFiles:
     return node_pb2.ReservedFiles(
         files=map(_file, found.files),
         parts=[_file(part.layout) for part in found.parts],
-        gathered=map(_gathered, (*written, *found.gathered)),
+        gathered=map(boxes_of_file_to_proto, (*written, *found.gathered)),
+        frozen=sorted(found.frozen),
     )
 
 
@@ -138,7 +141,7 @@ def files_from_proto(found: node_pb2.ReservedFiles) -> FilesOnNode:
     """Return the files of a message. Raises ValueError for names, headers or boxes that are none."""
     files, parts = [*map(_layout, found.files)], [*map(_layout, found.parts)]
     try:
-        boxes = [GatheredBoxes(each.path, each.node.removeprefix("nodes/"), _boxes(each)) for each in found.gathered]
+        boxes = [*map(boxes_of_file, found.gathered)]
         specs = {file.path: file.by_name for file in (*files, *parts)}
         for each in boxes:
             for name, box in each.boxes:
@@ -151,6 +154,7 @@ def files_from_proto(found: node_pb2.ReservedFiles) -> FilesOnNode:
         tuple(files),
         tuple(PartFile(file, written.get(file.path, ())) for file in parts),
         tuple(each for each in boxes if each.node),
+        frozenset(found.frozen) & {file.path for file in files},
     )
 
 
@@ -162,15 +166,18 @@ def _layout(file: node_pb2.ReservedFile) -> FileLayout:
     return parse_header(Path(file.path).name, file.header, file.size_bytes)
 
 
-def _gathered(found: GatheredBoxes) -> node_pb2.GatheredBoxes:
+def boxes_of_file_to_proto(found: GatheredBoxes) -> node_pb2.GatheredBoxes:
+    """Convert boxes of one file."""
     names = list(dict.fromkeys(name for name, _ in found.boxes))
     number = {name: i for i, name in enumerate(names)}
     boxes = boxes_to_proto((number[name], box, False) for name, box in found.boxes)
     return node_pb2.GatheredBoxes(path=found.path, node=f"nodes/{found.node}" if found.node else "", tensors=names, boxes=boxes)
 
 
-def _boxes(found: node_pb2.GatheredBoxes) -> tuple[tuple[str, Box], ...]:
-    return tuple((found.tensors[each.tensor], box_from_proto(each.box)) for each in found.boxes)
+def boxes_of_file(found: node_pb2.GatheredBoxes) -> GatheredBoxes:
+    """Return the boxes of a message. Raises LayoutError, IndexError."""
+    boxes = tuple((found.tensors[each.tensor], box_from_proto(each.box)) for each in found.boxes)
+    return GatheredBoxes(found.path, found.node.removeprefix("nodes/"), boxes)
 
 
 def box_extent(spec: TensorSpec, box: Box) -> tuple[int, int]:

@@ -403,7 +403,7 @@ class Intake:
             self._fence_earlier(publisher)
             publisher.activate(found)
             homes, gathered = publisher.file_homes(found.files), publisher.gathered_boxes(found.files)
-            self.nodes.reserve(publisher.name, found.files, homes, gathered)
+            self.nodes.reserve(publisher.name, found.files, homes, gathered, [file.path for file in found.frozen])
             self.phase_ended.emit("registration", publisher.model, self._clock() - publisher.created)
             tensors = len(publisher.specs)
             _log.info("publisher_active", model=publisher.model, job=publisher.job, epoch=publisher.epoch, tensors=tensors)
@@ -614,7 +614,9 @@ class Intake:
         with self.lock:
             ranks = ranks_at_home(publisher.homes, publisher.boxes, publisher.hosts)
             read = {node: [publisher.readable.get(rank, {}) for rank in there] for node, there in ranks.items()}
-        return self.nodes.take(publisher.name, record.name, read) if read else ()
+        number = self.store.lifecycle.frozen_from(record)
+        base = f"models/{record.model}/versions/{number}" if number else ""
+        return self.nodes.take(publisher.name, record.name, read, base) if read else ()
 
     def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:
         """Return a complete version first, then an aborted one after `after`, then an UPLOADING one."""

@@ -39,7 +39,7 @@ CHECKED = "all ranks have registered; the daemon still checks their tensors and 
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
 MAX_WARNINGS, MAX_WARNING_LENGTH = 32, 2000
 _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
-_FROZEN = "/frozen"  # among homes in the layout of files: that of frozen tensors. No node has this id
+_FROZEN = "/frozen"  # after homes in the layout of files, for frozen tensors. No node's id has a slash
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -304,10 +304,12 @@ class PublisherRecord:
             raise FailedPrecondition("LAYOUT_MISMATCH", f"{self.name}: {error}") from error
         homes = {self.specs[n].name: f"{node}/{n in assigned.gathered}" for n, node in assigned.homes.items()}
         names = {spec.name for spec in self.specs}
-        frozen = names - self.unfrozen - homes.keys() if not only_file else set[str]()
+        gathered = {self.specs[number].name for number in assigned.gathered}
+        frozen = names - self.unfrozen - gathered if not only_file else set[str]()
         if frozen == names:  # nothing is left that would change
             frozen = set()
-        files = lay_out(self.specs, homes=homes | dict.fromkeys(frozen, _FROZEN), only_file=only_file)
+        apart = {name: f"{homes.get(name, '')}{_FROZEN}" for name in frozen}
+        files = lay_out(self.specs, homes=homes | apart, only_file=only_file)
         return CheckedLayout(assigned, shared, files, tuple(file for file in files if not frozen.isdisjoint(file.by_name)))
 
     def _check_names(self) -> None:
@@ -419,7 +421,7 @@ class PublisherRecord:
                     at_home = home_boxes(self, rank, gathered=False)
                 if gathers:
                     at_home = np.append(at_home, home_boxes(self, rank, gathered=True))
-                frozen = frozen_boxes(self, rank)
+                frozen = np.setdiff1d(frozen_boxes(self, rank), at_home)
                 rest = np.delete(np.arange(len(boxes)), np.append(at_home, frozen))
                 boxes = boxes.take(np.append(frozen, rest))
                 self._slots[rank, gathers] = cut_slot(boxes, self.specs, chunk_bytes, len(frozen))
@@ -482,7 +484,7 @@ def home_boxes(publisher: PublisherRecord, rank: int, *, gathered: bool) -> Ints
 
 
 def frozen_boxes(publisher: PublisherRecord, rank: int) -> Ints:
-    """Return the positions of boxes that a rank sends of frozen tensors. None of these has a home on a node."""
+    """Return the positions of boxes that a rank sends of frozen tensors. None of these is gathered."""
     return np.flatnonzero(np.isin(publisher.boxes[rank].tensors, [*publisher.frozen]))
 
 

@@ -32,7 +32,7 @@ from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.converters.wire.pieces import number_pieces
 from resharder.server.holding.file_proofs import FileProofs, ProofFailed
 from resharder.server.holding.held_files import pieces_of
-from resharder.server.holding.part_files import FileProof
+from resharder.server.holding.part_files import FileProof, GatheredBoxes
 from resharder.server.infra.checksums import part_checksums
 from resharder.server.infra.filesystem import touching
 from resharder.server.ingest.boxes import Slot
@@ -109,10 +109,10 @@ class HomeFiles:
         if files:
             self._nodes.closed(self._version, files)
 
-    def verify(self) -> None:
-        """Have the nodes verify their files: all ranks have sealed."""
+    def verify(self, unchanged: Mapping[str, Sequence[GatheredBoxes]]) -> None:
+        """Have the nodes verify their files: all ranks have sealed. `unchanged`: see `HomeRegister.verify`."""
         if self.files:
-            self._nodes.verify(self._version)
+            self._nodes.verify(self._version, unchanged)
 
     def digests(self) -> dict[str, int]:
         """Wait for the nodes, and return the digest that each reports of each tensor in its files. Raises HomeLost."""
@@ -121,15 +121,15 @@ class HomeFiles:
             found |= zip(file.by_name, proofs[file.path].digests, strict=True)
         return found
 
-    def missing(self, folder: Path, files: Sequence[FileLayout]) -> MissingPieces:
+    def missing(self, folder: Path, files: Sequence[FileLayout], there: Collection[str]) -> MissingPieces:
         """Return the pieces of these files, as pieces of a version with `files`, the others of which are in `folder`.
 
-        Raises HomeLost, OSError.
+        So are those of `there`. Raises HomeLost, OSError.
         """
         proofs, numbering = self._proofs(), number_pieces(files)
         own = {file.path: part_checksums(folder / file.path, file.size) for file in files if file.path not in self.paths}
         checksums = [value for file in files for value in own.get(file.path) or proofs[file.path].checksums]
-        held = pieces_of(numbering, [file for file in files if file.path in own])
+        held = pieces_of(numbering, [file for file in files if file.path in own or file.path in there])
         return MissingPieces(held, tuple(checksums), frozenset(home.node for home in self.homes if home.files))
 
     def _proofs(self) -> Mapping[str, FileProof]:
@@ -191,6 +191,7 @@ class Upload:
         self._files, self._chunk_bytes, self.frozen_from = files, chunk_bytes, frozen_from
         self._frozen = {file.path: file for file in files if publisher.is_frozen(file)}
         self._linked = {*self._frozen} if frozen_from else set[str]()  # files that are those of `frozen_from`
+        self._unchanged: set[int] = set()  # ranks that have left their frozen boxes as they are
         self._thawing = threading.Lock()
         self._lock = threading.Condition()
         self._writable: WritableFiles | None = None
@@ -292,11 +293,13 @@ class Upload:
 
     def _shared(self, rank: int) -> list[str]:
         """Return the files of a rank's frozen boxes that the version shares."""
-        if not self._linked:
-            return []
+        return sorted(self._frozen_files(rank) & self._linked) if self._linked else []
+
+    def _frozen_files(self, rank: int) -> set[str]:
+        """Return the files of a rank's frozen boxes."""
         tensors = {int(number) for number in self.publisher.boxes[rank].tensors} & self.publisher.frozen
         names = {self.publisher.specs[number].name for number in tensors}
-        return sorted(path for path in self._linked if not names.isdisjoint(self._frozen[path].by_name))
+        return {path for path, file in self._frozen.items() if not names.isdisjoint(file.by_name)}
 
     def thaw(self, rank: int, replace: Callable[[Collection[str]], object]) -> None:
         """Let a rank write its frozen boxes; a no-op if it may, or has sealed.
@@ -342,9 +345,10 @@ class Upload:
             if self._released is None:
                 self._released = ReleasedFiles(self._writers())
             complete = self._released.release(rank, files)
-            self.homes.closed(self.homes.paths.intersection(complete))
+            late = {*self._frozen} if self.frozen_from else set[str]()  # nodes may have to complete them by those of the base
+            self.homes.closed(self.homes.paths.intersection(complete) - late)
             if self._writable is None:
-                self._proofs.begin([file for file in complete if file not in self.homes.paths])
+                self._proofs.begin([file for file in complete if file not in self._elsewhere])
 
     def _writers(self) -> dict[str, list[int]]:
         """Return the ranks that send boxes into each file."""
@@ -397,9 +401,11 @@ class Upload:
                     f"{self.record.name}: {missing} of {self.slot(rank).chunks} chunks of rank {rank} are missing",
                 )
             self._sealed[rank] = packed
-            size, unsent = self._size(rank), slot.frozen_bytes if unchanged else 0
-            home = size - slot.size_bytes
-            transport = AT_HOME if home else MAPPED if mapped else self._transports.get(rank, "grpc")
+            whole, sent = self.publisher.slot(rank, self._chunk_bytes), slot.size_bytes
+            size, unsent = whole.size_bytes, whole.frozen_bytes if unchanged else 0
+            home = size - sent - (whole.frozen_bytes - slot.frozen_bytes if unchanged else 0)
+            self._unchanged |= {rank} if unchanged else set()
+            transport = AT_HOME if size > sent else MAPPED if mapped else self._transports.get(rank, "grpc")
             self.deliveries[rank] = SlotDelivery(timings, transport, size - unsent, trace, home, unsent)
             if len(self._sealed) < self.publisher.world_size:
                 return False
@@ -408,7 +414,9 @@ class Upload:
 
     def _check_frozen(self, rank: int, *, unchanged: bool) -> None:
         """Raise InvalidArgument (DIGESTS) for a rank that has sent nothing of what is not there, or written what is shared."""
-        if unchanged and not self.frozen_from:
+        home = self.homes.of(self.publisher.hosts.get(rank))
+        alone = home is not None and not home.shares and not self._frozen_files(rank).isdisjoint(home.files)
+        if unchanged and (not self.frozen_from or alone):
             raise InvalidArgument("DIGESTS", f"rank {rank} calls its frozen boxes unchanged, and {self.record.name} shares none")
         if not unchanged and (shared := self._shared(rank)):
             raise InvalidArgument(
@@ -470,19 +478,43 @@ class Upload:
         Raises ProofFailed, OSError.
         """
         self.close()
-        self.homes.verify()
-        taken = self._digest([file for file in self._files if file.path not in self.homes.paths], patience)
+        self.homes.verify(self._unchanged_at_home())
+        taken = self._digest([file for file in self._files if file.path not in self._elsewhere], patience)
         sent = self._sent_digests()
         _compare(taken, sent, "the store holds")
         try:
             at_home = self.homes.digests()
             _compare(at_home, sent, "a node holds")
             with touching(self.folder, "verifying"):
-                missing = self.homes.missing(self.folder, self._files) if self.homes.files else None
+                missing = self.homes.missing(self.folder, self._files, self._linked) if self.homes.files else None
         except HomeLost as error:
             raise ProofFailed(str(error)) from error
         taken |= at_home
         return Proof({name: taken[name] for file in self._files for name in file.by_name}, missing)
+
+    @property
+    def _elsewhere(self) -> set[str]:
+        """Files that the store lacks: those on nodes, apart from those that the version shares."""
+        return {*self.homes.paths} - self._linked
+
+    def _unchanged_at_home(self) -> dict[str, list[GatheredBoxes]]:
+        """Return the boxes on each node that ranks have left as they are in `frozen_from`; no boxes of a whole file."""
+        found: dict[str, list[GatheredBoxes]] = {}
+        for home in self.homes.homes if self._unchanged else ():
+            ranks = [rank for rank in sorted(self._unchanged) if self.publisher.hosts.get(rank) == home.node]
+            for path in sorted({*home.files} & self._frozen.keys()):
+                if path in self._linked:
+                    boxes = []
+                else:
+                    numbers = [self.publisher.numbers[name] for name in self._frozen[path].by_name]
+                    boxes = [
+                        (self.publisher.specs[int(mine.tensors[position])].name, mine.box(position))
+                        for mine in (self.publisher.boxes[rank] for rank in ranks)
+                        for position in np.flatnonzero(np.isin(mine.tensors, numbers)).tolist()
+                    ]
+                if boxes or path in self._linked:
+                    found.setdefault(home.node, []).append(GatheredBoxes(path, "", tuple(boxes)))
+        return found
 
     def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
         """Return the digest of each tensor in files."""

@@ -179,6 +179,7 @@ class NodeCopies:
 
     def __init__(self, root: Path, limit_bytes: int, engine: MemoryEngine | None = None) -> None:
         self._root, self.limit_bytes, self._engine = make_folder(root / "versions"), limit_bytes, engine
+        self.has_engine = engine is not None
         self._lock = threading.Lock()
         self._by_name: dict[str, HeldVersion] = {}
         self.reserved_bytes = 0
@@ -293,6 +294,9 @@ class NodeCopies:
         target = self._path(remote.name)
         version = HeldVersion(remote, target, reservation)
         version.hold(pieces_of(version.numbering, files))
+        for file in files:
+            if (found := (folder / file.path).stat()).st_nlink > 1:  # ranks have left it as it was
+                version.take(file.path, found.st_ino, Bitmap(version.numbering.count))
         for path in version.sizes.keys() - {file.path for file in files}:
             _make_file(folder / path, version.sizes[path])
         _make_file(folder / HELD_FILE, len(version.held().bits), version.held().to_bytes())

@@ -17,22 +17,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 import grpc
 import structlog
 from resharder.converters.failpoints import failpoint
-from resharder.converters.geometry.layout import ITEM_SIZES
+from resharder.converters.geometry.layout import ITEM_SIZES, box_index
 from resharder.converters.signal import Signal
 from resharder.converters.storage.digest import compile_for
+from resharder.converters.storage.files import MappedFiles
 from resharder.server.data.versions import ServedVersion
-from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, begin_proof
-from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, keep_only
+from resharder.server.holding.file_proofs import FileProofs, ProofFailed, SetProof, begin_proof, has_header
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, boxes_of_file, keep_only
 from resharder.server.holding.set_pool import SetHost, SetPool
 from resharder.server.holding.transfers import FetchFailed
-from resharder.server.infra.filesystem import make_folder, matching, move
+from resharder.server.infra.filesystem import link, make_folder, matching, move
 from resharder.server.node.box_gathering import BoxGatherer, manifest_of_parts
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
@@ -51,6 +52,9 @@ class FileSet:
     closed: set[str] = field(default_factory=set)  # files that ranks have closed
     sealed: bool = False  # whether all ranks have sealed, so that other nodes may fetch boxes of its parts
     sources: dict[str, str] = field(default_factory=dict)  # address of each node from which boxes are gathered
+    base: str = ""  # version whose files of frozen tensors are beside the set's own
+    lacks: str = ""  # why they are not
+    unchanged: tuple[GatheredBoxes, ...] = ()  # boxes that are those of `base`; a file without boxes is that of `base`
     proof: SetProof | None = None
     problem: str = ""  # reason for which it could not be verified
     unreachable: str = ""  # node that is the reason
@@ -72,6 +76,8 @@ class ReservedSets:
     own: FilesOnNode = field(default_factory=FilesOnNode)  # the files of a set
     pool: SetPool | None = None  # None until the daemon has sent their layout
     taken: dict[str, FileSet] = field(default_factory=dict)
+    base: str = ""  # newest READY version into whose files of frozen tensors ranks have written here
+    kept: Path | None = None  # folder of these files
     asking: bool = False  # whether the layout is being asked for
     problem: str = ""
     retry: float = 0.0
@@ -82,10 +88,13 @@ class ReservedSets:
         return [*(found.folder for found in self.taken.values()), *(self.pool.free if self.pool else ())]
 
     def size(self) -> int:
-        """Return the bytes of all sets."""
-        return self.pool.size * (len(self.taken) + self.pool.count()) if self.pool else 0
+        """Return the bytes of all sets, and of the kept files."""
+        kept = sum(file.size for file in self.own.files if file.path in self.own.frozen) if self.kept else 0
+        return kept + (self.pool.size * (len(self.taken) + self.pool.count()) if self.pool else 0)
 
 
+_BASE = ".base"
+"""End of the name of a file of the version before, beside that of a set."""
 _RETRY_SECONDS = 2.0  # until a set that could not be laid out is tried again
 _PAUSE = 0.25  # seconds after work that has failed
 _THREADS = 4
@@ -134,6 +143,7 @@ class FileSets:
                 node_pb2.NodeReservation(
                     id=each.id,
                     problem=each.problem,
+                    base=each.base,
                     sets=[node_pb2.FileSet(id=folder.name, folder=str(folder)) for folder in each.folders()],
                 )
                 for each in self._reservations.values()
@@ -208,6 +218,8 @@ class FileSets:
         reservation.ended = True
         if reservation.pool is not None:
             reservation.pool.end()
+        if reservation.kept is not None:
+            self._discard(reservation.kept)
         for found in reservation.taken.values():
             found.proofs.drop()
             if not found.busy:
@@ -225,6 +237,8 @@ class FileSets:
     def _advance(self, reservation: ReservedSets, found: FileSet, order: node_pb2.FileSetOrder) -> None:
         found.version = order.version or found.version
         found.own = reservation.own if order.gathers else reservation.own.whole
+        if order.base and not found.base:
+            self._add_base(reservation, found, order.base)
         if order.state == State.UPLOADING and (closed := {*order.closed} - found.closed):
             found.closed |= closed
             files = [file.path for file in reservation.own.files if file.path in closed]
@@ -232,11 +246,23 @@ class FileSets:
             _log.info("verifying_closed_files", set=found.id, files=len(files))
         if order.state == State.VERIFYING and not found.reported:
             found.sealed, found.sources = True, {each.node.removeprefix("nodes/"): each.data_address for each in order.sources}
+            found.unchanged = tuple(map(boxes_of_file, order.unchanged))
             self._work(self._verify, reservation, found)
         elif order.state == State.READY and found.proof is not None:
             self._work(self._hand_over, reservation, found)
         elif order.state == State.ENDED or (order.state == State.READY and found.proof is None):
             self._dispose(reservation, found)
+
+    def _add_base(self, reservation: ReservedSets, found: FileSet, base: str) -> None:
+        """Link the files of frozen tensors of the version before into a set, beside its own."""
+        found.base = base
+        try:
+            if reservation.kept is None or reservation.base != base:
+                raise FileNotFoundError(f"this node has kept those of {reservation.base or 'no version'}")
+            for path in reservation.own.frozen:
+                link(reservation.kept / path, found.folder / f"{path}{_BASE}")
+        except OSError as error:
+            found.lacks = f"the frozen files of {base} are gone: {error}"
 
     def _work(self, do: Callable[[ReservedSets, FileSet], None], reservation: ReservedSets, found: FileSet) -> None:
         found.busy = True
@@ -357,6 +383,7 @@ class FileSets:
         if found.proof is None and not found.problem:
             try:
                 failpoint("node.verify")
+                self._complete(found)
                 wanted = found.version, reservation.id, found.folder, found.own, found.sources
                 self._gatherer.gather(*wanted, lambda: found.ended or reservation.ended or self._closed.is_set())
                 found.proof = found.proofs.prove(found.own.files)
@@ -370,6 +397,40 @@ class FileSets:
         self._daemon.put_proof(found.version, self._node, self._instance, found.id, *result)
         found.reported = True
 
+    def _complete(self, found: FileSet) -> None:
+        """Give a set what ranks have left as it is in the version before: whole files, or boxes of them. Raises OSError."""
+        if found.unchanged and found.lacks:
+            raise OSError(found.lacks)
+        layouts = {file.path: file for file in found.own.files}
+        for path, _, boxes in found.unchanged:
+            base, own = found.folder / f"{path}{_BASE}", found.folder / path
+            if not boxes:
+                if not has_header(found.folder, layouts[path], base.name):
+                    raise OSError(f"{path} of {found.base} has another header")
+                move(base, own)
+                continue
+            there = [replace(layouts[path], path=base.name)]
+            with MappedFiles(found.folder, there) as before, MappedFiles(found.folder, [layouts[path]], writable=True) as now:
+                for name, box in boxes:
+                    now.arrays[name][box_index(box)] = before.arrays[name][box_index(box)]
+
+    def _keep(self, reservation: ReservedSets, found: FileSet) -> None:
+        """Keep the files of frozen tensors of a READY version, in place of those of the one before. Raises OSError."""
+        frozen = reservation.own.frozen & {file.path for file in found.own.files}
+        if not frozen or self._copies.has_engine:  # whose mappings could write to the files
+            return
+        kept = make_folder(self._root / secrets.token_hex(8))
+        for path in frozen:
+            link(found.folder / path, kept / path)
+        with self._lock:
+            if reservation.ended:
+                self._discard(kept)
+                return
+            if reservation.kept is not None:
+                self._discard(reservation.kept)
+            reservation.base, reservation.kept = found.version, kept
+        _log.info("frozen_files_kept", version=found.version, files=len(frozen))
+
     def _hand_over(self, reservation: ReservedSets, found: FileSet) -> None:
         """Let the READY version have the set's folder."""
         assert found.proof is not None
@@ -379,6 +440,7 @@ class FileSets:
         try:
             if not held:
                 keep_only(found.folder, found.own.files)
+                self._keep(reservation, found)
                 self._copies.adopt(remote, found.folder, found.own.files, reservation.id)
         except ValueError as error:  # it is fetched from elsewhere then
             held = True

@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from secrets import token_hex
+from types import MappingProxyType
 from typing import NamedTuple
 
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
-from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile
+from resharder.server.holding.part_files import AHEAD, FileProof, FilesOnNode, GatheredBoxes, PartFile, boxes_of_file_to_proto
 from resharder.server.nodes.known_node import KnownNode, id_of, notify
 from resharder.server.nodes.records import LostNodes, nonce_id
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
@@ -47,12 +48,14 @@ class NodeHome(NamedTuple):
         folder: Folder of the files on the node's host.
         files: Paths of those of which it is the home. None where ranks write boxes alone that other nodes gather.
         gathers: Whether ranks write boxes of tensors there of which ranks of other hosts send parts.
+        shares: Whether ranks may leave boxes of frozen tensors there as they are in the version before.
     """
 
     node: str
     folder: str
     files: tuple[str, ...]
     gathers: bool = False
+    shares: bool = False
 
 
 class NodeNonces(NamedTuple):
@@ -80,6 +83,7 @@ class ReservedHomes:
     homes: dict[str, tuple[FileLayout, ...]]  # by node; none of one on which ranks write boxes alone that others gather
     created: float
     gathered: tuple[GatheredBoxes, ...] = ()
+    frozen: frozenset[str] = frozenset()  # paths of files that versions may share
     admitted: dict[str, str] = field(default_factory=dict)  # nodes that the daemon has let read the layout, and their callers
     id: str = field(default_factory=lambda: token_hex(8))
     taken: set[str] = field(default_factory=set)  # sets
@@ -91,7 +95,8 @@ class ReservedHomes:
         for node, files in self.homes.items():
             paths = {file.path for file in files}
             parts = tuple(PartFile(layouts[each.path], each.boxes) for each in self.gathered if each.node == node)
-            found[node] = FilesOnNode(files, parts, tuple(each for each in self.gathered if each.path in paths))
+            gathered = tuple(each for each in self.gathered if each.path in paths)
+            found[node] = FilesOnNode(files, parts, gathered, self.frozen & paths)
         return found
 
     @property
@@ -118,6 +123,8 @@ class TakenSet:
     instance: str
     reservation: ReservedHomes
     own: FilesOnNode  # files that the version has there
+    base: str = ""  # version of which the node has kept the files that ranks may leave as they are
+    unchanged: tuple[GatheredBoxes, ...] = ()  # what they have left so; no boxes of a whole file
     closed: tuple[str, ...] = ()  # files that all ranks have closed
     proof: dict[str, FileProof] | None = None
     problem: str = ""
@@ -324,7 +331,12 @@ class HomeRegister:
             )
 
     def reserve(
-        self, publisher: str, files: Sequence[FileLayout], homes: Mapping[str, str], gathered: Sequence[GatheredBoxes] = ()
+        self,
+        publisher: str,
+        files: Sequence[FileLayout],
+        homes: Mapping[str, str],
+        gathered: Sequence[GatheredBoxes] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         """Have nodes lay out the files of an epoch, in place of those of the model's earlier epochs.
 
@@ -333,6 +345,7 @@ class HomeRegister:
             files: All files of a version.
             homes: Id of the node of each file whose home is one, by path; none to end the publisher's reservation.
             gathered: Boxes that homes fetch from other nodes.
+            frozen: Paths of files that versions may share.
         """
         by_node: dict[str, tuple[FileLayout, ...]] = {each.node: () for each in gathered}
         for file in files:
@@ -341,11 +354,11 @@ class HomeRegister:
         with self.changed:
             former = self._reservations.pop(publisher, None)
             if by_node:
-                found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered))
+                found = ReservedHomes(publisher, tuple(files), by_node, self._clock(), tuple(gathered), frozenset(frozen))
                 self._reservations[publisher] = found
             self._notify([*(former.homes if former else ()), *by_node])
 
-    def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]]) -> tuple[NodeHome, ...]:
+    def take(self, publisher: str, version: str, ranks: Mapping[str, Sequence[Readable]], base: str = "") -> tuple[NodeHome, ...]:
         """Take a set of files for a version on each node that has one. Blocks for a few seconds while nodes lay them out.
 
         Nodes gather boxes from each other in a version that has a set of all of these nodes, or none does.
@@ -354,6 +367,7 @@ class HomeRegister:
             publisher: Resource name of the publisher.
             version: Resource name of the UPLOADING version.
             ranks: For each node, what the ranks that would write there have read last.
+            base: The version that `version` shares files with; empty for none.
         """
         deadline = self._clock() + (LAYOUT_SECONDS if self._hold else ROOM_SECONDS)
         with self.changed:
@@ -372,11 +386,12 @@ class HomeRegister:
                 return ()
             for each in taken.values():
                 each.proof = None if each.own.files else {}  # nothing to verify
+                each.base = base if each.base == base else ""
             reservation.taken |= {each.set for each in taken.values()}
             self._versions[version] = WrittenVersion(taken, gathers)
             self._notify(taken)
             paths = {node: tuple(file.path for file in each.own.files) for node, each in taken.items()}
-            return tuple(NodeHome(node, each.folder, paths[node], gathers) for node, each in taken.items())
+            return tuple(NodeHome(node, each.folder, paths[node], gathers, bool(each.base)) for node, each in taken.items())
 
     def problem(self, version: str) -> str:
         """Return why a version cannot complete because it has lost a home; empty if it has not."""
@@ -396,12 +411,17 @@ class HomeRegister:
                     taken.closed += tuple(own)
                     self._notify([node])
 
-    def verify(self, version: str) -> None:
-        """Have the version's homes verify their files: all ranks have sealed."""
+    def verify(self, version: str, unchanged: Mapping[str, Sequence[GatheredBoxes]] = MappingProxyType({})) -> None:
+        """Have the version's homes verify their files: all ranks have sealed.
+
+        `unchanged`: for each node, boxes that ranks have left as they are in the version before; no boxes of a whole file.
+        """
         with self.changed:
             found = self._versions.get(version)
             if found is not None and found.state == node_pb2.FileSetOrder.UPLOADING:
                 found.state = node_pb2.FileSetOrder.VERIFYING
+                for node, boxes in unchanged.items():
+                    found.homes[node].unchanged = tuple(boxes)
                 self._notify(found.homes)
 
     def hold(self, version: str) -> None:
@@ -444,9 +464,16 @@ class HomeRegister:
                 if version.state == node_pb2.FileSetOrder.READY and name not in wanted:
                     state = node_pb2.FileSetOrder.ENDED
                 closed = taken.closed if state == node_pb2.FileSetOrder.UPLOADING else ()
-                sources = self._addresses(taken.own.gathered) if state == node_pb2.FileSetOrder.VERIFYING else ()
+                verifies = state == node_pb2.FileSetOrder.VERIFYING
                 return node_pb2.FileSetOrder(
-                    id=set, version=name, state=state, closed=closed, gathers=version.gathers, sources=sources
+                    id=set,
+                    version=name,
+                    state=state,
+                    closed=closed,
+                    gathers=version.gathers,
+                    sources=self._addresses(taken.own.gathered) if verifies else (),
+                    base=taken.base,
+                    unchanged=map(boxes_of_file_to_proto, taken.unchanged) if verifies else (),
                 )
         return node_pb2.FileSetOrder(id=set, state=node_pb2.FileSetOrder.ENDED)
 
@@ -510,7 +537,8 @@ class HomeRegister:
         for each in report.reservations:
             for found in each.sets if each.id == reservation.id else ():
                 if found.id not in reservation.taken:
-                    return TakenSet(found.id, found.folder, report.instance, reservation, reservation.nodes[node])
+                    given = found.id, found.folder, report.instance, reservation, reservation.nodes[node]
+                    return TakenSet(*given, each.base if reservation.frozen else "")
         return None
 
     def _gathers(self, reservation: ReservedHomes, nodes: Iterable[str]) -> bool:

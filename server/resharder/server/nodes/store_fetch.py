@@ -107,8 +107,9 @@ class StoreFetcher:
             with self._borrow(version, [PieceSpan(file.path, file.size - 1, file.size) for file in shortest]):
                 return
         for files in self._nodes.homes.written(version.name).values():
-            pieces = pieces_of(version.numbering, files)
-            version.want(min((Bitmap.of(pieces.count, [piece]) for piece in pieces), key=version.numbering.size_of))
+            pieces = pieces_of(version.numbering, files) - version.held()
+            found = (Bitmap.of(pieces.count, [piece]) for piece in pieces)
+            version.want(min(found, key=version.numbering.size_of, default=Bitmap(pieces.count)))
         self._wake()
         held, since = version.held(), self._clock()
         while len(missing := version.wanted() - held):

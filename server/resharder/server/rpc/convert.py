@@ -69,7 +69,7 @@ class Views:
             upload = self.intake.upload(record.model, record.number)
             message.frozen_from = upload.frozen_from if upload is not None else 0
             for home in upload.homes.homes if upload is not None else ():
-                message.homes.add(node=f"nodes/{home.node}", folder=home.folder, gathers=home.gathers)
+                message.homes.add(node=f"nodes/{home.node}", folder=home.folder, gathers=home.gathers, shares=home.shares)
         return message
 
 

@@ -32,9 +32,10 @@ class DirectService:
             publishers = [each.name for each in self._intake.publishers() if each.model == model]
         else:
             self._direct.check_worker(member)
-        self._direct.declare(
-            member, request.fingerprint, layout_from_proto(request.layout, member.rank), publishers, request.host[:128]
-        )
+        pieces = layout_from_proto(request.layout, member.rank)
+        frozen = {pieces.specs[number].name for number in request.frozen if 0 <= number < len(pieces.specs)}
+        given = request.fingerprint, pieces, publishers, request.host[:128]
+        self._direct.declare(member, *given, frozen=frozen, keeps=request.keeps)
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
@@ -75,7 +76,15 @@ class DirectService:
     def _task(self, task: Task) -> direct_pb2.DirectTask:
         link = self._link(task.link) if task.link else None
         sent = layout_to_proto(task.sent) if task.sent else None
-        return direct_pb2.DirectTask(kind=task.kind, group=task.group, link=link, sent=sent, during_transfer=task.during_transfer)
+        return direct_pb2.DirectTask(
+            kind=task.kind,
+            group=task.group,
+            link=link,
+            sent=sent,
+            during_transfer=task.during_transfer,
+            frozen=task.frozen,
+            kept=task.kept and task.kind == direct_pb2.DirectTask.RUN,
+        )
 
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
         """Return a worker's link to its group, without the copies if the worker has this link already."""
@@ -93,8 +102,8 @@ class DirectService:
 
     def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
         """Return once the transfer of the worker's group has begun."""
-        yield from self._direct.start(_member(request.member), request.group, request.install)
-        return direct_pb2.StartTransferResponse()
+        kept = yield from self._direct.start(_member(request.member), request.group, request.install, kept=request.kept)
+        return direct_pb2.StartTransferResponse(kept=kept)
 
     def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, call: Call) -> Message:
         """Record that a member has finished its part of a transfer, or failed."""
@@ -105,14 +114,14 @@ class DirectService:
     def PutDigests(self, request: direct_pb2.PutDigestsRequest, call: Call) -> Message:
         """Record a rank's digests of the boxes that it sends."""
         _, number = parse_name(request.version, "versions")
-        self._direct.report(_member(request.member), request.group, number, request.digests)
+        self._direct.report(_member(request.member), request.group, number, request.digests, frozen=request.frozen)
         return direct_pb2.PutDigestsResponse()
 
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         """Return the digests of a worker's boxes, and the fingerprint that it reports until the version is READY."""
         model, number = parse_name(request.version, "versions")
         digests = yield from self._direct.digests(
-            _member(request.member), request.group, number, during_transfer=request.during_transfer
+            _member(request.member), request.group, number, during_transfer=request.during_transfer, frozen=request.frozen
         )
         store = self._intake.store
         record = store.catalogue.get(model, number)
@@ -147,6 +156,7 @@ class DirectService:
             seconds=self._direct.seconds,
             nixl=self._direct.open_network,
             trial=link.trial,
+            frozen=() if known else link.frozen,
         )
 
 

@@ -30,6 +30,11 @@ class PeerPairs:
         return sum(reader.size for reader in self.readers.values())
 
     @property
+    def frozen_size(self) -> int:
+        """Bytes of frozen boxes among them."""
+        return sum(reader.frozen_size for reader in self.readers.values())
+
+    @property
     def rounds(self) -> int:
         """Number of rounds of the reads."""
         return max((reader.rounds for reader in self.readers.values()), default=0)
@@ -74,10 +79,11 @@ class PeerPairs:
         for owner in self.owners.values():
             owner.finish(deadline, check)
 
-    def run(self, number: int) -> None:
-        """Copy the bytes of a round, on the current stream."""
+    def run(self, number: int, *, kept: bool) -> None:
+        """Copy the bytes of a round, on the current stream; `kept`: without frozen boxes."""
         for reader in self.readers.values():
-            reader.run(number)
+            if not kept or number < reader.frozen_from:
+                reader.run(number)
 
     def release(self, deadline: float) -> None:
         """Have all readers unmap this process's memory. Raises DirectFailed after `deadline`."""

@@ -14,7 +14,7 @@ from resharder.client.direct.peer_memory.mapping import Mappings
 from resharder.client.direct.peer_memory.messages import Line, PairMessage
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.ready import ready_of
-from resharder.client.gpu.schedule import reads_of
+from resharder.client.gpu.schedule import Moves, reads_of
 from resharder.client.gpu.table import Table, Tensors, addresses_of, check_fit
 from resharder.converters.geometry.copy_table import Copies
 
@@ -41,8 +41,14 @@ class PeerReader:
         order = np.lexsort((copies.target_offset, copies.target_local))
         self._copies, ready_at = copies.take(order), ready_of(copies, rank)[1][order]
         self.size = int(copies.sizes.sum())
-        self.rounds = max(1, -(-self.size // _ROUND_BYTES))
-        self.moves = reads_of(self._copies, ready_at, self.rounds)
+        self.frozen_size = int(copies.sizes[copies.frozen].sum())
+        self.frozen_from = -(-(self.size - self.frozen_size) // _ROUND_BYTES)
+        self.rounds = max(1, self.frozen_from + -(-self.frozen_size // _ROUND_BYTES))
+        frozen = self._copies.frozen
+        first = reads_of(self._copies.take(~frozen), ready_at[~frozen], self.frozen_from)
+        last = reads_of(self._copies.take(frozen), ready_at[frozen], self.rounds - self.frozen_from)
+        last = last._replace(round=last.round + self.frozen_from)
+        self.moves = Moves(*(np.concatenate(columns) for columns in zip(first, last, strict=True)))
         self._targets = np.unique(copies.target_local).tolist()
         self._line, self._device, self._programs = line, device, programs
         self._changed = threading.Condition()

@@ -312,8 +312,9 @@ class Agent:
             self.verifier.expect(part, None if staged.early is not None else source.expected)
         failpoint("worker.apply.verified")
         self.verifier.installed(models)
-        path = self._receiver.path if arrived else ""
-        self.installed = replace(done, seconds=time.perf_counter() - began, path=path)  # includes the direct transfer
+        if arrived:
+            done = replace(done, path=self._receiver.path, kept_bytes=self._receiver.kept_bytes)
+        self.installed = replace(done, seconds=time.perf_counter() - began)  # includes the direct transfer
         self.update_open_memory()
 
     def update_open_memory(self) -> None:

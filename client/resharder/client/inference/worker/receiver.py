@@ -118,6 +118,9 @@ class Receiver:
         self._expected: Digests | None = None  # None until the ranks have sent theirs
         self._expected_source = ""
         self._early: EarlyVersion | None = None  # the version that `expect_early` expects
+        self._keeps = False  # whether memory has the frozen tensors of the expected version
+        self.kept_bytes = 0
+        """Bytes that the last transfer left out, because memory had them already."""
         self.problem = ""
         """Why the last `join` or `receive` returned false."""
         self._finishing: threading.Thread | None = None  # reports the end of the last transfer to the daemon
@@ -181,7 +184,7 @@ class Receiver:
         except ResharderError as error:
             if error.reason != _UNKNOWN:
                 raise
-        declare(self._channel, self._member, memory.fingerprint, memory.proto)
+        declare(self._channel, self._member, memory.fingerprint, memory.proto, keeps=True)
         return ask()
 
     def _use(self, link: TransferLink) -> None:
@@ -241,6 +244,8 @@ class Receiver:
         """Set the digests with which `receive` compares: the store's."""
         self._expected, self._early = expected.of(memory.layout.pieces), None
         self._expected_source = "the store's"
+        which = self._frozen(memory)
+        self._keeps = self._has(memory, which, self._expected[which])
 
     def expect_early(self, memory: OpenMemory, version: str) -> EarlyVersion:
         """Have `receive` compare with the ranks' digests of a version that is not READY, which they compute while they send.
@@ -253,10 +258,32 @@ class Receiver:
         request = direct_pb2.GetDigestsRequest(member=self._member, group=self._link.id, version=version, during_transfer=True)
         answer = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
         pieces = memory.layout.pieces
+        self._keeps, which = False, self._frozen(memory)
+        if which:
+            request.during_transfer, request.frozen = False, True
+            still = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
+            self._keeps = self._has(memory, which, _digests_of(version, still, [pieces[i] for i in which]))
         self._expected_source = "the ranks'"
         self._expected = _digests_of(version, answer, pieces) if answer.digests else None  # there already, from older ranks
         self._early = EarlyVersion(version, answer.fingerprint, pieces, answer.config, answer.tensors)
         return self._early
+
+    def _frozen(self, memory: OpenMemory) -> list[int]:
+        """Return the positions of pieces of tensors that all ranks call frozen."""
+        frozen = self._link.frozen if self._link is not None else frozenset[str]()
+        return [i for i, piece in enumerate(memory.layout.pieces) if piece.tensor in frozen] if frozen else []
+
+    def _has(self, memory: OpenMemory, which: Sequence[int], expected: Digests) -> bool:
+        """Return whether memory has pieces with these digests already."""
+        if not which:
+            return False
+        pieces, tensors = tuple(memory.layout.pieces[i] for i in which), memory.layout.tensors
+        with self._apart():
+            if self._device.type == "cuda":
+                found = CachedDigester(Layout(tensors, pieces), self._device).at(self._targets).digests()
+            else:
+                found = read_all(self._targets, pieces, tensors)
+        return bool(np.array_equal(np.array(found, np.uint64), expected))
 
     def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
         """Receive all pieces and verify their digests.
@@ -279,7 +306,8 @@ class Receiver:
             return False
         link, targets, times = self._link, self._targets, [time.monotonic()]
         try:
-            request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
+            request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install, kept=self._keeps)
+            self.kept_bytes = 0
             with timed(timings, "turn"):
                 start = self._channel.begin(self._stub.StartTransfer.future, request, timeout=_TIMEOUT)
                 link.prepare({}, targets)
@@ -293,11 +321,12 @@ class Receiver:
                     self.problem = str(error)  # of the offer alone: the link is as good as before
                     logger.info("nothing is received over the direct path: %s", error)
                     return False
+            kept = bool(start.result().kept)
             failpoint("worker.direct.receive")
             times.append(time.monotonic())
             with self._reported(link.id) as reported:
                 with timed(timings, "transfer"), link.watched():
-                    durations = link.run(digester, lambda: _check_unchanged(targets, _targets(models, memory)))
+                    durations = link.run(digester, lambda: _check_unchanged(targets, _targets(models, memory)), kept=kept)
                 times.append(time.monotonic())
                 with timed(timings, "verify"):
                     found = digester.digests() if digester else read_all(targets, memory.layout.pieces, memory.layout.tensors)
@@ -310,10 +339,12 @@ class Receiver:
             return False
         failpoint("worker.direct.received")
         phases = zip(("prepare", "queue", "transfer", "verify"), pairwise(times), strict=True)
-        logger.info("received %d bytes: %s", link.received, ", ".join(f"{phase} {b - a:.4f} s" for phase, (a, b) in phases))
+        self.kept_bytes = link.frozen_size if kept else 0
+        size = link.received - self.kept_bytes
+        logger.info("received %d bytes: %s", size, ", ".join(f"{phase} {b - a:.4f} s" for phase, (a, b) in phases))
         # On a thread, because requests wait for this install to end.
         self._finishing = threading.Thread(
-            target=self._finished, args=(link, durations.total), name="resharder-finish", daemon=True
+            target=self._finished, args=(link, durations.total, size), name="resharder-finish", daemon=True
         )
         self._finishing.start()
         return True
@@ -353,9 +384,9 @@ class Receiver:
         if error is not None:
             raise self._channel.error(error) from error
 
-    def _finished(self, link: TransferLink, seconds: float) -> None:
+    def _finished(self, link: TransferLink, seconds: float, size: int) -> None:
         try:
-            finish(self._channel, self._member, link.id, seconds=seconds, size=link.received)
+            finish(self._channel, self._member, link.id, seconds=seconds, size=size)
         except ResharderError as error:  # the received version is verified nevertheless
             logger.info("cannot report the end of a transfer to the daemon: %s", error)
 

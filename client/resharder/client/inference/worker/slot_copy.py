@@ -189,6 +189,7 @@ def _moves(sizes: Ints, source: _Side, target: _Side) -> _Made:
         target.strides,
         sizes[:, 2],
         np.zeros(len(sizes)),
+        np.zeros(len(sizes), np.bool_),
     )
     tiles = tiles_of(shape_of(copies), source.at, target.at)
     moves = Moves(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from resharder.client.direct.base import DirectFailed
-from resharder.client.direct.sent_digests import SentDigests
+from resharder.client.gpu.box_digests import BoxDigests
+from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.storage.digest import digest
@@ -31,7 +31,7 @@ def test_digests_are_those_of_the_same_boxes_of_the_whole_tensors() -> None:
         bits = whole[piece.tensor][box_index(piece.box)].contiguous()
         unsigned = bits.view(torch.int16 if bits.dtype == torch.bfloat16 else torch.int32).numpy()
         wanted.append(digest(unsigned.view(np.uint16 if unsigned.itemsize == 2 else np.uint32), piece.box, SHAPE))
-    sent = SentDigests(pack({0: Layout(specs, pieces)}), CPU)
+    sent = BoxDigests(pack({0: Layout(specs, pieces)}), CPU)
     assert sent.digests(tensors) == wanted
     tensors["transposed"][0, 0] += 1
     found = sent.digests(tensors)
@@ -41,5 +41,5 @@ def test_digests_are_those_of_the_same_boxes_of_the_whole_tensors() -> None:
 @pytest.mark.parametrize("tensors", [{}, {"w": torch.zeros(4, 2)}], ids=["not there", "too small"])
 def test_boxes_that_are_not_in_memory_are_refused(tensors: dict[str, torch.Tensor]) -> None:
     layout = Layout({"w": TensorSpec("w", "F32", (4, 4))}, (Piece("w", (Range(0, 4), Range(0, 4)), "w", 0, (4, 1)),))
-    with pytest.raises(DirectFailed):
-        SentDigests(pack({0: layout}), CPU).digests(tensors)
+    with pytest.raises(LayoutError):
+        BoxDigests(pack({0: layout}), CPU).digests(tensors)

@@ -1,37 +1,42 @@
-"""Digests of the boxes that a rank sends, computed from its memory with constants added."""
+"""Digests of boxes of a rank, computed where its memory is, with constants added."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
-from resharder.client.direct.base import DirectFailed
 from resharder.client.gpu.digest import CachedDigester
+from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import StridedView, box_shape
 from resharder.converters.geometry.piece_arrays import Ints, Pieces
 from resharder.converters.models.tensor_io import view_of
 from resharder.converters.storage.digest import digest_torch
 
 
-class SentDigests:
-    """Digests of the boxes that a rank sends over one group, for every version."""
+class BoxDigests:
+    """Digests of the same boxes for every version: by a GPU that has all of them, else each on its own device."""
 
     def __init__(self, pieces: Pieces[int], device: torch.device) -> None:
-        self._pieces, self._on_gpu = pieces, device.type == "cuda"
+        self._pieces, self._device, self._on_gpu = pieces, device, device.type == "cuda"
         self._plain, self._changed = np.flatnonzero(pieces.plus == 0), np.flatnonzero(pieces.plus != 0)
         self._digester = CachedDigester(_take(pieces, self._plain), device)
 
+    def of(self, tensors: Collection[str]) -> "BoxDigests":
+        """Return those of boxes of some HF tensors."""
+        which = np.flatnonzero([self._pieces.specs[number].name in tensors for number in self._pieces.tensor.tolist()])
+        return BoxDigests(_take(self._pieces, which), self._device)
+
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Locate the tensors, before their digests are needed. Raises DirectFailed."""
+        """Locate the tensors, before their digests are needed. Raises LayoutError."""
         try:
             _check_inside(self._pieces, tensors)
             if self._on_gpu:
                 self._digester.at(tensors)
         except (KeyError, ValueError, RuntimeError) as error:
-            raise DirectFailed(f"cannot compute the digests of sent boxes: {error}") from error
+            raise LayoutError(f"cannot compute the digests of boxes: {error}") from error
 
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-        """Return the digests in the order of the pieces, after the current stream's pending work. Raises DirectFailed."""
+        """Return the digests in the order of the pieces, after the current stream's pending work. Raises LayoutError."""
         self.prepare(tensors)
         try:
             if not self._on_gpu:
@@ -41,7 +46,7 @@ class SentDigests:
             for i in self._changed.tolist():
                 found[i] = _digest(self._pieces, i, tensors)
         except (KeyError, ValueError, RuntimeError) as error:
-            raise DirectFailed(f"cannot compute the digests of sent boxes: {error}") from error
+            raise LayoutError(f"cannot compute the digests of boxes: {error}") from error
         digests: list[int] = found.tolist()
         return digests
 
