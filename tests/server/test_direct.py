@@ -7,7 +7,7 @@ import pytest
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.storage.digest import digest
-from resharder.server.direct.plans import Member
+from resharder.server.direct.plans import Declared, Member
 from resharder.server.direct.state import Task
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -455,8 +455,8 @@ def with_frozen(
     """The group of ranks, each of which calls some tensors frozen, their offers, and the tensors that the group may leave out."""
     site.declare("left")
     for rank in range(2):
-        site.direct.declare(site.rank(rank), "memory", pair(rank, rows=True), frozen=frozen[rank])
-        site.direct.declare(site.worker("left", rank), "columns", pair(rank, rows=False), keeps=keeps[rank])
+        site.direct.declare(site.rank(rank), "memory", pair(rank, rows=True), declared=Declared(frozen=frozenset(frozen[rank])))
+        site.direct.declare(site.worker("left", rank), "columns", pair(rank, rows=False), declared=Declared(keeps=keeps[rank]))
     ranks = site.offer()
     joins = [site.begin(site.direct.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
     (link, _) = [rank.task().link for rank in ranks]  # type: ignore[union-attr]

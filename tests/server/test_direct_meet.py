@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from resharder.server.direct.plans import Declared
 from resharder.server.direct.state import Link, Task
 from resharder.server.state.errors import FailedPrecondition
 from resharder.v1 import direct_pb2
@@ -26,7 +27,7 @@ def site() -> Site:
 
 def declare_ranks(site: Site, host: str = "here") -> None:
     for rank in range(2):
-        site.direct.declare(site.rank(rank), "memory", share_of_rows(rank), host=host)
+        site.direct.declare(site.rank(rank), "memory", share_of_rows(rank), declared=Declared(host))
 
 
 def offered(site: Site, number: int = 1, host: str = "here") -> list[Rank]:
@@ -157,7 +158,7 @@ def test_workers_ask_in_vain_where_no_link_is_to_be_tried(site: Site) -> None:
 
 def test_ranks_on_several_hosts_offer_to_linked_servers(site: Site) -> None:
     for rank, host in enumerate(("here", "there")):
-        site.direct.declare(site.rank(rank), "memory", share_of_rows(rank), host=host)
+        site.direct.declare(site.rank(rank), "memory", share_of_rows(rank), declared=Declared(host))
     asked = meet(site)
     wait_meeting(site)
     ranks = [Rank(site, rank, 1, 2.0, ahead_only=True, host=host, elsewhere=True) for rank, host in enumerate(("here", "there"))]

@@ -35,7 +35,7 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.piece_arrays import Pieces
 from resharder.converters.signal import Signal
 from resharder.server.direct.offered_versions import OfferedVersions
-from resharder.server.direct.plans import Member, Planned, Plans, Side
+from resharder.server.direct.plans import PLAIN, Declared, Member, Planned, Plans, Side
 from resharder.server.direct.state import Group, Link, Offer, Task
 from resharder.server.infra.backoff import backoff
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
@@ -124,19 +124,11 @@ class Direct:
     # Layouts
 
     def declare(
-        self,
-        member: Member,
-        fingerprint: str,
-        pieces: Pieces[int],
-        publishers: Collection[str] = (),
-        host: str = "",
-        *,
-        frozen: Collection[str] = (),
-        keeps: bool = False,
+        self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = (), declared: Declared = PLAIN
     ) -> None:
         """Replace the declared layout of a member's memory, and remove all state of servers and publishers that are gone.
 
-        `publishers`: publishers of a rank's model that are not gone. `host`, `frozen`, `keeps`: as in `Plans.declare`.
+        `publishers`: publishers of a rank's model that are not gone.
         """
         gone = {
             owner: server
@@ -144,7 +136,7 @@ class Direct:
             if (server := owner.removeprefix("servers/")) != owner and not self._is_known(server)
         }
         self._plans.forget(gone.keys())
-        self._plans.declare(member, fingerprint, pieces, publishers, host, frozen=frozen, keeps=keeps)
+        self._plans.declare(member, fingerprint, pieces, publishers, declared)
         with self._lock:
             for server in gone.values():
                 self._joined.pop(server, None)

@@ -90,13 +90,28 @@ def _named(pieces: Pieces[int], tensors: Collection[str]) -> npt.NDArray[np.bool
 Side = Mapping[int, tuple[Member, str]]  # members by rank, each with the fingerprint of its layout
 
 
+class Declared(NamedTuple):
+    """What a member declares beside its layout.
+
+    Attributes:
+        host: Of a rank that offers versions to servers on other hosts too, by default.
+        frozen: Tensors that a rank does not expect to change.
+        keeps: Whether it is a worker that can receive a version without them.
+    """
+
+    host: str = ""
+    frozen: frozenset[str] = frozenset()
+    keeps: bool = False
+
+
+PLAIN = Declared()
+
+
 class _Memory(NamedTuple):
     process: str
     fingerprint: str
     pieces: Pieces[int]
-    host: str  # of a rank that offers versions to servers on other hosts too, by default
-    frozen: frozenset[str]  # tensors that a rank does not expect to change
-    keeps: bool  # whether it is a worker that can receive a version without them
+    declared: Declared
 
 
 class Plans:
@@ -108,21 +123,11 @@ class Plans:
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
     def declare(
-        self,
-        member: Member,
-        fingerprint: str,
-        pieces: Pieces[int],
-        publishers: Collection[str] = (),
-        host: str = "",
-        *,
-        frozen: Collection[str] = (),
-        keeps: bool = False,
+        self, member: Member, fingerprint: str, pieces: Pieces[int], publishers: Collection[str] = (), declared: Declared = PLAIN
     ) -> None:
         """Replace a member's declared layout.
 
         A rank's declaration removes the layouts of its model's other publishers, except those of `publishers`.
-        `host`: the rank's, if its versions are offered to servers on other hosts too, by default. `frozen`: tensors that a rank
-        does not expect to change. `keeps`: whether this is a worker that can receive a version without them.
         """
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
@@ -131,7 +136,7 @@ class Plans:
                 gone = [key for key in self._known if key[0].startswith(f"{model}/publishers/") and key[0] not in kept]
                 for key in gone:
                     del self._known[key]
-            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces, host, frozenset(frozen), keeps)
+            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces, declared)
 
     def owners(self) -> frozenset[str]:
         """Return the publishers and servers that have declared a layout."""
@@ -141,7 +146,11 @@ class Plans:
     def offering_elsewhere(self, model: str) -> tuple[str, frozenset[str]]:
         """Return the newest publisher of a model, and the hosts of its ranks that have declared one; empty without any."""
         with self._lock:
-            of = [(name, each.host) for (name, _), each in self._known.items() if name.startswith(f"models/{model}/publishers/")]
+            of = [
+                (name, each.declared.host)
+                for (name, _), each in self._known.items()
+                if name.startswith(f"models/{model}/publishers/")
+            ]
         newest = max((name for name, _ in of), key=lambda name: int(name.rpartition("/")[2]), default="")
         return newest, frozenset(host for name, host in of if name == newest and host)
 
@@ -209,6 +218,8 @@ class Plans:
 
 def _frozen_by_all(ranks: Sequence[_Memory], workers: Sequence[_Memory]) -> set[str]:
     """Return the tensors that no rank expects to change; none unless all workers can receive a version without them."""
-    names = [({rank.pieces.specs[number].name for number in np.unique(rank.pieces.tensor)}, rank.frozen) for rank in ranks]
+    names = [
+        ({rank.pieces.specs[number].name for number in np.unique(rank.pieces.tensor)}, rank.declared.frozen) for rank in ranks
+    ]
     changing = set[str]().union(*(held - frozen for held, frozen in names))
-    return set[str]().union(*(held for held, _ in names)) - changing if all(each.keeps for each in workers) else set()
+    return set[str]().union(*(held for held, _ in names)) - changing if all(each.declared.keeps for each in workers) else set()

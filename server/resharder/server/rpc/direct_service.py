@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.direct import copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.server.direct.direct import Direct
-from resharder.server.direct.plans import Member
+from resharder.server.direct.plans import Declared, Member
 from resharder.server.direct.state import Link, Task
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.intake import Intake
@@ -33,9 +33,9 @@ class DirectService:
         else:
             self._direct.check_worker(member)
         pieces = layout_from_proto(request.layout, member.rank)
-        frozen = {pieces.specs[number].name for number in request.frozen if 0 <= number < len(pieces.specs)}
-        given = request.fingerprint, pieces, publishers, request.host[:128]
-        self._direct.declare(member, *given, frozen=frozen, keeps=request.keeps)
+        frozen = frozenset(pieces.specs[number].name for number in request.frozen if 0 <= number < len(pieces.specs))
+        declared = Declared(request.host[:128], frozen, request.keeps)
+        self._direct.declare(member, request.fingerprint, pieces, publishers, declared)
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
