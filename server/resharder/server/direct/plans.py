@@ -176,6 +176,11 @@ class Plans:
             raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare its memory first")
         return known
 
+    def _notes(self, member: Member) -> tuple[frozenset[str], bool]:
+        """Return what decides, beside its layout, which copies a plan has apart."""
+        known = self._known.get((member.owner, member.rank))
+        return (known.declared.frozen, known.declared.keeps) if known is not None else (PLAIN.frozen, PLAIN.keeps)
+
     def plan(self, ranks: Side, workers: Side, number: int) -> Planned:
         """Return the plan for a server, from a cache of the last few.
 
@@ -189,8 +194,11 @@ class Plans:
             ValueError: the staging memory does not suffice.
             FailedPrecondition: MEMORY_UNKNOWN, if a newer publisher has replaced a memory.
         """
-        members = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
         with self._lock:
+            members = tuple(
+                tuple((rank, memory, self._notes(member)) for rank, (member, memory) in sorted(side.items()))
+                for side in (ranks, workers)
+            )
             for (known, of), planned in self._plans.items():
                 if known == members and of == number % planned.plan.parts:
                     self._plans.move_to_end((known, of))
