@@ -167,10 +167,12 @@ test-megatron: $(if $(filter $(MEGATRON),$(VERSION)),$(VENV),.venv-megatron-$(VE
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 
-# verl's SGLang rollout, over the packages of make setup and SGLang's: verl pins CUDA builds, and an older SGLang than the plugin supports.
-.venv-verl-sglang/.ready: $(SGLANG_VENV)/.ready
+# verl's SGLang rollout, over the packages of make setup and SGLang 0.5.17: verl pins CUDA builds and an SGLang that is older, and does
+# not start 0.5.23.
+.venv-verl-sglang/.ready: pyproject.toml Makefile
+	$(MAKE) SGLANG=0.5.17 .venv-sglang-0.5.17/.ready
 	$(PYTHON) -m venv .venv-verl-sglang
-	for venv in $(VENV) $(SGLANG_VENV); do echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$$venv/lib/python3*/site-packages)')"; done \
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/.venv-sglang-0.5.17/lib/python3*/site-packages)')" \
 		> "$$(ls -d .venv-verl-sglang/lib/python3*/site-packages)/setup.pth"
 	.venv-verl-sglang/bin/pip install -q --no-deps verl==0.9.1 ray==2.60.0 tensordict==0.10.0 pyvers==0.2.3 hydra-core==1.3.8 omegaconf==2.3.0 \
 		antlr4-python3-runtime==4.9.3 codetiming==1.4.0 msgpack datasets dill multiprocess pandas pyarrow

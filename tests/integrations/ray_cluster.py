@@ -15,9 +15,8 @@ CALM = {"RAY_memory_monitor_refresh_ms": "0"}
 
 @contextmanager
 def start(cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
-    """Run a cluster while the block runs. `environment` is that of its workers, which can import the tests too."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    variables = dict(environment) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    """Run a cluster while the block runs. `environment` is that of its workers, which can import the tests."""
+    variables = dict(environment) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= variables | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **CALM}
     for attempt in range(1, ATTEMPTS + 1):
         try:

@@ -16,11 +16,11 @@ import ray
 from ray.exceptions import RayTaskError
 from resharder.client import Operator
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 
 from tests.integrations.ray_cluster import start
-from tests.integrations.verl_workers import Replica, RolloutWorker, TrainerWorker, group
+from tests.integrations.verl_workers import Replica, RolloutWorker, TrainerWorker
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import save_checkpoint, tiny_config
 
@@ -78,6 +78,11 @@ class Job:
                 ray.kill(worker)
             for placement in workers.resource_pool.get_placement_groups():
                 ray.util.remove_placement_group(placement)
+
+
+def group(count: int, workers: RayClassWithInitArgs) -> RayWorkerGroup:
+    pool = RayResourcePool(process_on_nodes=[count], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=workers, device_name="cpu")
 
 
 @pytest.mark.parametrize("engine", ["megatron", "stream"])

@@ -13,19 +13,13 @@ import torch.distributed as dist
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
 from tests.support.tiny_hf import load_checkpoint
-
-
-def group(count: int, workers: RayClassWithInitArgs) -> RayWorkerGroup:
-    """Start workers on CPUs."""
-    pool = RayResourcePool(process_on_nodes=[count], use_gpu=False, max_colocate_count=1)
-    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=workers, device_name="cpu")
 
 
 class TinyEngine(BaseEngine):
@@ -149,19 +143,6 @@ class RolloutWorker(CheckpointEngineWorker):
     def count(self) -> int:
         """Return the number of tensors that were received."""
         return len(self.server_adapter.received)
-
-
-class ServedRollout(CheckpointEngineWorker):
-    """verl's own worker, with verl's own adapter of a server."""
-
-    def __init__(self, **arguments: Any) -> None:
-        from tests.support import verl_cpu  # noqa: F401  # CPUs are the platform, to which the adapter moves tensors
-
-        super().__init__(**arguments)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_as(self, wire_format: str) -> None:
-        self.checkpoint_engine.wire_format = wire_format
 
 
 class Replica(RolloutReplica):
