@@ -9,15 +9,16 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from resharder.client.gpu.box_digests import BoxDigests
 from resharder.client.gpu.cuda_driver import beside_captures
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.pinned_pages import Registered, register
 from resharder.client.gpu.streams import on_stream
-from resharder.client.trainer.unchanged import BoxDigests
 from resharder.client.transport.base import AssignedSlot, LiveItems
 from resharder.client.transport.gpu_buffers import FromGpu
 from resharder.client.transport.host_buffers import digests_of
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
@@ -208,11 +209,12 @@ def test_what_a_rank_would_send_has_the_digests_of_the_host_without_being_copied
     if elsewhere == "plus":
         layout = replace(layout, pieces=tuple(p._replace(plus=float(p.tensor == "experts")) for p in layout.pieces))
     slot = AssignedSlot(0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[p.tensor] for p in layout.pieces), 1 << 20)
-    digests, items = BoxDigests(), LiveItems(tensors, layout.pieces)
-    first = digests.of(slot, items)
+    device = torch.device("cpu" if elsewhere == "rows" else "cuda")  # that which has all of them, or each its own
+    digests, items = BoxDigests(pack({0: layout}), device), LiveItems(tensors, layout.pieces)
+    first = digests.digests(tensors)
     assert first == digests_of(slot, items)
     tensors["odd"][7] += 1
     tensors["experts"][1, 2, 3] += 1
-    second = digests.of(slot, items)
+    second = digests.digests(tensors)
     assert second == digests_of(slot, items)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False, True]
