@@ -94,7 +94,9 @@ def test_a_pause_holds_until_an_order_ends_it(rig: tuple[Scheduler, Agent]) -> N
     scheduler, _ = rig
     assert call(scheduler, "pause")[0]["ok"]
     assert call(scheduler, "state")[0]["paused"]
-    assert call(scheduler, "resume")[0]["ok"]
+    assert call(scheduler, "resume", True)[0]["ok"]
+    assert call(scheduler, "state")[0]["paused"], "by a program, which goes on by itself"
+    assert call(scheduler, "resume", False)[0]["ok"]
     assert not call(scheduler, "state")[0]["paused"]
 
 
