@@ -1,4 +1,4 @@
-"""What the observer of a region takes for the weights of a step."""
+"""The observer of a region accepts the weights of a step, and no others."""
 
 from pathlib import Path
 

@@ -32,7 +32,7 @@ from tests.support.tiny_hf import load_checkpoint
 PROMPT, TOKENS = [5, 17, 42, 7], 8
 LINE = "answered: "
 WIRE_FORMATS = "named_tensors", "delta_flush"
-"""What `follow` gives on CPUs, and where verl has CUDA IPC."""
+"""Formats in which verl asks for weights: on CPUs, and where it has CUDA IPC."""
 ENGINE = {name: value for name, value in OPTIONS.items() if name not in ("dtype", "mem_fraction_static", "disable_cuda_graph")}
 
 

@@ -1,5 +1,6 @@
 """A node's files of versions: what is there, whole, and dropped."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,18 @@ def test_of_a_shared_file_a_version_gets_a_copy_before_further_pieces_are_writte
     assert found[:PIECE_BYTES] == (one.folder / STILL.path).read_bytes()[:PIECE_BYTES]
     assert len(set(found[PIECE_BYTES:])) == 1
     assert two.shared == {}
+
+
+def test_a_copy_that_fails_leaves_the_shared_file_and_nothing_else(copies: NodeCopies) -> None:
+    one = copies.add(parted(1), pieces(HeldVersion(parted(1), Path()), 0))
+    fill(one, *one.wanted())
+    two = copies.add(parted(2), pieces(one, 0))
+    shared, files = inode(two), sorted(two.folder.iterdir())
+    os.truncate(two.folder / STILL.path, PIECE_BYTES - 1)
+    with pytest.raises(OSError, match="ends before"):
+        copies.want(two, pieces(two, 0, 1))
+    assert (inode(two), sorted(two.folder.iterdir())) == (shared, files)
+    assert list(two.wanted()) == list(pieces(two, 0))
 
 
 def test_no_file_is_shared_that_somebody_writes_and_a_piece_that_comes_twice_writes_nothing(copies: NodeCopies) -> None:

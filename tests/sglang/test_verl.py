@@ -32,7 +32,7 @@ class Program:
         self._process = process
 
     def found(self, key: str) -> Any:
-        """What the step that runs has found."""
+        """The value that the present step of the program prints under a key."""
         assert self._process.stdout is not None
         line = next(line for line in self._process.stdout if line.startswith(b'{"' + key.encode()))
         return json.loads(line)[key]

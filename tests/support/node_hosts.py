@@ -16,7 +16,7 @@ from tests.support.ports import free_port
 from tests.support.remote import Remote
 
 ARRIVED = {"verified": True, "transport": "node", "reason": ""}
-"""What a worker says of a version that it has mapped from the node of its host."""
+"""A worker's report of a version that it has mapped from its host's node."""
 
 
 class Site:

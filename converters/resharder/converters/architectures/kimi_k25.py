@@ -35,7 +35,7 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
-    """Return Kimi-K2's recipe in a wrapper with a tower of the checkpoint's own code, whose norms have vLLM's epsilon."""
+    """Return Kimi-K2's recipe in a wrapper with a tower of the checkpoint's own code, and the projector that vLLM computes."""
     vision = vision_config(config)
     made = wrapped_recipe(config, deepseek_v3.recipe(language_config(config))).unless(vision, projector_ln_eps=1e-5)
     return made.unless(config, projection_hidden_size=width(vision), projection_layer_norm_eps=1e-5)

@@ -91,7 +91,7 @@ Side = Mapping[int, tuple[Member, str]]  # members by rank, each with the finger
 
 
 class Declared(NamedTuple):
-    """What a member declares beside its layout.
+    """Properties that a member declares with its layout.
 
     Attributes:
         host: Of a rank that offers versions to servers on other hosts too, by default.
@@ -177,7 +177,7 @@ class Plans:
         return known
 
     def _notes(self, member: Member) -> tuple[frozenset[str], bool]:
-        """Return what decides, beside its layout, which copies a plan has apart."""
+        """Return what a member has declared of frozen tensors: a plan for the same layouts differs by it."""
         known = self._known.get((member.owner, member.rank))
         return (known.declared.frozen, known.declared.keeps) if known is not None else (PLAIN.frozen, PLAIN.keeps)
 

@@ -32,7 +32,7 @@ _log = structlog.get_logger("resharder.node")
 
 
 def nearest_base(held: Iterable[HeldFiles], version: HeldFiles, part: PieceSpan) -> HeldFiles | None:
-    """Return the version of the same model next to a version that has a part's bytes, in a file as long; None for none."""
+    """Return the held version of the same model, nearest in number, with a part in a file of the same size; None for none."""
     model, _, number = version.name.rpartition("/")
 
     def has_part(other: HeldFiles) -> bool:
@@ -66,7 +66,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class PeerDeltas:
-    """What a host has seen of a peer's parts.
+    """Rates and failures of the parts that a host has received from a peer.
 
     Attributes:
         whole: Rate of parts that came whole.

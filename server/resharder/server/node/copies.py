@@ -47,7 +47,7 @@ class HeldVersion(HeldFiles):
         sizes = {file.path: file.size for file in remote.files}
         super().__init__(remote.name, remote.fingerprint, folder, sizes, number_pieces(remote.files), point="node.write")
         self.contents = {file.path: _content(file, remote) for file in remote.files}
-        """What tells whether a file is that of another version: its header, and the digests of its tensors."""
+        """Header and tensor digests of each file, by path, equal for files with the same bytes; None without digests."""
         self.reservation = reservation
         """Reservation under which ranks have written files of it here; empty for none."""
         self.daemon_address = remote.data_address
@@ -96,19 +96,20 @@ class HeldVersion(HeldFiles):
 
     def own(self, file: str) -> None:
         """Replace a shared file by a copy of its held pieces, so that further ones can be written. Raises OSError."""
-        part = self.folder / f"{file}.part"
-        _make_file(part, self.sizes[file])
-        descriptors = [
-            os.open(path, flags | os.O_CLOEXEC) for path, flags in ((self.folder / file, os.O_RDONLY), (part, os.O_WRONLY))
-        ]
+        path, part = self.folder / file, self.folder / f"{file}.part"
         try:
-            for piece in self.pieces_in(file) & self.held():
-                for span in self.numbering.parts(piece):
-                    write_at(descriptors[1], os.pread(descriptors[0], span.end - span.start, span.start), span.start)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        move(part, self.folder / file)
+            _make_file(part, self.sizes[file])
+            with path.open("rb") as source, part.open("r+b") as target:
+                for piece in self.pieces_in(file) & self.held():
+                    for span in self.numbering.parts(piece):
+                        source.seek(span.start)
+                        target.seek(span.start)
+                        if target.write(source.read(span.end - span.start)) != span.end - span.start:
+                            raise OSError(f"{path} ends before {span.end} bytes")
+            move(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
         with self._changed:
             del self._shared[file]
 
