@@ -8,11 +8,15 @@ from random import Random
 
 import numpy as np
 import pytest
+from resharder.converters.geometry.layout import full_box
 from resharder.converters.wire import pieces
 from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE
+from resharder.converters.wire.windows import boxes_request
+from resharder.server.data.versions import PinnedVersion, StoredVersions
 from resharder.server.ingest.publisher import check_files
 from resharder.server.nodes.decisions import ReplicasShort
+from resharder.server.rpc.operator_service import _export
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store import manifest
@@ -213,6 +217,61 @@ def test_a_lost_version_refuses_its_readers_even_those_that_wait_and_pin_it(root
     again = opened(root)
     assert (again.catalogue.get("policy", 1).reason, again.lifecycle.partials()) == (lost.reason, [])
     again.close()
+
+
+@pytest.mark.parametrize("reads", ["its folder", "its bytes", "the data port's file", "the data port's boxes", "an export"])
+def test_a_reader_that_misses_a_file_of_a_version_lost_meanwhile_is_told_so(store: Store, reads: str) -> None:
+    store.reader.borrow = lambda partial, spans: nullcontext()  # as in a daemon that holds no versions
+    record, _ = publish_partial(store, claim(store), 0, [1])
+    boxes = boxes_request(record.name, [(SPECS[0].name, full_box(SPECS[0].shape))])
+    served = PinnedVersion(StoredVersions(store.reader), "policy", 1, replicates=False)
+    exported = _export(store.reader, "policy", 1)
+    next(exported)  # the first file alone
+
+    def lose() -> None:
+        store.lifecycle.lose("policy", 1, "its node is gone")
+
+    def read() -> None:
+        if reads == "its folder":
+            with store.reader.folder("policy", 1) as (_, folder):
+                lose()
+                (folder / FILE).read_bytes()
+        elif reads == "its bytes":
+            with store.reader.reading("policy", 1, [PieceSpan(FILE, 0, 1)]):
+                lose()
+                (store.folder.path(record) / FILE).read_bytes()
+        elif reads == "the data port's file":
+            lose()
+            served.open(FILE)
+        elif reads == "the data port's boxes":
+            checked = served.boxes(boxes, store.reader.manifest("policy", 1))
+            lose()
+            with served.packed(checked) as chunks:
+                list(chunks)
+        else:
+            lose()
+            list(exported)
+
+    with pytest.raises(ResourceNotFound, match="models/policy/versions/1 is RETIRED, not READY") as gone:
+        read()
+    assert gone.value.reason == "VERSION_GONE"
+
+
+def test_holes_of_a_lost_version_are_never_read_from_files_that_were_opened_before(store: Store) -> None:
+    store.reader.borrow = lambda partial, spans: nullcontext()
+    record, _ = publish_partial(store, claim(store), 0, [1])
+    boxes = boxes_request(record.name, [(SPECS[0].name, full_box(SPECS[0].shape))])
+    served = PinnedVersion(StoredVersions(store.reader), "policy", 1, replicates=False)
+    checked = served.boxes(boxes, store.reader.manifest("policy", 1))
+    with served.packed(checked) as chunks:
+        next(chunks)  # its files are mapped from now on
+    served.open(FILE)
+    store.lifecycle.lose("policy", 1, "its node is gone")
+    with pytest.raises(ResourceNotFound, match="is RETIRED"), served.packed(checked):
+        pass
+    with pytest.raises(ResourceNotFound, match="is RETIRED"), served.served.reading([PieceSpan(FILE, 0, 1)]):
+        pass
+    served.close()
 
 
 def test_a_whole_version_is_never_lost(store: Store) -> None:

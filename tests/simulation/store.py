@@ -100,12 +100,13 @@ class _Site:
         """Run both phases and check the invariants."""
         schedule = self.schedule
         schedule.follow("supervisor", self.supervisor, self._supervise())
-        schedule.follow("mischief", self.supervisor, self._mischief())
+        mischief = schedule.follow("mischief", self.supervisor, self._mischief())
         for rank in range(self.model.world_size):
             self._start_rank(self.job, rank, 0)
         self._steps(lambda: self._is_done(self.job), _FEW_FAULTY_STEPS if self.is_small else _FAULTY_STEPS)
         self._make_peace()
         self._publish_in_peace()
+        assert self._steps(lambda: mischief.done, _PEACEFUL_STEPS), "a call of before the peace does not end"
         self._stop_and_restart()
         self.counts += self.daemon.counts + self.medium.counts
         self.counts += self.daemon.nodes.counts if self.daemon.nodes is not None else Counter()

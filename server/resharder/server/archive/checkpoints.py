@@ -86,9 +86,7 @@ class Source:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise ResourceNotFound(
-                "VERSION_GONE", f"{path}: the version was retired, because the store needed its capacity"
-            ) from None
+            raise ResourceNotFound("VERSION_GONE", f"{path}: the version was retired while it was read") from None
         except OSError as error:
             raise medium_error(error) from error
         try:

@@ -93,7 +93,8 @@ class PinnedVersion:
         if name not in self.served.sizes:
             raise ResourceNotFound("VERSION_UNKNOWN", f"{self.served.name} has no safetensors file {name!r}")
         if name not in self._open:
-            self._open[name] = os.open(self.served.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            with self.served.reading(()):
+                self._open[name] = os.open(self.served.folder / name, os.O_RDONLY | os.O_CLOEXEC)
             self._stack.callback(os.close, self._open[name])
         return self._open[name], self.served.sizes[name]
 
@@ -125,7 +126,8 @@ class PinnedVersion:
         """Return the tensors, mapped until the version is unpinned: a page that one request has mapped serves later ones."""
         if self._mapped is None:
             try:
-                self._mapped = self._stack.enter_context(MappedFiles(self.served.folder, manifest.files))
+                with self.served.reading(()):
+                    self._mapped = self._stack.enter_context(MappedFiles(self.served.folder, manifest.files))
             except ValueError as error:
                 raise Unavailable("STORE_FAILED", str(error)) from error
         return self._mapped.arrays

@@ -1,6 +1,5 @@
 """OperatorService: calls of operators."""
 
-import secrets
 from collections.abc import Iterator
 
 import xxhash
@@ -24,9 +23,9 @@ from resharder.server.rpc.convert import (
     timestamp,
 )
 from resharder.server.rpc.dispatch import Call
-from resharder.server.state.version import VersionRecord, parse_name
+from resharder.server.state.version import parse_name
 from resharder.server.store.manifest import MANIFEST_FILE
-from resharder.server.store.store import Store
+from resharder.server.store.reader import VersionReader
 from resharder.v1 import operator_pb2
 
 _PART_BYTES = 1 << 20
@@ -130,13 +129,7 @@ class OperatorService:
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
         """Stream the files of a READY version, which is pinned until the call ends."""
-        model, number = parse_name(request.version, "versions")
-        holder = f"export-{secrets.token_hex(4)}"
-        record = self._store.lifecycle.pin(model, number, holder)
-        try:
-            yield from _export(self._store, record)
-        finally:
-            self._store.lifecycle.release(model, number, holder)
+        yield from _export(self._store.reader, *parse_name(request.version, "versions"))
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
         """Repeat a server's install under a profiler, and stream its workers' profiles."""
@@ -191,21 +184,21 @@ def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
     )
 
 
-def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
+def _export(reader: VersionReader, model: str, number: int) -> Iterator[Message]:
     """Yield files in the order of their names, the manifest last; an empty file is one empty part."""
-    store.reader.await_whole(record.model, record.number)
-    manifest = store.reader.manifest(record.model, record.number)
-    names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
-    for name in names:
-        path = store.folder.path(record) / name
-        size = path.stat().st_size
-        with path.open("rb", buffering=0) as file:
-            for offset in range(0, max(size, 1), _PART_BYTES):
-                span = PieceSpan(name, offset, min(offset + _PART_BYTES, size))
-                with store.reader.reading(record.model, record.number, [span] if name not in manifest.other_files else []):
-                    data = file.read(_PART_BYTES)
-                checksum = xxhash.xxh3_64_intdigest(data)
-                yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)
-    data = store.reader.manifest_content(record.model, record.number)
+    with reader.folder(model, number) as (manifest, folder):
+        reader.await_whole(model, number)
+        names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
+        for name in names:
+            path = folder / name
+            size = path.stat().st_size
+            with path.open("rb", buffering=0) as file:
+                for offset in range(0, max(size, 1), _PART_BYTES):
+                    span = PieceSpan(name, offset, min(offset + _PART_BYTES, size))
+                    with reader.reading(model, number, [span] if name not in manifest.other_files else []):
+                        data = file.read(_PART_BYTES)
+                    checksum = xxhash.xxh3_64_intdigest(data)
+                    yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)
+        data = reader.manifest_content(model, number)
     checksum = xxhash.xxh3_64_intdigest(data)
     yield operator_pb2.FilePart(path=MANIFEST_FILE, size_bytes=len(data), data=data, checksum=checksum)

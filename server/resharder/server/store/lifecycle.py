@@ -595,7 +595,7 @@ class VersionLifecycle:
         with self._changed:
             record = self._catalogue.get(name, number)
             if record.state != READY:
-                raise ResourceNotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
+                raise gone(record)
             model = self._catalogue.model(name)
             model.holders[number] = model.holders.get(number, frozenset()) | {holder}
             if yielding:
@@ -766,6 +766,11 @@ class VersionLifecycle:
             self._pool.take_back(model, record.epoch, path, record.size_bytes)
         else:
             self._pool.discard(model, path, record.size_bytes)
+
+
+def gone(record: VersionRecord) -> ResourceNotFound:
+    """Return the refusal of a version that is not READY."""
+    return ResourceNotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
 
 
 def _used(model: StoredModel, number: int) -> bool:

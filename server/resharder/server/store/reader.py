@@ -1,5 +1,6 @@
 """Reads of READY versions, of verified ones that nodes read before, and of models' small files."""
 
+import errno
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +15,11 @@ from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.infra.filesystem import touching
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import DaemonError, ResourceNotFound
-from resharder.server.state.version import READY, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
 from resharder.server.store import manifest, model_files
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.folder import StoreFolder
-from resharder.server.store.lifecycle import VersionLifecycle
+from resharder.server.store.lifecycle import VersionLifecycle, gone
 from resharder.server.store.manifest import MANIFEST_FILE, Manifest, ManifestCache
 from resharder.server.store.partial import VerifiedVersion
 
@@ -84,14 +85,18 @@ class VersionReader:
         Raises ResourceNotFound (VERSION_GONE), Unavailable (PIECES_ELSEWHERE) if they have not come from nodes in some seconds.
         """
         partial = self.partial(name, number)
-        if partial is None:
-            yield
-        elif self.borrow is not None:
-            with self.borrow(partial, spans):
+        with self._unless_gone(name, number):
+            if partial is None:
+                record = self._catalogue.get(name, number)
+                if record.is_lost or record.state == ABORTED:  # it lacks bytes, and is partial no longer
+                    raise gone(record)
                 yield
-        else:
-            partial.await_bytes(spans, self._patience if patience is None else patience)
-            yield
+            elif self.borrow is not None:
+                with self.borrow(partial, spans):
+                    yield
+            else:
+                partial.await_bytes(spans, self._patience if patience is None else patience)
+                yield
 
     def await_whole(self, name: str, number: int) -> None:
         """Wait until the store has all bytes of a READY version, unless it borrows them from nodes as they are read.
@@ -206,6 +211,18 @@ class VersionReader:
         holder = f"{purpose}-{secrets.token_hex(4)}"
         record = self._lifecycle.pin(name, number, holder)
         try:
-            yield record
+            with self._unless_gone(name, number):
+                yield record
         finally:
             self._lifecycle.release(name, number, holder)
+
+    @contextmanager
+    def _unless_gone(self, name: str, number: int) -> Iterator[None]:
+        """Say that a version is gone where the block misses a file of it: a pin does not keep a version that is lost."""
+        try:
+            yield
+        except OSError as error:
+            record = self._catalogue.get(name, number)
+            if error.errno != errno.ENOENT or record.state in (READY, UPLOADING):
+                raise
+            raise gone(record) from error
