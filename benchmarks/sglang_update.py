@@ -153,7 +153,7 @@ def free_bytes(gpus: str) -> int:
 def show(rows: list[dict[str, float]], title: str) -> None:
     table = Table("version", *rows[0], title=title)
     for number, row in enumerate(rows, 2):
-        table.add_row(str(number), *(f"{seconds:.3f}" for seconds in row.values()))
+        table.add_row(str(number), *(f"{row[name]:.3f}" for name in rows[0]))
     table.add_row("median", *(f"{median(row[name] for row in rows):.3f}" for name in rows[0]))
     Console(width=130).print(table)
 
