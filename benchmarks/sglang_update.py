@@ -91,6 +91,8 @@ def main() -> None:
             export(system.daemon, f"models/policy/versions/{system.newest}", checkpoint)
             (server,) = system.servers
             ours = held(server)
+            for line in system.events("direct_failed"):
+                print(f"direct path: {line['reason']}")
             show(rows, f"{job.name}, {size_of(checkpoint) / 1e9:.1f} GB, the store is in {kind}, path: {path}")
             if asked.sleep:
                 sleeps(system, asked.gpus)

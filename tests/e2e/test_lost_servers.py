@@ -4,11 +4,13 @@ Each test kills another process of one server, at another moment, in a fleet tha
 are the rest of the fleet. The whole table, as pure logic: `tests/server/test_lost_in_moves.py`.
 """
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from tests.support.observing import wait_until
 from tests.support.simulated_server import SimulatedServer
 from tests.support.single_rank_job import CONFIG, job
 from tests.support.tiny_hf import save_tokenizer
-from tests.support.vllm_server import VllmServer
+from tests.support.vllm_server import ServerFailed, VllmServer
 from tests.support.weights import random_weights
 
 LEASE = 12.0
@@ -194,3 +196,19 @@ def test_servers_that_move_on_their_own_arrive_without_the_one_whose_host_dies_a
     with site.server():
         site.ends(Move.State.DONE)  # it is back, and has booted from where the others are
         assert set(site.serving().values()) == {site.version}
+
+
+@pytest.mark.full
+def test_a_server_that_is_ended_while_it_answers_leaves_at_once_and_ends(site: Site) -> None:
+    assert resharder("fleet", "set", "policy", "--all-at-once").code == 0
+    with site.server() as server, ThreadPoolExecutor(1) as clients:
+        core, answers = server.child("EngineCore"), server.stream([1, 2, 3], 400)
+        next(answers)
+        core.send_signal(signal.SIGSTOP)  # so that the answer does not end
+        answer = clients.submit(list, answers)
+        assert server.process is not None
+        os.kill(server.process.pid, signal.SIGTERM)
+        wait_until(lambda: "a" not in site.serving(), "a has left", LONG)
+        wait_until(lambda: not server.alive, "it ends", LONG)
+        with pytest.raises((ServerFailed, OSError, http.client.HTTPException)):
+            answer.result(LONG)

@@ -240,11 +240,20 @@ class _Site:
         known = sorted(self.reference.ready)
         if not known:
             return
-        number = self.random.choice(known)
+        number, slow = self.random.choice(known), self.random.random() < 0.5
 
         def read(daemon: SimulatedDaemon) -> dict[str, bytes]:
-            with daemon.store.reader.open(NAME, number) as files:
-                return {name: array.tobytes() for name, array in files.arrays.items()}
+            reader = daemon.store.reader
+            if not slow:
+                with reader.open(NAME, number) as files:
+                    return {name: array.tobytes() for name, array in files.arrays.items()}
+            found, spans_of = dict[str, bytes](), reader.manifest(NAME, number).spans_of
+            with reader.open(NAME, number, ()) as files:  # as DownloadChunks does where the store holds no versions
+                for name, array in files.arrays.items():
+                    self.schedule.pause(None, self.schedule.now + self.random.random() * 0.2)  # for a client that is slow
+                    with reader.reading(NAME, number, spans_of([name])):
+                        found[name] = array.tobytes()
+            return found
 
         answer = yield from self.daemon.call("Read", read, 5.0)
         if answer.ok:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,12 +50,11 @@ class Client:
 class Engine:
     def __init__(self, *processes: Process) -> None:
         self.errored = False
+        self.output_processor: SimpleNamespace | None = None
         self.engine_core = Client(Resources(Manager(processes) if processes else None))
-        self.failures = 0
-        self.end = EngineEnd(self, self.failed)
-
-    def failed(self) -> None:
-        self.failures += 1
+        self.leaves: list[str] = []  # with the failure that the daemon is told then
+        self.end = EngineEnd(self)
+        self.end.leave = lambda: self.leaves.append(self.end.failure)
 
 
 def test_a_healthy_engine_that_is_shut_down_has_not_failed() -> None:
@@ -63,7 +63,7 @@ def test_a_healthy_engine_that_is_shut_down_has_not_failed() -> None:
     engine.engine_core.shutdown(timeout=1)
     engine.errored = True
     engine.engine_core.resources.engine_manager.processes[0].exitcode = -signal.SIGKILL  # type: ignore[union-attr]
-    assert (engine.end.failure, engine.failures, engine.engine_core.shut_down) == ("", 0, 1)
+    assert (engine.end.failure, engine.leaves, engine.engine_core.shut_down) == ("", [""], 1)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_engine_core_that_dies_is_a_failure_and_one_that_got_the_same_sigterm
     engine.errored = True
     engine.engine_core.shutdown()  # by the client itself
     assert engine.end.failure == failure
-    assert engine.failures == (1 if failure else 0)
+    assert engine.leaves == [failure]
 
 
 def test_among_several_api_servers_the_engine_cores_process_is_looked_for() -> None:
@@ -119,7 +119,7 @@ def test_a_sigterm_to_a_healthy_server_is_an_order_although_its_workers_end_firs
     engine.errored = True
     engine.engine_core.resources.engine_manager.processes[0].exitcode = 1  # type: ignore[union-attr]
     engine.engine_core.shutdown()
-    assert (engine.end.failure, engine.failures, signals) == ("", 0, [3])
+    assert (engine.end.failure, engine.leaves, signals) == ("", [""], [3])
 
 
 def test_a_sigterm_to_a_server_whose_engine_has_died_is_no_order() -> None:
@@ -134,3 +134,17 @@ def test_a_sigterm_to_a_server_whose_engine_has_died_is_no_order() -> None:
 
     asyncio.run(serve())
     assert engine.end.failure == "its engine core ended with code -9"
+
+
+def test_requests_that_wait_for_an_engine_that_is_shut_down_end_with_an_error() -> None:
+    engine, errors = Engine(Process()), list[Exception]()
+    engine.output_processor = SimpleNamespace(propagate_error=errors.append)
+
+    async def shut_down() -> None:
+        engine.end.watch_signals(asyncio.get_running_loop())
+        await asyncio.to_thread(engine.engine_core.shutdown)
+        await asyncio.sleep(0)
+
+    asyncio.run(shut_down())
+    engine.engine_core.shutdown()  # again, after the loop was closed
+    assert [type(error).__name__ for error in errors] == ["EngineDeadError"]

@@ -10,7 +10,6 @@ transfer attaches an engine that is not attached yet (`weight_transfer.py`).
 
 import asyncio
 import atexit
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +38,8 @@ async def attach(
 ) -> AttachedEngine:
     """Attach an engine to the daemon. Returns at once, even if the daemon is away.
 
+    The server leaves when the engine is shut down.
+
     Args:
         engine: vLLM's `AsyncLLM`, on whose event loop this is called. Its workers must have loaded the plugin.
         settings: The plugin's settings, by default from the environment.
@@ -63,7 +64,7 @@ async def attach(
     if processor is not None:
         outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
     guard(getattr(engine, "engine_core", None))
-    engine_end = EngineEnd(engine, lambda: side.thread.report_now())
+    engine_end = EngineEnd(engine)
     engine_end.watch_signals(asyncio.get_running_loop())
     side = ControlSide(
         engine,
@@ -82,13 +83,14 @@ async def attach(
         weight_transfer.take_over(engine, _updates(side.gate, settings, lambda: side.thread.model))
     await engine_end.find_processes()
     handle = await side.start(adapters)
+    engine_end.leave = handle.leave
     for adapter in adapters:
         await adapter.start()
     return handle
 
 
 async def attach_until_shutdown(engine: Any) -> None:
-    """Attach an engine whose program has no use for the handle. The server leaves when its engine or the process ends.
+    """Attach an engine whose program has no use for the handle. The server leaves when the process ends, too.
 
     Args:
         engine: As for `attach`.
@@ -98,15 +100,6 @@ async def attach_until_shutdown(engine: Any) -> None:
     """
     handle = await attach(engine)
     atexit.register(handle.leave)
-    core = engine.engine_core  # `AsyncLLM.shutdown` may be bound to a Ray actor
-    shut_down = core.shutdown
-
-    @functools.wraps(shut_down)
-    def leave_and_shut_down(*args: Any, **kwargs: Any) -> None:
-        handle.leave()
-        shut_down(*args, **kwargs)
-
-    core.shutdown = leave_and_shut_down
 
 
 def _updates(gate: Gate, settings: PluginSettings, model: Callable[[], str]) -> WeightUpdates:

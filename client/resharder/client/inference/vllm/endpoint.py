@@ -82,7 +82,7 @@ class EndpointPlugin:
         self._adapters |= self.handle.adapters
         if self._adapters:
             state.openai_serving_models.lora_requests = AdapterNames(self._adapters.values())
-        atexit.register(self.handle.leave)  # vLLM has no shutdown hook
+        atexit.register(self.handle.leave)
 
 
 def _installed() -> int:

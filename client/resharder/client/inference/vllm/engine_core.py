@@ -267,13 +267,15 @@ class EngineEnd:
 
     Args:
         engine: vLLM's `AsyncLLM`.
-        failed: Called on any thread when the engine's client shuts down after a failure.
     """
 
-    def __init__(self, engine: Any, failed: Callable[[], None]) -> None:
-        self._engine, self._client, self._failed = engine, getattr(engine, "engine_core", None), failed
+    def __init__(self, engine: Any) -> None:
+        self.leave: Callable[[], None] = lambda: None
+        """Called on any thread, before the engine's client shuts down."""
+        self._engine, self._client = engine, getattr(engine, "engine_core", None)
         self._processes: list[int] = []  # of the engine cores, where another process watches them
         self._ordered = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         shut_down = getattr(self._client, "shutdown", None)
         if shut_down is None:
             return
@@ -281,9 +283,9 @@ class EngineEnd:
         @functools.wraps(shut_down)
         def watched(*args: Any, **kwargs: Any) -> None:
             self._order()
-            if not self._ordered:
-                self._failed()
+            self.leave()
             shut_down(*args, **kwargs)
+            self._end_requests()
 
         self._client.shutdown = watched  # type: ignore[union-attr]
 
@@ -291,8 +293,11 @@ class EngineEnd:
         """Take signals for which the program adds a handler from now on as orders, at the moment at which they arrive.
 
         If all processes of a server get a SIGTERM, its workers may have ended before the client is shut down.
+
+        Args:
+            loop: The engine's event loop.
         """
-        add = loop.add_signal_handler
+        self._loop, add = loop, loop.add_signal_handler
 
         def watched(number: int, handler: Callable[..., object], *args: Any) -> None:
             def order() -> None:
@@ -305,6 +310,18 @@ class EngineEnd:
 
     def _order(self) -> None:
         self._ordered = self._ordered or not self._found()
+
+    def _end_requests(self) -> None:
+        """Raise EngineDeadError in the requests that nothing answers any more, so that their connections close.
+
+        An API server ends after its connections. `AsyncLLM.shutdown` cancels the task that does this (`output_handler`), often
+        before it has (vLLM 0.32).
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        processor = getattr(self._engine, "output_processor", None)
+        if processor is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(processor.propagate_error, EngineDeadError())
 
     async def find_processes(self) -> None:
         """Ask engine cores on this host for their processes, if another process watches them."""
