@@ -211,7 +211,7 @@ def test_a_recipe_follows_from_the_config(family: str, changes: Settings, expect
     assert {key: found.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["mixtral", "minimax_m2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "minimax_m2", "gpt_oss", "qwen3_moe", "hy_v3"])
 def test_experts_are_counted_under_either_name(family: str) -> None:
     config = tiny_hf.tiny_config(family)
     counts = {config.pop(name) for name in ("num_experts", "num_local_experts") if name in config}
@@ -222,7 +222,7 @@ def test_experts_are_counted_under_either_name(family: str) -> None:
     assert recipe_of(here)["num_moe_experts"] == count
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "nemotron", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "nemotron", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_a_model_of_a_family_with_gains_around_zero_stores_them_so(family: str) -> None:
     """Only the norm of a delta net has gains around one."""
     config = tiny_hf.tiny_config(family)
