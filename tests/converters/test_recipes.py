@@ -152,7 +152,6 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ("gemma2", {"query_pre_attn_scalar": None}, {"softmax_scale": 256**-0.5}),
     ("gemma", {"hidden_act": None}, {"activation_func": "fast_gelu"}),
     ("gemma", {"hidden_act": "gelu"}, {"activation_func": "fast_gelu"}),
-    ("gemma", {"hidden_act": "silu"}, {"activation_func": "silu"}),
     ("hy_v3", {"rms_norm_eps": None}, {"layernorm_epsilon": 1e-5}),
     ("hy_v3", {"rope_parameters": None}, {"rotary_base": 11158840.0}),
     ("hy_v3", {"router_scaling_factor": None}, {"moe_router_topk_scaling_factor": 2.826}),

@@ -75,6 +75,17 @@ def refuse(config: HFConfig, *flags: str) -> None:
             raise UnsupportedModel(f"config: {flag}={config[flag]!r} has weights that no table describes yet")
 
 
+def refuse_others(config: HFConfig, option: str, *computed: str) -> None:
+    """Raise UnsupportedModel if an option has a value that is not in `computed`: vLLM's model does not read it, and computes with
+    the first of these.
+    """
+    if config.get(option) not in (None, *computed):
+        raise UnsupportedModel(
+            f"config: {option}={config[option]!r}: vLLM computes with {computed[0]!r} whatever the config says. Train the model "
+            f"with {computed[0]!r}"
+        )
+
+
 def whole(tensor: str, *shape: int, padded: bool = False) -> Weight:
     """Return a weight that is one HF tensor."""
     return Weight(shape, (Rows(0, shape[0], tensor),), padded=padded)
