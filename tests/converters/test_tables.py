@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from resharder.converters.architectures import table_of
 from resharder.converters.architectures.checkpoint import expected_shapes
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError, UnsupportedModel
 
 from tests.support import tiny_hf
 
@@ -56,7 +56,7 @@ def test_an_option_whose_weights_are_in_no_table_is_refused(option: str, family:
 
 @pytest.mark.parametrize(("family", "option", "value", "computed"), OTHERS)
 def test_an_activation_that_vllm_does_not_compute_is_refused(family: str, option: str, value: str, computed: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"config: {option}={value!r}: vLLM computes with {computed!r}"):
+    with pytest.raises(LayoutError, match=f"config: {option}={value!r}: vLLM computes with {computed!r}"):
         expected_shapes(tiny_hf.tiny_config(family, **{option: value}))
 
 

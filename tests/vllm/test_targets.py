@@ -19,7 +19,7 @@ from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_model, worker_recording
 from resharder.client.inference.vllm.reload import defaults, original_loader
 from resharder.converters.architectures import table_of
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
@@ -259,5 +259,5 @@ def test_another_activation_is_what_vllm_computes_or_it_is_refused(family: str) 
     value = "silu" if text_of(config)[name].startswith("gelu") else "gelu"
     other = tiny_config(family, **CHANGES.get(family, {}) | {name: value})
     if activations(other) == activations(config):
-        with pytest.raises(UnsupportedModel, match=f"config: {name}={value!r}: vLLM computes"):
+        with pytest.raises(LayoutError, match=f"config: {name}={value!r}: vLLM computes"):
             table_of(other)
