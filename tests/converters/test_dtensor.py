@@ -11,7 +11,8 @@ from tests.support import fakepg, tiny_hf
 
 # isort: split
 from resharder.converters.allowances import collecting
-from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes, tower_shapes
+from resharder.converters.architectures.wrapped import language_config
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, TensorSpec
 from resharder.converters.geometry.tiling import Held, check_tiling
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 NOBODY = {"model_type": "nobody"}
 Tensors = dict[str, torch.Tensor]
@@ -317,12 +318,33 @@ def test_a_model_with_a_tower_sharded_by_fsdp_has_the_names_and_values_of_the_re
     assert_every_element_once(tiny_hf.load_checkpoint(folder), 3, hold)
 
 
+@pytest.mark.parametrize("family", [family for family in tiny_hf.WRAPPED if family != "kimi_k25"])
+def test_a_head_that_is_not_tied_has_the_released_name(family: str) -> None:
+    config = tiny_hf.tiny_config(family, tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
+    assert local_layout(model, config)[0].tensors.keys() == expected_shapes(config).keys()
+
+
 def test_modules_of_transformers_that_have_a_tower_of_other_tensors_are_refused(tmp_path: Path) -> None:
     """transformers divides the fused projections of Kimi-K2.5's tower, and exchanges rows."""
     config = tiny_hf.tiny_config("kimi_k25")
     model = tiny_hf.load_model(tiny_hf.save_checkpoint(tmp_path, config))
     with pytest.raises(UnknownTensor, match=r"expected the names of the checkpoint on disk, found .*vision_tower"):
         local_layout(model, config)
+
+
+TEXT = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "glm4v_moe": "glm4_moe"}
+"""What transformers opens a language model alone as, where it has no class for it."""
+
+
+@pytest.mark.parametrize("family", tiny_hf.WRAPPED)
+def test_a_language_model_of_transformers_alone_has_the_names_of_its_wrapper(family: str) -> None:
+    config = tiny_hf.tiny_config(family, tie_word_embeddings=False)
+    text = dict(language_config(config))
+    text["model_type"] = TEXT.get(family, text["model_type"])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text))
+    layout, _ = local_layout(model, config, tower=False)
+    assert layout.tensors.keys() == expected_shapes(config).keys() - tower_shapes(config).keys()
 
 
 def test_stacked_experts_of_which_no_shape_says_how_they_are_stored_are_refused(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_the_projector_joins_four_patches_unless_the_config_says_otherwise() -> 
     shapes = [expected_shapes(config | {"vision_config": vision}) for vision in (silent, square, config["vision_config"])]
     assert shapes[0] == shapes[1]
     assert [each["mm_projector.proj.0.weight"] for each in shapes[1:]] == [(256, 256), (128, 128)]
+    assert [each["mm_projector.proj.2.weight"] for each in shapes[1:]] == [(128, 256), (128, 128)]
 
 
 @pytest.mark.parametrize("field", ["projection_hidden_size", "projection_layer_norm_eps", "projector_ln_eps"])

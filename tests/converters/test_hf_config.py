@@ -128,3 +128,10 @@ def test_attach_refuses_unless_the_environment_allows_it(monkeypatch: pytest.Mon
     with collecting() as texts:
         assert local_layout(model, config | {"rms_norm_eps": 0.5})[0] == expected
     assert len(texts) == 1
+
+
+def test_a_model_with_an_activation_that_vllm_does_not_compute_is_refused() -> None:
+    config = tiny_hf.tiny_config("mixtral", hidden_act="gelu")
+    model = AutoModelForCausalLM.from_config(tiny_hf._transformers_config(config))
+    with pytest.raises(LayoutError, match="config: hidden_act='gelu': vLLM computes with 'silu' whatever the config says"):
+        local_layout(model, config)

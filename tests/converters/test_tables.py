@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from resharder.converters.architectures import table_of
 from resharder.converters.architectures.checkpoint import expected_shapes
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError, UnsupportedModel
 
 from tests.support import tiny_hf
 
@@ -18,6 +18,11 @@ REFUSED = {
     "num_nextn_predict_layers": ("hy_v3",),
     "mtp_use_dedicated_embeddings": ("qwen3_5", "qwen3_5_moe"),
 }
+OTHERS = (
+    ("gemma", "hidden_act", "silu", "gelu_pytorch_tanh"),
+    ("gemma", "hidden_activation", "gelu", "gelu_pytorch_tanh"),
+    *((family, "hidden_act", "gelu", "silu") for family in ("minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_vl_moe")),
+)
 DEFAULTS: tuple[tuple[str, str, Any], ...] = (
     ("gemma", "head_dim", 256),
     ("gemma2", "head_dim", 256),
@@ -47,6 +52,18 @@ DEFAULTS: tuple[tuple[str, str, Any], ...] = (
 def test_an_option_whose_weights_are_in_no_table_is_refused(option: str, family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"config: {option}=True has weights that no table describes"):
         expected_shapes(tiny_hf.tiny_config(family) | {option: True})
+
+
+@pytest.mark.parametrize(("family", "option", "value", "computed"), OTHERS)
+def test_an_activation_that_vllm_does_not_compute_is_refused(family: str, option: str, value: str, computed: str) -> None:
+    with pytest.raises(LayoutError, match=f"config: {option}={value!r}: vLLM computes with {computed!r}"):
+        expected_shapes(tiny_hf.tiny_config(family, **{option: value}))
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}, {"hidden_act": None}])
+def test_gemmas_gelu_has_two_names(changes: dict[str, Any]) -> None:
+    config = tiny_hf.tiny_config("gemma")
+    assert expected_shapes(config | changes) == expected_shapes(config)
 
 
 @pytest.mark.parametrize(("family", "field", "default"), DEFAULTS)

@@ -18,11 +18,13 @@ import torch
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_model, worker_recording
 from resharder.client.inference.vllm.reload import defaults, original_loader
+from resharder.converters.architectures import table_of
+from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
 
-from tests.support.tiny_hf import ALL, tiny_config
+from tests.support.tiny_hf import ALL, text_of, tiny_config
 from tests.support.variants import sampled
 from tests.support.weights import random_weights
 
@@ -236,3 +238,26 @@ def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters
                 experts[found[1]].append(name)
         for names in (*list(experts.values())[:1], [name for one in experts.values() for name in one]):
             assert unwritten(*names) == {local for name in names for local in whole.reads[name]}
+
+
+def activations(config: Mapping[str, Any]) -> set[str]:
+    """What vLLM's model computes between its linears; empty if vLLM refuses the config."""
+    try:
+        with worker_model(readable_config(config), ServerSizes(), 0, dtype="bfloat16") as model:
+            modules = [module for module in model.modules() if not list(module.parameters())]
+            experts = [module for module in model.modules() if hasattr(module, "activation")]
+            return {f"{module}" for module in modules} | {f"{module.activation}" for module in experts}
+    except ValueError:
+        return set()
+
+
+@pytest.mark.parametrize("family", sampled([family for family in ALL if family != "gpt_oss"], ["gemma", "mixtral"]))
+def test_another_activation_is_what_vllm_computes_or_it_is_refused(family: str) -> None:
+    """transformers and vLLM have one of their own for gpt-oss."""
+    config = published_config(family)
+    name = "hidden_activation" if "hidden_activation" in text_of(config) else "hidden_act"
+    value = "silu" if text_of(config)[name].startswith("gelu") else "gelu"
+    other = tiny_config(family, **CHANGES.get(family, {}) | {name: value})
+    if activations(other) == activations(config):
+        with pytest.raises(LayoutError, match=f"config: {name}={value!r}: vLLM computes"):
+            table_of(other)

@@ -138,7 +138,7 @@ ARCHITECTURES = (
             ("model.language_model.", "language_model.model."),
             ("lm_head.", "language_model.lm_head."),
         ),
-        language=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+        language=(("model.", "language_model.model."),),
     ),
     Architecture("glm4v_moe", "Glm4vMoeForConditionalGeneration", glm4v_moe.table, glm4v_moe.recipe, language=_NESTED),
     Architecture(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from resharder.converters.architectures.table import HFConfig, Rows, Table, Weight
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError, UnsupportedModel
 
 Layer = dict[str, tuple[Weight, ...]]
 
@@ -73,6 +73,17 @@ def refuse(config: HFConfig, *flags: str) -> None:
     for flag in flags:
         if config.get(flag):
             raise UnsupportedModel(f"config: {flag}={config[flag]!r} has weights that no table describes yet")
+
+
+def refuse_others(config: HFConfig, option: str, *computed: str) -> None:
+    """Raise LayoutError if an option has a value that is not in `computed`: vLLM's model does not read it, and computes with the
+    first of these. After UnsupportedModel, a model with Hugging Face names would be taken as one of a family without a table.
+    """
+    if config.get(option) not in (None, *computed):
+        raise LayoutError(
+            f"config: {option}={config[option]!r}: vLLM computes with {computed[0]!r} whatever the config says. Train the model "
+            f"with {computed[0]!r}"
+        )
 
 
 def whole(tensor: str, *shape: int, padded: bool = False) -> Weight:

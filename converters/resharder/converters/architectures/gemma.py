@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer, refuse
+from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer, refuse, refuse_others
 from resharder.converters.architectures.recipe import Extras, Recipe, decoder_recipe
 from resharder.converters.architectures.table import HFConfig, Table
 
@@ -12,6 +12,8 @@ from resharder.converters.architectures.table import HFConfig, Table
 def table(config: HFConfig) -> Table:
     """Return attention and a gated MLP in every layer, with gains stored around zero."""
     refuse(config, "attention_bias")
+    refuse_others(config, "hidden_act", "gelu_pytorch_tanh", "gelu")
+    refuse_others(config, "hidden_activation", "gelu_pytorch_tanh")
     size = Sizes.of(completed(config), gain=0.0)
     layer = attention(size) | dense_mlp(size, integer(config, "intermediate_size"))
     return decoder(size, lambda n: layer)
@@ -27,7 +29,4 @@ def recipe(config: HFConfig) -> Recipe:
 def completed(config: HFConfig) -> dict[str, Any]:
     """Return the config with transformers' defaults. `gelu`, in the released files, means the approximated one."""
     given = {key: value for key, value in config.items() if value is not None}
-    activation = given.get("hidden_act", "gelu")
-    return {"tie_word_embeddings": True, "head_dim": 256, **given} | {
-        "hidden_act": "gelu_pytorch_tanh" if activation == "gelu" else activation
-    }
+    return {"tie_word_embeddings": True, "head_dim": 256, **given, "hidden_act": "gelu_pytorch_tanh"}

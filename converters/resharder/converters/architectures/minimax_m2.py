@@ -4,7 +4,16 @@ experts with a bias for their choice.
 
 from dataclasses import replace
 
-from resharder.converters.architectures.blocks import Sizes, attention, decoder, expert_mlp, integer, whole, whole_norms
+from resharder.converters.architectures.blocks import (
+    Sizes,
+    attention,
+    decoder,
+    expert_mlp,
+    integer,
+    refuse_others,
+    whole,
+    whole_norms,
+)
 from resharder.converters.architectures.deepseek_v3 import balanced_router
 from resharder.converters.architectures.mixtral import PROJECTIONS
 from resharder.converters.architectures.recipe import Extras, Recipe, decoder_recipe, partial_rotary, routed
@@ -13,6 +22,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 def table(config: HFConfig) -> Table:
     """Return attention with norms over all heads, and experts with `expert_bias`, in every layer."""
+    refuse_others(config, "hidden_act", "silu")
     size, experts = Sizes.of(config), integer(config, "num_local_experts", "num_experts")
     mixture = expert_mlp(size, integer(config, "intermediate_size"), experts, "block_sparse_moe", PROJECTIONS)
     bias = whole("block_sparse_moe.e_score_correction_bias", experts)

@@ -1,6 +1,6 @@
 """Mixtral: Mistral's attention, and routed experts in every layer under HF names of its own."""
 
-from resharder.converters.architectures.blocks import Sizes, attention, decoder, expert_mlp, integer
+from resharder.converters.architectures.blocks import Sizes, attention, decoder, expert_mlp, integer, refuse_others
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed, window
 from resharder.converters.architectures.table import HFConfig, Table
 
@@ -9,6 +9,7 @@ PROJECTIONS = ("w1", "w3", "w2")
 
 def table(config: HFConfig) -> Table:
     """Return attention and routed experts under `block_sparse_moe.*` in every layer."""
+    refuse_others(config, "hidden_act", "silu")
     size, experts = Sizes.of(config), integer(config, "num_local_experts", "num_experts")
     layer = attention(size) | expert_mlp(size, integer(config, "intermediate_size"), experts, "block_sparse_moe", PROJECTIONS)
     return decoder(size, lambda n: layer)

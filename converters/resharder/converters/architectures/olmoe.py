@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from resharder.converters.architectures.blocks import Sizes, attention, decoder, expert_mlp, integer, refuse, whole_norms
+from resharder.converters.architectures.blocks import (
+    Sizes,
+    attention,
+    decoder,
+    expert_mlp,
+    integer,
+    refuse,
+    refuse_others,
+    whole_norms,
+)
 from resharder.converters.architectures.recipe import Extras, Recipe, decoder_recipe, routed
 from resharder.converters.architectures.table import HFConfig, Table
 
@@ -10,6 +19,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 def table(config: HFConfig) -> Table:
     """Return attention, norms over all heads, and routed experts in every layer."""
     refuse(config, "attention_bias")
+    refuse_others(config, "hidden_act", "silu")
     size, ffn, experts = Sizes.of(config), integer(config, "intermediate_size"), integer(config, "num_experts")
     layer = attention(size) | whole_norms(size) | expert_mlp(size, ffn, experts)
     return decoder(size, lambda n: layer)

@@ -1,6 +1,16 @@
 """Qwen3-MoE: Qwen3 with routed experts in all or some layers."""
 
-from resharder.converters.architectures.blocks import Layer, Sizes, attention, decoder, dense_mlp, expert_mlp, integer, refuse
+from resharder.converters.architectures.blocks import (
+    Layer,
+    Sizes,
+    attention,
+    decoder,
+    dense_mlp,
+    expert_mlp,
+    integer,
+    refuse,
+    refuse_others,
+)
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, optional_window, routed
 from resharder.converters.architectures.table import HFConfig, Table
 
@@ -18,6 +28,7 @@ def mixture(config: HFConfig) -> Layer:
 def with_experts(config: HFConfig, mixture: Layer) -> Table:
     """Return Qwen3's attention in every layer, with `mixture` or a dense MLP as `sparse_layers` has it."""
     refuse(config, "attention_bias")
+    refuse_others(config, "hidden_act", "silu")
     size, sparse = Sizes.of(config), sparse_layers(config)
     attend = attention(size, head_norms=True)
     dense_layer = attend | dense_mlp(size, integer(config, "intermediate_size"))
