@@ -53,8 +53,7 @@ class Engine:
         self.output_processor: SimpleNamespace | None = None
         self.engine_core = Client(Resources(Manager(processes) if processes else None))
         self.leaves: list[str] = []  # with the failure that the daemon is told then
-        self.end = EngineEnd(self)
-        self.end.leave = lambda: self.leaves.append(self.end.failure)
+        self.end = EngineEnd(self, lambda: self.leaves.append(self.end.failure))
 
 
 def test_a_healthy_engine_that_is_shut_down_has_not_failed() -> None:

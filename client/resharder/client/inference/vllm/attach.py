@@ -11,6 +11,7 @@ transfer attaches an engine that is not attached yet (`weight_transfer.py`).
 import asyncio
 import atexit
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from resharder.client.errors import UsageError
@@ -64,7 +65,8 @@ async def attach(
     if processor is not None:
         outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
     guard(getattr(engine, "engine_core", None))
-    engine_end = EngineEnd(engine)
+    leaving = ExitStack()
+    engine_end = EngineEnd(engine, leaving.close)
     engine_end.watch_signals(asyncio.get_running_loop())
     side = ControlSide(
         engine,
@@ -83,7 +85,7 @@ async def attach(
         weight_transfer.take_over(engine, _updates(side.gate, settings, lambda: side.thread.model))
     await engine_end.find_processes()
     handle = await side.start(adapters)
-    engine_end.leave = handle.leave
+    leaving.callback(handle.leave)
     for adapter in adapters:
         await adapter.start()
     return handle

@@ -267,11 +267,10 @@ class EngineEnd:
 
     Args:
         engine: vLLM's `AsyncLLM`.
+        leave: Called on any thread, each time before the engine's client shuts down.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.leave: Callable[[], None] = lambda: None
-        """Called on any thread, before the engine's client shuts down."""
+    def __init__(self, engine: Any, leave: Callable[[], None]) -> None:
         self._engine, self._client = engine, getattr(engine, "engine_core", None)
         self._processes: list[int] = []  # of the engine cores, where another process watches them
         self._ordered = False
@@ -283,7 +282,7 @@ class EngineEnd:
         @functools.wraps(shut_down)
         def watched(*args: Any, **kwargs: Any) -> None:
             self._order()
-            self.leave()
+            leave()
             shut_down(*args, **kwargs)
             self._end_requests()
 
