@@ -108,6 +108,23 @@ def test_a_node_is_told_what_workers_on_its_host_need_the_newest_request_first(w
     assert world.sync(report(), seen=orders.revision, wait=5.0) == orders, "once the time has passed"
 
 
+def test_a_worker_does_not_wait_for_a_node_that_is_full_of_replicas(world: World) -> None:
+    world.sync(report(capacity=2 * SIZE))
+    node, full = world.nodes._nodes["one"], Bitmap.full(PIECES)
+    world.want(NAMES[0])
+    world.want(NAMES[1])
+    node.replicate({NAMES[0]: full, NAMES[1]: full}, ())
+    assert world.want(NAMES[2]).problem == "nodes/one: replicas of other versions leave no room for it"
+    assert NAMES[2] not in ordered(world.sync(report(capacity=2 * SIZE)))
+    assert world.want(NAMES[1]).problem == "", "a replica itself"
+    node.replicate({NAMES[0]: full}, ())
+    assert world.want(NAMES[2]).problem == ""
+    assert ordered(world.sync(report(capacity=2 * SIZE))) == [NAMES[0], NAMES[2]]
+    world.sync(report(capacity=3 * SIZE))
+    node.replicate({NAMES[0]: full, NAMES[1]: full}, ())
+    assert world.want(NAMES[2]).problem == "", "it fits beside them"
+
+
 def test_versions_that_do_not_fit_beside_newer_ones_and_retired_ones_are_to_be_dropped(world: World) -> None:
     world.sync(report(capacity=2 * SIZE))
     for name in NAMES:

@@ -200,6 +200,13 @@ def chosen(node: KnownNode, numberings: Mapping[str, PieceNumbering], sources: C
     return found
 
 
+def has_room(node: KnownNode, numberings: Mapping[str, PieceNumbering], version: str, reserved: int) -> bool:
+    """Return whether a node can come to hold a requested version beside the replicas that it has to keep."""
+    kept = sum(numberings[name].size_of(node.pieces[name]) for name in node.replicas if name in numberings)
+    needed = numberings[version].size_of(node.pieces[version])
+    return version in node.replicas or not kept or kept + needed <= node.report.capacity_bytes - reserved
+
+
 def revision_of(orders: node_pb2.NodeOrders, doubts: Iterable[tuple[str, float]]) -> int:
     """Return a number, not 0, that changes with what a node is told, but not with what it fetches next of whom.
 

@@ -121,7 +121,7 @@ def failures_of(links: Iterable[resources_pb2.NodeLink]) -> dict[str, int]:
 
 
 def host_copy_of(
-    node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, current: bool
+    node: KnownNode, version: str, needed: Bitmap, numbering: PieceNumbering | None, *, current: bool, full: bool
 ) -> node_pb2.HostVersion:
     """Return how much of a version the node of a worker's host holds.
 
@@ -131,6 +131,7 @@ def host_copy_of(
         needed: Pieces that the worker needs.
         numbering: Numbers of its pieces; None if it is no longer READY.
         current: Whether the node is still in the register.
+        full: Whether replicas of other versions leave no room for it.
     """
     problem = "" if numbering is not None else f"{version} is no longer READY"
     if not problem and (node.lost or not current):
@@ -138,6 +139,8 @@ def host_copy_of(
     copy = next((copy for copy in node.report.versions if copy.version == version), None)
     held = bitmap_of(needed.count, copy)
     whole = copy is not None and not len(needed - held)
+    if not problem and full and not whole:
+        problem = "replicas of other versions leave no room for it"
     problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
     name = node.report.node
     if problem or copy is None or numbering is None:

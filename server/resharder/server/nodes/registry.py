@@ -526,7 +526,10 @@ class NodeRegistry:
 
     def _host_copy(self, node: KnownNode, version: str, needed: Bitmap) -> node_pb2.HostVersion:
         with self._lock:
-            return host_copy_of(node, version, needed, self._numberings.get(version), self._nodes.get(id_of(node.report)) is node)
+            numbering, id = self._numberings.get(version), id_of(node.report)
+            wanted = numbering is not None and version in node.wants
+            full = wanted and not decisions.has_room(node, self._numberings, version, self.homes.reserved_bytes(id))
+            return host_copy_of(node, version, needed, numbering, current=self._nodes.get(id) is node, full=full)
 
     def _view(self, node: KnownNode) -> resources_pb2.Node:
         state = resources_pb2.Node.LOST if node.lost else resources_pb2.Node.DRAINED if node.drained else resources_pb2.Node.LIVE
