@@ -334,7 +334,7 @@ def test_modules_of_transformers_that_have_a_tower_of_other_tensors_are_refused(
 
 
 TEXT = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "glm4v_moe": "glm4_moe"}
-"""What transformers opens a language model alone as, where it has no class for it."""
+"""Model types under which transformers has a class for the language model alone, by the family of the wrapper."""
 
 
 @pytest.mark.parametrize("family", tiny_hf.WRAPPED)

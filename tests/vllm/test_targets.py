@@ -241,7 +241,7 @@ def test_whatever_a_version_lacks_is_written_down_by_the_names_of_the_parameters
 
 
 def activations(config: Mapping[str, Any]) -> set[str]:
-    """What vLLM's model computes between its linears; empty if vLLM refuses the config."""
+    """Return the modules without parameters and the activations of experts in vLLM's model; empty if vLLM refuses the config."""
     try:
         with worker_model(readable_config(config), ServerSizes(), 0, dtype="bfloat16") as model:
             modules = [module for module in model.modules() if not list(module.parameters())]
