@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,15 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from tests.support.vllm_server import MODEL_NAME, ServerFailed, VllmServer
 
 IMAGES, PLUGINS = (Path(__file__).with_name(name) for name in ("images", "raw_mode"))
 ROOT = Path(__file__).parents[2]
-_SPECIAL = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-_SPECIAL |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 TEXT = "t5 t17 t42 t7"
 
 
@@ -72,21 +70,113 @@ def _path(*folders: Path) -> str:
 
 def _save_processor(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    special = {config[name]: word for name, word in _SPECIAL.items()}
-    words = {special.get(i, f"t{i}"): i for i in range(config["text_config"]["vocab_size"])}
-    levels = Tokenizer(models.WordLevel(vocab=words, unk_token="t3"))
-    levels.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    kind = _KINDS.get(config["model_type"], _QWEN)
+    kind.save(config, _tokenizer(config, kind), folder)
+
+
+def _tokenizer(config: Mapping[str, Any], kind: "_Kind") -> PreTrainedTokenizerFast:
+    """Token `i` is the word `ti`, but for words of images and videos, bytes, which spaces become, and newlines, as Gemma's has.
+
+    Words are added to tokens of bytes: whatever its files say, transformers takes Qwen3.5's tokenizer to be of bytes.
+    """
+    words = [f"t{i}" for i in range(config["text_config"]["vocab_size"])]
+    words[-300:-44] = alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words[-4:] = newlines = [n * "\n" for n in range(1, 5)]
+    for key, word in kind.special.items():
+        words[config[key]] = word
+    tokens = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokens.add_tokens([word for word in words if word not in alphabet])
+    named = {name: kind.special[key] for key, name in kind.named.items()}
+    special = [*kind.special.values(), *newlines]
     ends = {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0", "unk_token": "t3"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=levels, additional_special_tokens=[*_SPECIAL.values()], **ends)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    found = PreTrainedTokenizerFast(tokenizer_object=tokens, additional_special_tokens=special, **ends, **named)
+    found.chat_template = kind.template
+    return found
+
+
+def _save_qwen(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     vision, found = config["vision_config"], import_module("transformers")
     sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"], "temporal_patch_size": 2}
     square = (vision["patch_size"] * vision["spatial_merge_size"]) ** 2
     sizes["size"] = {"shortest_edge": square, "longest_edge": 4096 * square}
-    old = config["model_type"] == "qwen2_5_vl"
-    processor = found.Qwen2_5_VLProcessor if old else found.Qwen3VLProcessor
-    videos = found.Qwen2VLVideoProcessor if old else found.Qwen3VLVideoProcessor
-    processor(found.Qwen2VLImageProcessor(**sizes), tokenizer, videos(**sizes)).save_pretrained(folder)
+    names = _PROCESSORS.get(config["model_type"], ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"))
+    processor, images, videos = (getattr(found, name) for name in names)
+    processor(images(**sizes), tokenizer, videos(**sizes)).save_pretrained(folder)
+
+
+_PROCESSORS = {
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    "glm4v_moe": ("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
+}
+
+
+def _save_gemma(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    found, side = import_module("transformers"), config["vision_config"]["image_size"]
+    images = found.Gemma3ImageProcessor(size={"height": side, "width": side})
+    found.Gemma3Processor(images, tokenizer, image_seq_length=config["mm_tokens_per_image"]).save_pretrained(folder)
+
+
+def _save_kimi(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """vLLM's own processor reads the file of the checkpoint's."""
+    vision = config["vision_config"]
+    settings = {"patch_size": vision["patch_size"], "merge_kernel_size": vision["merge_kernel_size"]}
+    settings |= {"temporal_merge_kernel_size": 4, "in_patch_limit": 4096, "patch_limit_on_one_side": 64}
+    settings |= dict.fromkeys(("in_patch_limit_each_frame", "in_patch_limit_video", "fixed_output_tokens"))
+    settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": settings}))
+    tokenizer.save_pretrained(folder)
+
+
+class _Kind(NamedTuple):
+    """How a family's processor is written.
+
+    Attributes:
+        special: words that stand for images and videos, by the config's name of their token.
+        named: attributes of the tokenizer that are such words.
+        template: the chat template. With that of Qwen and others vLLM puts images on a line before the text.
+    """
+
+    save: Callable[[Mapping[str, Any], PreTrainedTokenizerFast, Path], None]
+    special: Mapping[str, str]
+    named: Mapping[str, str] = {}
+    template: str = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+_QWEN = _Kind(
+    _save_qwen,
+    {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+)
+_KINDS = {
+    "glm4v_moe": _Kind(
+        _save_qwen,
+        {
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+        },
+    ),
+    "gemma3": _Kind(
+        _save_gemma,
+        {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+        {"image_token_index": "image_token", "boi_token_index": "boi_token", "eoi_token_index": "eoi_token"},
+        "{% for m in messages %}{% for part in m['content'] %}"
+        "{{ part['text'] if part['type'] == 'text' else '<start_of_image>' }} {% endfor %}{% endfor %}",
+    ),
+    "kimi_k25": _Kind(
+        _save_kimi,
+        {"image_token_id": "<|media_pad|>", "vision_start_token_id": "<|media_begin|>", "vision_end_token_id": "<|media_end|>"},
+    ),
+}
 
 
 def picture(seed: int, rows: int = 24, columns: int = 32) -> Image.Image:
@@ -138,19 +228,36 @@ class VisionReference:
     def logprobs(self, said: Said, image: Image.Image) -> list[float]:
         """Return the log-probability of each token of an answer to one image."""
         tokens = torch.tensor([[*said.prompt, *said.token_ids]])
-        pixels, grid = patches(image, self._config.vision_config)
-        kinds = (tokens == self._config.image_token_id).int()
-        found = self._model(input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds).logits
+        found = self._model(input_ids=tokens, **self._seen(tokens, image)).logits
         logprobs = found[0, len(said.prompt) - 1 : -1].log_softmax(-1)
         return [float(row[token]) for row, token in zip(logprobs, said.token_ids, strict=True)]
+
+    def _seen(self, tokens: torch.Tensor, image: Image.Image) -> dict[str, torch.Tensor]:
+        """The model's inputs besides the tokens."""
+        vision = self._config.vision_config
+        kinds = (tokens == self._config.image_token_id).int()
+        if self._config.model_type == "gemma3":
+            # Causal: vLLM's CPU attention lets an image's tokens see only those before them.
+            return {"pixel_values": normalised(image, *_HALVES)[None], "token_type_ids": torch.zeros_like(tokens)}
+        if self._config.model_type == "kimi_k25":
+            pixels = normalised(image, *_HALVES).unfold(1, vision.patch_size, vision.patch_size)
+            cut = pixels.unfold(2, vision.patch_size, vision.patch_size).permute(1, 2, 0, 3, 4)
+            return {"pixel_values": cut.flatten(0, 1), "image_grid_thw": torch.tensor([[1, *cut.shape[:2]]])}
+        pixels, grid = patches(image, vision)
+        return {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+
+def normalised(image: Image.Image, mean: Sequence[float], deviation: Sequence[float]) -> torch.Tensor:
+    """[channels, rows, columns]."""
+    middle, scale = (torch.tensor(each).view(3, 1, 1) for each in (mean, deviation))
+    return (torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - middle) / scale
 
 
 def patches(image: Image.Image, vision: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """An image as the tower takes it: patches, those of a square that is merged one after the other, each with all its frames;
     and the numbers of frames, rows and columns of patches."""
     size, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-    middle, deviation = (torch.tensor(each).view(3, 1, 1) for each in (_MEAN, _DEVIATION))
-    pixels = (torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - middle) / deviation
+    pixels = normalised(image, _MEAN, _DEVIATION)
     rows, columns = pixels.shape[1] // size, pixels.shape[2] // size
     cut = pixels.reshape(3, rows // merge, merge, size, columns // merge, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
     flat = cut.reshape(rows * columns, 3, 1, size, size).expand(-1, -1, frames, -1, -1).reshape(rows * columns, -1)
@@ -159,6 +266,8 @@ def patches(image: Image.Image, vision: Any) -> tuple[torch.Tensor, torch.Tensor
 
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of each channel, by which Qwen2-VL's image processor normalises pixels; CLIP's."""
+_HALVES = 2 * ((0.5, 0.5, 0.5),)
+"""Those of Gemma 3 and Kimi-K2.5."""
 
 
 if __name__ == "__main__":

@@ -27,6 +27,30 @@ DELTA = {  # vLLM's CPU kernels take no others
     "layer_types": ["linear_attention", "full_attention"],
 }
 
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "gemma3_vl": {"layer_types": ["sliding_attention", "full_attention"]},
+    "glm4v_moe": {"use_qk_norm": False},
+    "kimi_k25": MLA | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_5_vl": DELTA | {"dtype": "bfloat16"},
+    "qwen3_5_moe_vl": DELTA | {"dtype": "bfloat16"},
+}
+"""What language models have in published configs, and what vLLM's CPU kernels ask for."""
+
+
+def config_with_images(family: str) -> dict[str, Any]:
+    """The config of a family with a tower, of two layers, as vLLM serves it on a CPU."""
+    changes = LANGUAGE.get(family, {})
+    config = tiny_config(family, num_hidden_layers=2, **{key: value for key, value in changes.items() if key != "dtype"})
+    config["dtype"] = changes.get("dtype", "float32")
+    if family == "glm4v_moe":
+        config |= {"image_start_token_id": 992, "image_end_token_id": 993, "video_start_token_id": 994, "video_end_token_id": 995}
+    if family == "kimi_k25":
+        config["use_unified_vision_chunk"] = True
+        config["text_config"]["rope_parameters"] = tiny_config("deepseek_v3")["rope_parameters"]
+        # vLLM's processor merges squares, transformers' tower interpolates them.
+        config["vision_config"] |= {"merge_kernel_size": [2, 2], "pos_emb_height": 6, "pos_emb_width": 6}
+    return config
+
 
 def make_pair(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Path, Path]:
     """Two layers, and the MTP layers of families that have them, which transformers would not save."""

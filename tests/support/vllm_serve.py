@@ -7,10 +7,11 @@ On a CPU its processes do not spin: for a second after each message vLLM's reade
 distributed/device_communicators/shm_broadcast.py), and Linux 6.18, which has a group of tasks for each session (sched_autogroup),
 then leaves others waiting for seconds on two cores. They take the kernels of processors without AMX, as `vllm_engine` does, so
 that the answers of servers and engines are the same. And they are forked where vLLM spawns them, which imports it again in each:
-two thirds of what a boot takes of a processor."""
+two thirds of what a boot takes of a processor. With `SPAWNED` in the environment they are spawned."""
 
 import atexit
 import multiprocessing
+import os
 import sys
 import time
 from multiprocessing import util
@@ -27,7 +28,8 @@ if current_platform.is_cpu():
     shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
     torch.cpu._is_amx_tile_supported = lambda: False
     context, named = multiprocessing.get_context, serve.setup_multiprocess_prometheus
-    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
+    kind = "spawn" if "SPAWNED" in os.environ else "fork"
+    multiprocessing.get_context = lambda method=None: context(kind if method == "spawn" else method)
 
     def setup_multiprocess_prometheus() -> None:
         """Several API servers would import prometheus_client after vLLM has named the folder of their metrics."""

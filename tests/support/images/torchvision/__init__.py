@@ -36,7 +36,9 @@ def pil_to_tensor(image: Any) -> torch.Tensor:
 def resize(image: torch.Tensor, size: Sequence[int], interpolation: Any = None, antialias: bool = True, **kwargs: Any) -> Any:
     if tuple(image.shape[-2:]) == tuple(size):
         return image
-    raise NotImplementedError(f"the stand-in resizes nothing: give images of {tuple(size)} pixels, not {tuple(image.shape[-2:])}")
+    mode = InterpolationMode(interpolation or "bilinear").value
+    found = torch.nn.functional.interpolate(image.float(), tuple(size), mode=mode, antialias=antialias)
+    return found.round().clamp(0, 255).to(image.dtype)
 
 
 def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
