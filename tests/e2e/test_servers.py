@@ -4,7 +4,7 @@ that loads the exported folder itself, token by token and logprob by logprob.
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.support.node import Node, wait_live
 from tests.support.observing import export, wait_serving
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
+from tests.support.vllm_models import MLA
 from tests.support.vllm_server import Answer, VllmServer
 from tests.support.weights import random_weights
 
@@ -34,6 +35,7 @@ class Case:
     eager: bool = True
     shared_memory: bool = True
     pause_mode: str = "keep"
+    changes: dict[str, Any] = field(default_factory=dict)  # of the config
 
     @property
     def args(self) -> list[str]:
@@ -48,6 +50,14 @@ CASES = {
     "dense, tied, bf16, fp8 per channel, compiled, pause abort": Case(
         "qwen3_tied", (("quantization", "fp8_per_channel"),), dtype="bfloat16", eager=False, pause_mode="abort"
     ),
+    "Gemma, TP=2": Case("gemma", (("tensor_parallel_size", 2),)),
+    "Hy3, TP=2, routers that vLLM holds in fp32": Case(
+        "hy_v3",
+        (("tensor_parallel_size", 2),),
+        dtype="bfloat16",
+        changes={"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},
+    ),
+    "GLM-4.7-Flash": Case("glm4_moe_lite", dtype="bfloat16", changes=MLA | {"first_k_dense_replace": 1}),
 }
 
 
@@ -55,7 +65,7 @@ CASES = {
 def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     dtype = getattr(torch, case.dtype)
-    config: dict[str, Any] = tiny_config(case.family, dtype=case.dtype)
+    config: dict[str, Any] = tiny_config(case.family, dtype=case.dtype, **case.changes)
     save_tokenizer(tmp_path, config["vocab_size"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (
