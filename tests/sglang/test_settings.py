@@ -63,6 +63,11 @@ def test_replicas_are_supported_by_some_releases() -> None:
 def test_models_that_are_not_supported_are_refused() -> None:
     plain, seeing = SimpleNamespace(**PLAIN), SimpleNamespace(quantization=None, is_multimodal=True)
     assert "images" in refuse_unsupported(plain, seeing, replicas=True)
+    gemma, next_gemma = (
+        SimpleNamespace(**vars(TEXT), hf_config=SimpleNamespace(model_type=kind)) for kind in ("gemma", "gemma2")
+    )
+    assert "Gemma" in refuse_unsupported(plain, gemma, replicas=True)
+    assert refuse_unsupported(plain, next_gemma, replicas=True) == ""
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}

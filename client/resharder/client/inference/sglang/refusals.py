@@ -72,6 +72,8 @@ def refuse_unsupported(config: Any, model_config: Any, *, replicas: bool) -> str
         wrong.append(f"quantised weights other than checkpoints in FP8 blocks of 128 by 128 ({model_config.quantization})")
     if getattr(model_config, "is_multimodal", False):
         wrong.append("models that read images, video or sound")
+    if getattr(getattr(model_config, "hf_config", None), "model_type", "") == "gemma":
+        wrong.append("Gemma, for which SGLang computes the exact GELU, not its approximation by tanh, as training does")
     return f"Resharder does not support SGLang servers with {' and '.join(wrong)}" if wrong else ""
 
 
