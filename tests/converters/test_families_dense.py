@@ -114,7 +114,6 @@ BASES = {"sliding_attention": 3e3, "full_attention": 5e5}
     [
         ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
         ("mistral", {"sliding_window": None}),
-        ("olmoe", {"norm_topk_prob": True}),
         ("glm", {"attention_bias": False}),
         ("qwen2_moe", {"qkv_bias": False}),
         ("deepseek_v2", {"num_experts_per_tok": 3}),  # more than the best of each group

@@ -16,7 +16,7 @@ from tests.support.variants import sampled
 from resharder.converters import architectures
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.architectures.table import Rows, Weight
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, box_index
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
 from resharder.converters.models.tensor_io import read_piece
@@ -331,3 +331,18 @@ def test_a_rank_of_the_last_stage_of_a_real_model_is_laid_out_without_memory(
     assert all(tensor.is_meta for tensor in tensors.values())
     experts = config["n_routed_experts"] // layout["ep"]
     assert len({piece.tensor for piece in found.pieces if ".mlp.experts." in piece.tensor}) == 3 * experts * held
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "kimi_k25"])
+@pytest.mark.parametrize("stated", [{}, {"scoring_func": "softmax"}])
+def test_routers_of_which_vllm_would_compute_other_scores_are_refused(family: str, stated: dict[str, str]) -> None:
+    """vLLM's takes the softmax unless the config says otherwise, transformers' and Megatron's the sigmoid whatever it says."""
+    released = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    architectures.table_of(tiny_hf.tiny_config(family, **released))
+    with pytest.raises(LayoutError, match=r"config: scoring_func=(None|'softmax'): vLLM takes"):
+        architectures.table_of(tiny_hf.tiny_config(family, topk_method="noaux_tc", **stated))
+
+
+def test_glm_4_7_flash_needs_no_scoring_func() -> None:
+    plain, stated = (tiny_hf.tiny_config("glm4_moe_lite", **changes) for changes in ({}, {"topk_method": "noaux_tc"}))
+    assert architectures.table_of(plain) == architectures.table_of(stated)

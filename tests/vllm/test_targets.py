@@ -18,7 +18,7 @@ import torch
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_model, worker_recording
 from resharder.client.inference.vllm.reload import defaults, original_loader
-from resharder.converters.architectures import table_of
+from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
 from resharder.converters.geometry.piece_arrays import pack
@@ -32,9 +32,9 @@ DENSE = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSizes(
 EXPERTS = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSizes(dp=2, ep=True), ServerSizes(tp=2, ep=True))
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"topk_method": "noaux_tc"},
-    "kimi_k2": {"topk_method": "noaux_tc"},
-    "kimi_k25": {"topk_method": "noaux_tc"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "kimi_k2": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "kimi_k25": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm4v_moe": {"use_qk_norm": False},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},
@@ -261,3 +261,39 @@ def test_another_activation_is_what_vllm_computes_or_it_is_refused(family: str) 
     if activations(other) == activations(config):
         with pytest.raises(LayoutError, match=f"config: {name}={value!r}: vLLM computes"):
             table_of(other)
+
+
+def scores(config: Mapping[str, Any]) -> set[tuple[str, bool]]:
+    """Return by what vLLM's routers score experts, and whether a token's scores are made to add up to one; none if vLLM fails."""
+    try:
+        with worker_model(readable_config(config), ServerSizes(), 0, dtype="bfloat16") as model:
+            routers = [module for module in model.modules() if hasattr(module, "scoring_func")]
+            return {(module.scoring_func, module.renormalize) for module in routers}
+    except AttributeError:
+        return set()
+
+
+def without(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a config, in whose language model a setting is left out."""
+    text = {key: value for key, value in text_of(config).items() if key != name}
+    return config | {"text_config": text} if "text_config" in config else text
+
+
+@pytest.mark.parametrize(
+    "family", sampled([each for each in ALL if "num_experts_per_tok" in text_of(tiny_config(each))], ["kimi_k2"])
+)
+def test_experts_are_scored_as_the_recipe_says_or_the_config_is_refused(family: str) -> None:
+    config = published_config(family)
+    others = [without(config, name) for name in ("scoring_func", "norm_topk_prob")]
+    if "norm_topk_prob" in text_of(config):
+        others += [tiny_config(family, **CHANGES.get(family, {}) | {"norm_topk_prob": value}) for value in (False, True)]
+    for each in (config, *others):
+        try:
+            table_of(each)
+        except LayoutError:
+            assert each is not config
+            continue
+        recipe = architecture_of(each).recipe(each)
+        softmax = recipe.transformer.get("moe_router_score_function", "softmax") == "softmax"
+        wanted = ("softmax" if softmax else "sigmoid", not recipe.transformer.get("moe_router_pre_softmax", False))
+        assert recipe.beyond or scores(each) == {wanted} or (each is not config and not scores(each)), each

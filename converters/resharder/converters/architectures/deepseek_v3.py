@@ -7,9 +7,21 @@ from resharder.converters.architectures.deepseek_v2 import latent_attention, lat
 from resharder.converters.architectures.mtp import further_tokens, with_predictions
 from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import HFConfig, Table
+from resharder.converters.errors import LayoutError
 
 
 def table(config: HFConfig) -> Table:
+    """Return the table of `balanced_decoder`. Raises LayoutError for a router of which vLLM would compute other scores."""
+    scores = config.get("scoring_func")
+    if config.get("topk_method") == "noaux_tc" and scores != "sigmoid":
+        raise LayoutError(
+            f"config: scoring_func={scores!r}: vLLM takes the softmax of experts' scores, but the model is trained with their "
+            "sigmoid. Write scoring_func='sigmoid', as in the released config"
+        )
+    return balanced_decoder(config)
+
+
+def balanced_decoder(config: HFConfig) -> Table:
     """Return DeepSeek-V2's layers, with `expert_bias` in those with experts, and the MTP layers."""
     refuse(config, "attention_bias", "mlp_bias")
     size, sparse = Sizes.of(config), sparse_layers(config)

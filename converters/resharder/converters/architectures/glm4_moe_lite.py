@@ -8,8 +8,8 @@ from resharder.converters.errors import UnsupportedModel
 
 
 def table(config: HFConfig) -> Table:
-    """Return DeepSeek-V3's table."""
-    return deepseek_v3.table(completed(config))
+    """Return DeepSeek-V3's table; vLLM's model takes the sigmoid of experts' scores whatever the config says."""
+    return deepseek_v3.balanced_decoder(completed(config))
 
 
 def recipe(config: HFConfig) -> Recipe:

@@ -20,6 +20,7 @@ def table(config: HFConfig) -> Table:
     """Return attention, norms over all heads, and routed experts in every layer."""
     refuse(config, "attention_bias")
     refuse_others(config, "hidden_act", "silu")
+    refuse_others(config, "norm_topk_prob", False)
     size, ffn, experts = Sizes.of(config), integer(config, "intermediate_size"), integer(config, "num_experts")
     layer = attention(size) | whole_norms(size) | expert_mlp(size, ffn, experts)
     return decoder(size, lambda n: layer)
@@ -28,7 +29,7 @@ def table(config: HFConfig) -> Table:
 def recipe(config: HFConfig) -> Recipe:
     """Return a decoder's recipe with routed experts and norms over all heads. megatron-core cannot clip with `clip_qkv`."""
     ffn, experts = integer(config, "intermediate_size"), integer(config, "num_experts")
-    every, before = [True] * integer(config, "num_hidden_layers"), not config.get("norm_topk_prob", False)
-    mixture = routed(config, experts, ffn, sparse=every, moe_router_pre_softmax=before)
+    every = [True] * integer(config, "num_hidden_layers")
+    mixture = routed(config, experts, ffn, sparse=every, moe_router_pre_softmax=True)
     built = replace(decoder_recipe(config, qk_layernorm=True, **mixture), extras=Extras(whole_norms=True))
     return built.unless(config, clip_qkv=None)
