@@ -119,7 +119,6 @@ BASES = {"sliding_attention": 3e3, "full_attention": 5e5}
         ("deepseek_v2", {"num_experts_per_tok": 3}),  # more than the best of each group
         ("deepseek_v2_lite", {"num_experts_per_tok": 3}),
         ("mixtral", {"sliding_window": 9}),
-        ("olmoe", {"rms_norm_eps": 0.1}),
         (
             "gemma3",
             {"rope_parameters": {name: {"rope_type": "default", "rope_theta": base} for name, base in BASES.items()}},

@@ -117,7 +117,8 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ),
     ("mixtral", {"sliding_window": 9}, {"window_size": (8, 0), "window_attn_skip_freq": None}),
     ("mistral", {"sliding_window": None}, {"window_size": None}),
-    ("gpt_oss", {"layer_types": None}, {"window_size": (6, 0), "window_attn_skip_freq": None}),
+    ("gpt_oss", {"layer_types": None}, {"window_size": (6, 0), "window_attn_skip_freq": [1, 0, 1, 0]}),
+    ("olmoe", {"rms_norm_eps": None}, {"layernorm_epsilon": 1e-5}),
     *(
         (family, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "layer_types": None}, expected)
         for family, layers in (
@@ -157,7 +158,6 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ("hy_v3", {"router_scaling_factor": None}, {"moe_router_topk_scaling_factor": 2.826}),
     ("hy_v3", {"mlp_layer_types": None}, {"moe_layer_freq": [0, 1, 1, 1]}),
     ("gpt_oss", {"swiglu_limit": None}, {"activation_func_clamp_value": 7.0}),
-    ("gpt_oss", {"swiglu_limit": 5.0}, {"activation_func_clamp_value": 5.0}),
     ("llama", {"rms_norm_eps": None}, {"layernorm_epsilon": 1e-6}),
     ("llama", {"rms_norm_eps": 1e-4}, {"layernorm_epsilon": 1e-4}),
     ("nemotron", {"norm_eps": None}, {"layernorm_epsilon": 1e-5}),

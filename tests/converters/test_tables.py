@@ -22,6 +22,9 @@ OTHERS = (
     ("gemma", "hidden_act", "silu", "gelu_pytorch_tanh"),
     ("gemma", "hidden_activation", "gelu", "gelu_pytorch_tanh"),
     *((family, "hidden_act", "gelu", "silu") for family in ("minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_vl_moe")),
+    ("olmoe", "norm_topk_prob", True, False),
+    ("olmoe", "rms_norm_eps", 1e-6, 1e-5),
+    ("gpt_oss", "swiglu_limit", 5.0, 7.0),
 )
 DEFAULTS: tuple[tuple[str, str, Any], ...] = (
     ("gemma", "head_dim", 256),
@@ -55,9 +58,16 @@ def test_an_option_whose_weights_are_in_no_table_is_refused(option: str, family:
 
 
 @pytest.mark.parametrize(("family", "option", "value", "computed"), OTHERS)
-def test_an_activation_that_vllm_does_not_compute_is_refused(family: str, option: str, value: str, computed: str) -> None:
+def test_a_value_that_vllm_does_not_compute_with_is_refused(family: str, option: str, value: Any, computed: Any) -> None:
     with pytest.raises(LayoutError, match=f"config: {option}={value!r}: vLLM computes with {computed!r}"):
         expected_shapes(tiny_hf.tiny_config(family, **{option: value}))
+
+
+def test_windows_that_vllm_does_not_compute_are_refused() -> None:
+    config = tiny_hf.tiny_config("gpt_oss")
+    expected_shapes(config | {"layer_types": None})
+    with pytest.raises(LayoutError, match="config: layer_types: vLLM computes windows in the first layer and every other one"):
+        expected_shapes(config | {"layer_types": config["layer_types"][::-1]})
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}, {"hidden_act": None}])

@@ -140,7 +140,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": _COMMON | {"model_type": "mistral", "sliding_window": 9},
     "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
     "nemotron": _COMMON | {"model_type": "nemotron", "hidden_size": 64, "intermediate_size": 80},
-    "olmoe": _COMMON | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "olmoe": _COMMON
+    | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "rms_norm_eps": 1e-5},
     "qwen2": _COMMON | {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen2_moe": _COMMON | _EXPERTS | {"model_type": "qwen2_moe", "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
     "qwen3": _COMMON | {"model_type": "qwen3"},

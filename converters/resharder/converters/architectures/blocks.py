@@ -75,7 +75,7 @@ def refuse(config: HFConfig, *flags: str) -> None:
             raise UnsupportedModel(f"config: {flag}={config[flag]!r} has weights that no table describes yet")
 
 
-def refuse_others(config: HFConfig, option: str, *computed: str | bool) -> None:
+def refuse_others(config: HFConfig, option: str, *computed: str | float) -> None:
     """Raise LayoutError if an option has a value that is not in `computed`: vLLM's model does not read it, and computes with the
     first of these. After UnsupportedModel, a model with Hugging Face names would be taken as one of a family without a table.
     """

@@ -5,19 +5,33 @@ Published checkpoints are quantised (MXFP4) and therefore refused. The table is 
 
 from typing import Any
 
-from resharder.converters.architectures.blocks import Layer, Sizes, attention, before_mlp, decoder, integer, whole
+from resharder.converters.architectures.blocks import Layer, Sizes, attention, before_mlp, decoder, integer, refuse_others, whole
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed, window
 from resharder.converters.architectures.table import HFConfig, Rows, Table, Weight
-from resharder.converters.errors import UnsupportedModel
+from resharder.converters.errors import LayoutError, UnsupportedModel
 
 
 def table(config: HFConfig) -> Table:
-    """Return attention with sinks and stacked experts in every layer. Raises UnsupportedModel for attention without biases."""
+    """Return attention with sinks and stacked experts in every layer.
+
+    Raises UnsupportedModel for attention without biases, LayoutError for a clamp or windows that vLLM would not compute.
+    """
     if not config.get("attention_bias", True):
         raise UnsupportedModel("config: attention_bias=False: Megatron adds biases to experts and attention, or to neither")
+    refuse_others(config, "swiglu_limit", 7.0)
+    if list(config.get("layer_types") or kinds(config)) != kinds(config):
+        raise LayoutError(
+            "config: layer_types: vLLM computes windows in the first layer and every other one whatever the config says. "
+            "Train the model with these"
+        )
     size = Sizes.of(config)
     layer = sink_attention(size) | stacked_experts(size, integer(config, "intermediate_size"), experts(config))
     return decoder(size, lambda n: layer)
+
+
+def kinds(config: HFConfig) -> list[str]:
+    """Return the kind of attention of each layer, transformers' default: a window in every other one."""
+    return ["full_attention" if n % 2 else "sliding_attention" for n in range(integer(config, "num_hidden_layers"))]
 
 
 def sink_attention(size: Sizes) -> Layer:
@@ -61,10 +75,10 @@ def recipe(config: HFConfig) -> Recipe:
         add_bias_linear=True,
         softmax_type="learnable",
         activation_func="quick_gelu",
-        activation_func_clamp_value=config.get("swiglu_limit", 7.0),
+        activation_func_clamp_value=7.0,
         glu_linear_offset=1.0,
         bias_activation_fusion=False,
-        **window(config),
+        **window({**config, "layer_types": kinds(config)}),
         **routed(config, experts(config), integer(config, "intermediate_size"), sparse=sparse),
     )
     return built.unless(config, swiglu_alpha=1.702)
