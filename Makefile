@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-nixl test-sglang bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
+.PHONY: setup demo example test test-all ci check lint docs types proto proto-check test-python test-vllm test-vllm-sources test-megatron integrations test-nixl test-sglang test-azure bench fuzz simulate sabotage failpoints chaos soak mutants docs-releases docs-metrics docs-configuration docs-messages docs-picture chart dist clean
 
 setup: $(VENV)/.ready
 
@@ -234,6 +234,13 @@ $(SGLANG_VENV)/.ready: $(VENV)/.ready
 # SGLANG=0.5.17: with the oldest release. SLIME: a checkout of slime, which PyPI does not have.
 test-sglang: $(SGLANG_VENV)/.ready
 	RESHARDER_TEST_SLIME="$(SLIME)" $(SGLANG_VENV)/bin/python -m pytest -q --durations 8 -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/sglang $(PYTEST)
+
+# The archive on Azure's blob service, as Azurite has it: needs npm, and the network once.
+.azurite/node_modules/.bin/azurite-blob:
+	npm install --silent --no-fund --no-audit --prefix .azurite azurite@3
+
+test-azure: setup .azurite/node_modules/.bin/azurite-blob
+	PATH="$(CURDIR)/.azurite/node_modules/.bin:$$PATH" $(BIN)/python -m pytest -q -k azure tests/server/test_remote.py tests/server/test_archive_deltas.py tests/server/test_regions.py $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))

@@ -35,12 +35,12 @@ _plain_run = Transfer.run
 _fault = ""
 
 
-def run(self: Transfer, *arguments: Any) -> Seconds:
+def run(self: Transfer, *arguments: Any, **options: Any) -> Seconds:
     """Run a transfer, with the fault before others read this rank's memory or, if none does, between two of its messages."""
     global _fault
     what, _fault = _fault, ""
     if not what:
-        return _plain_run(self, *arguments)
+        return _plain_run(self, *arguments, **options)
     signals = {"stop": signal.SIGSTOP, "die": signal.SIGKILL}
     act = partial(os.kill, os.getpid(), signals[what]) if what in signals else partial(time.sleep, float(what))
     group, pairs = self.group, self._pairs
@@ -50,7 +50,7 @@ def run(self: Transfer, *arguments: Any) -> Seconds:
     else:
         self.group = DelayedGroup(group, sending[:2][-1], act)
     try:
-        return _plain_run(self, *arguments)
+        return _plain_run(self, *arguments, **options)
     finally:
         self.group, self._pairs = group, pairs
 

@@ -9,6 +9,7 @@ first with deltas and then with `archive_full_every` 1. Needs root and iproute2,
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -68,9 +69,18 @@ def main() -> None:
     print(
         f"served {full['served'] / delta['served']:.1f} times sooner, with {full['sent'] / delta['sent']:.1f} times fewer bytes"
     )
+    link = full["size"] * 8 / bits_per_second(arguments.rate)
+    times = link / delta["served"]
+    print(f"the link alone takes {link:.1f} s for a whole version, {times:.1f} times as long as a delta until it is served")
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(rows, file, indent=1)
+
+
+def bits_per_second(rate: str) -> float:
+    """Return a rate of `tc` in bit/s, such as that of 1gbit."""
+    number, unit = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate).groups()  # type: ignore[union-attr]
+    return float(number) * 1000 ** " kmg".index(unit or " ")
 
 
 @contextmanager

@@ -91,8 +91,8 @@ def main() -> None:
             export(system.daemon, f"models/policy/versions/{system.newest}", checkpoint)
             (server,) = system.servers
             ours = held(server)
-            for line in system.events("direct_failed"):
-                print(f"direct path: {line['reason']}")
+            if failed := system.events("direct_failed"):
+                print(*(f"direct path: {line['reason']}" for line in failed), system.trainer_log()[-3000:], sep="\n")
             show(rows, f"{job.name}, {size_of(checkpoint) / 1e9:.1f} GB, the store is in {kind}, path: {path}")
             if asked.sleep:
                 sleeps(system, asked.gpus)
@@ -209,6 +209,8 @@ class Sender:
         port, backend = free_port(), "nccl" if self._device.type == "cuda" else "gloo"
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            # As SGLang sets it for its processes (srt/entrypoints/engine.py): NCCL does not connect two GPUs that differ in it.
+            os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         with self._answering("/init_weights_update_group", body | {"group_name": GROUP, "backend": backend}):
             self._group = init_custom_process_group(

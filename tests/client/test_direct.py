@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import megatron_shim  # noqa: F401 - before megatron-core
+
+# isort: split
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.nccl_group import ctas_of

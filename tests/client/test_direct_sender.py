@@ -12,7 +12,8 @@ import pytest
 import torch
 from resharder.client import tracing
 from resharder.client.direct import sender
-from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.base import DirectFailed, reason_of
+from resharder.client.direct.links import TransferLink, TransferLinks
 from resharder.client.direct.transfer import Seconds
 from resharder.client.errors import Refused
 from resharder.client.rpc.channel import Channel
@@ -142,6 +143,7 @@ class Rank:
 SENT = layout_to_proto(pack({0: LAYOUT}))
 RUN = direct_pb2.DirectTask(kind=direct_pb2.DirectTask.RUN, group="g")
 DIGEST = direct_pb2.DirectTask(kind=direct_pb2.DirectTask.DIGEST, group="g", during_transfer=True)
+AT_ONCE = direct_pb2.DirectTask(kind=direct_pb2.DirectTask.DIGEST, group="g")
 FIRST = direct_pb2.DirectTask(kind=direct_pb2.DirectTask.DIGEST, group="g", during_transfer=True, sent=SENT)
 
 
@@ -180,6 +182,38 @@ def test_boxes_that_are_not_in_memory_are_noticed_before_the_transfer(monkeypatc
     done = rank.serve("v/1", FIRST)
     assert done[0] == "drop"
     assert "a box ends outside of w" in done[1]
+
+
+class NoCompiler:
+    """Digests whose kernels do not compile."""
+
+    def prepare(self, tensors: object) -> None:
+        raise FileNotFoundError("no compiler for kernels")
+
+    digests = prepare
+
+
+@pytest.mark.parametrize("tasks", [(DIGEST, RUN), (AT_ONCE, RUN)], ids=["with the transfer", "at once"])
+def test_whatever_fails_in_a_task_is_the_reason_and_the_offer_goes_on(
+    tasks: tuple[direct_pb2.DirectTask, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.sender._sent["g"] = NoCompiler()  # type: ignore[assignment]
+    done = rank.serve("v/1", *tasks)
+    assert done == ["drop", "failed: FileNotFoundError: no compiler for kernels", "posted", "sent", "finished"]
+
+
+def test_whatever_fails_while_a_link_is_made_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    links, failed = TransferLinks({}, torch.device("cpu")), queue.Queue[tuple[str, Exception]]()
+
+    def make() -> TransferLink:
+        raise FileNotFoundError("no compiler for kernels")
+
+    links.meet("g", make, lambda group, error: failed.put((group, error)))
+    group, error = failed.get(timeout=60)
+    assert (group, reason_of(error)) == ("g", "FileNotFoundError: no compiler for kernels")
+    with pytest.raises(DirectFailed, match="no link of group g"):
+        links.get("g")
 
 
 DROP = direct_pb2.DirectTask(kind=direct_pb2.DirectTask.DROP, group="g")

@@ -16,6 +16,7 @@ from tests.support.fp8_ranks import Ranks
 # isort: split
 import torch
 from resharder.client.errors import Conflict, ConversionError, UsageError, VersionAborted
+from resharder.client.operator import Operator
 from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.trainer.delivery import DEFAULT_WAIT
 from resharder.client.trainer.quantised import QuantisedModel
@@ -114,6 +115,49 @@ def test_a_fault_in_the_cast_differs_from_one_cast_of_the_whole(
         number = ranks.publish(2)
     found = exported(daemon.endpoint, f"models/{model}/versions/{number}", tmp_path / "out")
     assert not equal(found, cast(weights, json.loads((tmp_path / "out" / "config.json").read_text())))
+
+
+class WithFrozenLayer(Ranks):
+    """Ranks that train all but the first layer."""
+
+    def build(self) -> list[Any]:
+        chunks = super().build()
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_("layers.0." not in name)
+        return chunks
+
+
+def test_of_frozen_matrices_the_cast_and_its_scales_are_sent_once(daemon: Daemon, tmp_path: Path) -> None:
+    """Both ranks have a part of some of their blocks."""
+    family, changes, world, layout = TWO
+    config = tiny_config(family, **changes)
+    frozen = {name: tensor for name, tensor in weights_of(config, 1).items() if ".layers.0." in name}
+    with (
+        WithFrozenLayer(daemon, "frozen", config, world, layout, quantization_config=FP8) as ranks,
+        Operator(daemon.endpoint) as operator,
+    ):
+
+        def published(step: int) -> tuple[dict[str, torch.Tensor], int]:
+            ranks.fill(weights := weights_of(config, step) | frozen)
+            number = ranks.publish(step)
+            found = exported(daemon.endpoint, f"models/frozen/versions/{number}", tmp_path / str(step))
+            assert equal(found, cast(weights, json.loads((tmp_path / str(step) / "config.json").read_text())))
+            version = operator.version(number, model="frozen")
+            return found, version.size_bytes - version.sent_bytes
+
+        published(1)
+        found, left = published(2)
+        still = {name: tensor for name, tensor in found.items() if ".layers.0." in name}
+        assert {tensor.dtype for tensor in still.values()} == {torch.float8_e4m3fn, torch.float32, torch.bfloat16}
+        assert left == sum(tensor.nbytes for tensor in still.values())
+        name = "model.layers.0.mlp.down_proj.weight"
+        frozen[name] = frozen[name].clone()
+        frozen[name][-1, 200] *= 1000  # of the second rank, in a block of both
+        _, left = published(3)
+        assert left == 0
+        _, left = published(4)
+        assert left == sum(tensor.nbytes for tensor in still.values())
 
 
 @pytest.mark.parametrize("wait", [None, 0], ids=["default", "off"])

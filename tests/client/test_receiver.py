@@ -225,6 +225,19 @@ def test_a_version_that_nobody_announced_is_compared_with_nothing_and_refused(mo
     assert ahead.receiver.problem == "there are no digests to compare with"
 
 
+def test_whatever_fails_while_a_version_is_received_is_the_reason_and_the_store_has_it_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Seconds:
+        raise FileNotFoundError("no compiler for kernels")
+
+    ahead = Ahead(monkeypatch)
+    monkeypatch.setattr(ahead, "run", fail)
+    assert not ahead.install({"model": ahead.model})
+    assert ahead.receiver.problem == "FileNotFoundError: no compiler for kernels"
+    assert (ahead.events[-1], ahead.closed) == (ahead.receiver.problem, True)
+
+
 class Tried:
     """A link, and the daemon's answers to a worker that asks for one to ranks on other hosts."""
 

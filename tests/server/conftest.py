@@ -1,4 +1,4 @@
-"""A store in shared memory."""
+"""A store in shared memory, and Azure's blob service."""
 
 import shutil
 import tempfile
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from resharder.server.store.store import Store
+
+from tests.support import azurite
 
 
 @pytest.fixture
@@ -21,3 +23,10 @@ def store(root: Path) -> Iterator[Store]:
     made = Store(root / "store", keep_count=2)
     yield made
     made.close()
+
+
+@pytest.fixture
+def azure(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL in an empty container of Azure. Skips the test where there is none."""
+    with azurite.opened(monkeypatch) as url:
+        yield url

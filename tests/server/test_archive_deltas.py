@@ -61,13 +61,18 @@ def steps(root: Path) -> Iterator[tuple[Store, list[VersionRecord], list[dict[st
 Steps = tuple[Store, list[VersionRecord], list[dict[str, bytes]]]
 
 
-@pytest.mark.parametrize("on", ["folder", "s3"])
+@pytest.mark.parametrize("on", ["folder", "s3", pytest.param("azure", marks=pytest.mark.process)])
 def test_every_version_of_a_chain_comes_back_as_it_was(
-    steps: Steps, root: Path, opened: Callable[..., Archive], on: str, monkeypatch: pytest.MonkeyPatch
+    steps: Steps,
+    root: Path,
+    opened: Callable[..., Archive],
+    on: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, records, contents = steps
     with bucket.opened(monkeypatch) as s3:
-        url = s3.url if on == "s3" else ""
+        url = request.getfixturevalue("azure") if on == "azure" else s3.url if on == "s3" else ""
         archive = opened(store, url, full_every=3)
         for record in records:
             archive.archive_now("policy", record.number)

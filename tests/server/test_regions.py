@@ -113,3 +113,18 @@ def test_a_daemon_that_could_not_follow_does_not_start(tmp_path: Path, option: d
         assert daemon.log.read_text().splitlines()[-1].startswith(f"resharderd: --follow: {why}")
     finally:
         daemon.close()
+
+
+def test_a_region_follows_a_container_of_azure(azure: str) -> None:
+    with Daemon(archive_url=azure, archive_every=1, archive_full_every=3) as home:
+        job = Job(home.channel, SPECS, [whole(SPECS)]).connect()
+        weights = {step: random_weights(SPECS, step) for step in range(3)}
+        job.publish(0, weights[0])
+        with Daemon(follow=azure) as region, Operator(region.endpoint) as operator:
+            for step in (1, 2):
+                job.publish(step, weights[step])
+                wait_until(lambda wanted=step + 1: wanted in [version.number for version in operator.versions("policy")])
+            found = read_folder(operator.version(3, model="policy").folder)
+            assert {name: array.tobytes() for name, array in found.items()} == {
+                name: array.tobytes() for name, array in weights[2].items()
+            }

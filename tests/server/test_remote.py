@@ -21,9 +21,11 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
         yield found
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", "s3", pytest.param("azure", marks=pytest.mark.process)])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
-    return Remote(str(tmp_path / "a folder" / "in it") if request.param == "folder" else request.getfixturevalue("s3").url)
+    if request.param == "folder":
+        return Remote(str(tmp_path / "a folder" / "in it"))
+    return Remote(request.getfixturevalue("s3").url if request.param == "s3" else request.getfixturevalue("azure"))
 
 
 def test_an_object_comes_back_as_it_was_written(remote: Remote) -> None:
@@ -31,9 +33,10 @@ def test_an_object_comes_back_as_it_was_written(remote: Remote) -> None:
     remote.write("m/1/big", (content[at : at + 1000000] for at in range(0, BIG, 1000000)), BIG)
     remote.write("m/1/none", iter(()), 0)
     remote.write("m/2/ä b%20c", [b"x", b"y"], 2)
-    assert b"".join(remote.chunks("m/1/big")) == content
+    assert b"".join(remote.chunks("m/1/big", BIG)) == content
     assert remote.read("m/1/big", 1000, 1300) == content[1000:1300]
-    assert list(remote.chunks("m/1/none")) == []
+    for name, size in (("none", 0), ("none", 1), ("other", 1), ("other", BIG), ("big", BIG - 1), ("big", BIG + 1), ("big", 1)):
+        assert list(remote.chunks(f"m/1/{name}", size)) == []
     assert (remote.size("m/1/big"), remote.size("m/1/none"), remote.size("m/1/other")) == (BIG, 0, None)
     assert (remote.names(), remote.names("m"), remote.names("m/1"), remote.names("no")) == (
         ["m"],
@@ -102,7 +105,7 @@ def test_a_request_that_is_refused_for_a_moment_is_repeated(s3: Bucket) -> None:
     remote.write("m/1", [b"content"], 7)
     assert statuses == []
     statuses += [500, 503]
-    assert b"".join(remote.chunks("m/1")) == b"content"
+    assert b"".join(remote.chunks("m/1", 7)) == b"content"
     assert statuses == []
 
 

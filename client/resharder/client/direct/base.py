@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.streams import WorkStream
+from resharder.converters.errors import ConversionError
 
 
 class DirectFailed(ResharderError):
@@ -26,6 +27,11 @@ class DirectFailed(ResharderError):
     def __init__(self, message: str, torn: bool = False) -> None:
         super().__init__(message)
         self.torn = torn
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, with its kind unless it is one of ours: of many others, the text alone tells little."""
+    return str(error) if isinstance(error, ResharderError | ConversionError) else f"{type(error).__name__}: {error}"
 
 
 class PeerMessage(NamedTuple):

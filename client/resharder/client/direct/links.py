@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup
+from resharder.client.direct.base import DirectFailed, DirectGroup, JoinedGroup, reason_of
 from resharder.client.direct.nixl_agent import SharedAgent
 from resharder.client.direct.nixl_group import NixlGroup
 from resharder.client.direct.peer_memory.meeting import meet
@@ -24,7 +24,6 @@ from resharder.client.gpu.schedule import Schedule, quota_of, schedule
 from resharder.client.gpu.streams import on_stream
 from resharder.client.gpu.table import Tensors
 from resharder.client.rpc.channel import Channel
-from resharder.converters.errors import ConversionError
 from resharder.converters.wire.direct import copies_from_proto
 from resharder.converters.wire.endpoint import addresses_of
 from resharder.v1 import direct_pb2, direct_pb2_grpc
@@ -94,12 +93,12 @@ class TransferLink:
             self._transfer = Transfer(found, joined, device, own, pairs)
             self.shares_device = bool(pairs.on_device)
             """Whether a peer that shares memory runs on this process's GPU, or CPUs."""
-        except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
+        except Exception as error:
             pairs.close()
             for group in groups:
-                group.abort(str(error))
+                group.abort(reason_of(error))
                 group.close()
-            raise DirectFailed(f"group {message.group}: {error}") from error
+            raise DirectFailed(f"group {message.group}: {reason_of(error)}") from error
 
     @property
     def received(self) -> int:
@@ -120,8 +119,8 @@ class TransferLink:
         """Locate the tensors for the next transfer. Raises DirectFailed if they differ from their declaration."""
         try:
             self._transfer.prepare(sources, targets)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise DirectFailed(f"group {self.id}: {error}") from error
+        except Exception as error:
+            raise DirectFailed(f"group {self.id}: {reason_of(error)}") from error
 
     @property
     def complete(self) -> dict[str, int]:
@@ -204,7 +203,7 @@ class TransferLinks:
 
         Args:
             group: Name of the group.
-            make: Forms the group. Raises DirectFailed, or RuntimeError if memory is exhausted.
+            make: Forms the group.
             failed: Called if `make` raises.
         """
         met = self._met[group] = Future[TransferLink | None]()
@@ -214,7 +213,7 @@ class TransferLinks:
             try:
                 with self._apart():
                     link = self._prepared(make())
-            except (DirectFailed, RuntimeError) as error:
+            except Exception as error:
                 self._met.pop(group, None)
                 failed(group, error)
             finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import xxhash
-from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.base import DirectFailed, reason_of
 from resharder.client.direct.links import TransferLink, TransferLinks
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.direct.nixl_agent import SharedAgent
@@ -22,7 +22,6 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.host import host_identity
 from resharder.client.runtime.switch_interval import short_switch_interval
-from resharder.converters.errors import LayoutError
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
@@ -208,17 +207,23 @@ class Sender:
         try:
             self._links.prepare(partial(self._failed, request.member))  # now rather than while servers wait
             for task in self._channel.stream(call):
-                match task.kind:
-                    case direct_pb2.DirectTask.LINK:
-                        self._meet(request.member, task.link)
-                    case direct_pb2.DirectTask.RUN:
-                        self._run(request, task.group, kept=task.kept)
-                    case direct_pb2.DirectTask.DROP:
-                        self._drop(task.group)
-                    case direct_pb2.DirectTask.DIGEST:
-                        self._digest(request, task)
+                try:
+                    self._execute(request, task)
+                except Exception as error:  # such as of a compiler of kernels: without a reason, the rank would be called gone
+                    self._failed(request.member, task.group, error)
         finally:
             call.cancel()
+
+    def _execute(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
+        match task.kind:
+            case direct_pb2.DirectTask.LINK:
+                self._meet(request.member, task.link)
+            case direct_pb2.DirectTask.RUN:
+                self._run(request, task.group, kept=task.kept)
+            case direct_pb2.DirectTask.DROP:
+                self._drop(task.group)
+            case direct_pb2.DirectTask.DIGEST:
+                self._digest(request, task)
 
     def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
         failpoint("sender.link")
@@ -236,14 +241,10 @@ class Sender:
         """Send over a group. Digests that are due are computed and reported once all boxes are posted."""
         ahead = group in self._due
         self._due.discard(group)
-        try:
-            failpoint("sender.run")
-            link = self._links.get(group)
-            with DRIVER_LOCK.priority():  # over the delivery, which continues
-                took = link.run(meanwhile=partial(self._report, request, group) if ahead else None, kept=kept)
-        except DirectFailed as error:
-            self._failed(request.member, group, error)
-            return
+        failpoint("sender.run")
+        link = self._links.get(group)
+        with DRIVER_LOCK.priority():  # over the delivery, which continues
+            took = link.run(meanwhile=partial(self._report, request, group) if ahead else None, kept=kept)
         if ahead and link.shares_device:
             self._took[group] = time.monotonic() - self._offered_at
         self._hold.end([group])
@@ -251,33 +252,27 @@ class Sender:
         finish(self._channel, request.member, group, seconds=took.total)
 
     def _digest(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
-        try:
-            if task.HasField("sent"):
-                self._sent[task.group] = BoxDigests(layout_from_proto(task.sent, self._rank), self._device)
-            if task.group not in self._sent:
-                raise DirectFailed(f"rank {self._rank}: the first DIGEST task of group {task.group} has no boxes")
-            if task.frozen:
-                if task.group not in self._still:
-                    self._still[task.group] = self._sent[task.group].of(self._links.get(task.group).frozen)
-                self._report(request, task.group, frozen=True)
-            elif task.during_transfer:
-                self._sent[task.group].prepare(self._tensors)
-                self._due.add(task.group)
-            else:
-                self._report(request, task.group)
-        except (DirectFailed, LayoutError) as error:
-            self._failed(request.member, task.group, error)
+        if task.HasField("sent"):
+            self._sent[task.group] = BoxDigests(layout_from_proto(task.sent, self._rank), self._device)
+        if task.group not in self._sent:
+            raise DirectFailed(f"rank {self._rank}: the first DIGEST task of group {task.group} has no boxes")
+        if task.frozen:
+            if task.group not in self._still:
+                self._still[task.group] = self._sent[task.group].of(self._links.get(task.group).frozen)
+            self._report(request, task.group, frozen=True)
+        elif task.during_transfer:
+            self._sent[task.group].prepare(self._tensors)
+            self._due.add(task.group)
+        else:
+            self._report(request, task.group)
 
     def _report(self, request: direct_pb2.OfferVersionRequest, group: str, *, frozen: bool = False) -> None:
         """Compute the digests of the boxes that are sent over a group, or of frozen ones alone, and report them.
 
-        Raises DirectFailed.
+        Raises DirectFailed and LayoutError.
         """
         failpoint("sender.digest")
-        try:
-            digests = (self._still if frozen else self._sent)[group].digests(self._tensors)
-        except LayoutError as error:
-            raise DirectFailed(str(error)) from error
+        digests = (self._still if frozen else self._sent)[group].digests(self._tensors)
         put = direct_pb2.PutDigestsRequest(
             member=request.member, group=group, version=request.version, digests=digests, frozen=frozen
         )
@@ -287,10 +282,10 @@ class Sender:
             raise DirectFailed(f"the digests of {request.version} could not be reported: {error}") from error
 
     def _failed(self, member: direct_pb2.Member, group: str, error: Exception) -> None:
-        logger.warning("a transfer over the direct path failed: %s", error)
+        logger.warning("a transfer over the direct path failed: %s", reason_of(error))
         self._drop(group)
         try:
-            finish(self._channel, member, group, str(error))
+            finish(self._channel, member, group, reason_of(error))
         except ResharderError as unheard:
             logger.info("the daemon has ended group %s already: %s", group, unheard)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup, Exchange, PeerMessage, Pending
+from resharder.client.direct.base import DirectFailed, DirectGroup, Exchange, PeerMessage, Pending, reason_of
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.gpu.ready import fill_ready
 from resharder.client.gpu.schedule import SLOTS, Post, Schedule
@@ -158,7 +158,7 @@ class Transfer:
         Args:
             timeout: Bound in seconds.
             follower: Work on arrived data.
-            meanwhile: Called after the last round has begun. The transfer fails if it raises DirectFailed.
+            meanwhile: Called after the last round has begun. The transfer fails if it raises.
             kept: Leave out frozen boxes, as all processes of the group do now.
 
         Raises:
@@ -183,12 +183,12 @@ class Transfer:
                     self._copy.drain()
                     raise
         except BaseException as error:
-            self.group.abort(str(error) or type(error).__name__)
+            self.group.abort(reason_of(error))
             self.close()
             for stream in (*self._streams, self._follow):
                 stream.drain()
-            if isinstance(error, RuntimeError | DirectFailed):
-                raise DirectFailed(str(error), torn=begun and self._fills) from error
+            if isinstance(error, Exception):
+                raise DirectFailed(reason_of(error), torn=begun and self._fills) from error
             raise
         wire = self._wire.seconds + self._copy.seconds
         return Seconds(time.monotonic() - started, self._pack.seconds, wire, self._unpack.seconds)

@@ -176,7 +176,8 @@ class Publisher:
                 from resharder.client.trainer.quantised import QuantisedModel
 
                 rank, seconds = self.identity.rank, self._staging_timeout
-                self._quantised = made = QuantisedModel(self._channel, rank, layout, tensors, self._scheme, seconds)
+                given = rank, layout, tensors, self._scheme, seconds
+                self._quantised = made = QuantisedModel(self._channel, *given, rank_layout.frozen)
                 layout, tensors, rank_layout = made.layout, made.tensors, made.rank_layout
             self._live = LiveTensors(layout, tensors)
             self._model, self._chunks = model, megatron_chunks(model)

@@ -9,6 +9,7 @@ written anew only by the next `publish`, which begins when no server needs the l
 
 import logging
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +44,7 @@ class QuantisedModel:
         tensors: "LookedUp",
         scheme: "Scheme",
         timeout: float,
+        frozen: Collection[str] = (),
     ) -> None:
         """Allocate the cast tensors, half of the memory of the matrices.
 
@@ -53,9 +55,11 @@ class QuantisedModel:
             tensors: Its local tensors.
             scheme: Format to cast to.
             timeout: Seconds to wait for the maxima of other ranks.
+            frozen: Tensors of the layout that the rank does not expect to change. Nor do their casts then.
         """
         self._stub, self._channel = publisher_pb2_grpc.PublisherServiceStub(channel.grpc), channel
         self._rank, self._timeout = rank, timeout
+        self._scheme, self._frozen = scheme, tuple(frozen)
         self._source, self._cast = LiveTensors(layout, tensors), QuantisedTensors(layout, tensors, scheme)
         self.layout, self.tensors = self._cast.plan.layout, self._cast.tensors
         if recast := self._cast.plan.recast:
@@ -69,7 +73,9 @@ class QuantisedModel:
     def rank_layout(self) -> RankLayout:
         """Boxes to register, with the blocks that this rank shares."""
         plan, plain = self._cast.plan, rank_layout_of(self.layout)
-        return RankLayout(plain.tensors, plain.boxes, plan.contributed.blocks, plan.received.blocks)
+        scales = (self._scheme.scale_of(name) for name in self._frozen)
+        frozen = (*self._frozen, *(name for name in scales if name in plain.tensors))
+        return RankLayout(plain.tensors, plain.boxes, plan.contributed.blocks, plan.received.blocks, frozen)
 
     def check(self) -> None:
         """Find the model's tensors again, as `LiveTensors.check` does."""

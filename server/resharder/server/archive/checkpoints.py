@@ -17,9 +17,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -53,10 +53,11 @@ from resharder.server.store.manifest import MANIFEST_FILE
 _AT_ONCE = 2  # concurrent files
 _BLOCK, _BLOCKS_AHEAD, _READERS = 2 << 20, 3, 8  # bytes of a shared read, how many are begun ahead, and at once
 _TRIES = 5  # of a conditional write
-_CODERS = min(4, os.cpu_count() or 1)  # concurrent pieces; with those that wait, some 0.5 GB of memory
+_CODERS = min(8, os.cpu_count() or 1)  # concurrent pieces; with those that wait, 1 GB of memory at most
 _INVALID = (ValueError, KeyError, TypeError, AttributeError)
 _log = structlog.get_logger("resharder.archive")
 Found = TypeVar("Found")
+Given = TypeVar("Given")
 ReadFile = Callable[[str, int, int], AbstractContextManager[None]]
 
 
@@ -108,16 +109,19 @@ class _SourceFile(NamedTuple):
     descriptor: int
     size: int
 
-    def read(self, start: int, end: int) -> bytes:
+    def read_into(self, buffer: Buffer, start: int) -> memoryview:
+        """Fill a buffer with the bytes from `start`. Raises Unavailable (STORE_FAILED) if there are fewer."""
+        end = start + len(buffer)
         if self.descriptor < 0:
-            return self.source.contents[self.name][start:end]
+            buffer[:] = np.frombuffer(self.source.contents[self.name][start:end], np.uint8)
+            return buffer.data
         path = self.source.folder / self.name
         with self.source.reading(self.name, start, end), medium_errors(), touching(path, "reading"):
             failpoint("archive.read")
-            found = os.pread(self.descriptor, end - start, start)
-        if len(found) != end - start:
-            raise Unavailable("STORE_FAILED", f"{path}: expected {self.size} bytes, read {start + len(found)}; try again")
-        return found
+            found = os.preadv(self.descriptor, [buffer.data], start)
+        if found != len(buffer):
+            raise Unavailable("STORE_FAILED", f"{path}: expected {self.size} bytes, read {start + found}; try again")
+        return buffer.data
 
 
 Held = Mapping[BaseVersion, Callable[[], AbstractContextManager[Source]]]
@@ -307,8 +311,8 @@ class Checkpoints:
     def damaged(self, archived: Archived) -> list[str]:
         """Read every object of a version, and return the names of those that are missing or differ from the written ones."""
         names = list(archived.objects)
-        found = self._each(lambda name: self._read_back(f"{archived.place}/{name}"), names)
-        return [name for name, file in zip(names, found, strict=True) if file != archived.objects[name]]
+        whole = self._each(lambda name: self._is_whole(f"{archived.place}/{name}", archived.objects[name]), names, _READERS)
+        return [name for name, is_whole in zip(names, whole, strict=True) if not is_whole]
 
     def fetch(self, archived: Archived, folder: Path, held: Held) -> Way:
         """Write every file into `folder` by the cheapest way, and return that.
@@ -347,7 +351,8 @@ class Checkpoints:
         What an interrupted write has left of older versions is removed too.
         """
         numbers = self.numbers(model)
-        complete = {number: found for number in numbers if (found := self.find(model, number)) is not None}
+        found = zip(numbers, self._each(lambda number: self.find(model, number), numbers, _READERS), strict=True)
+        complete = {number: archived for number, archived in found if archived is not None}
         needed: set[int] = set()
         latest = [number for number, found in complete.items() if not found.skipped][:1]
         for number in [*list(complete)[:keep], *latest]:
@@ -413,25 +418,30 @@ class Checkpoints:
 
     def _send(self, source: Source, base: Base | None, name: str, path: str, coders: ThreadPoolExecutor) -> _Sent:
         with source.open(name) as file, _open_base(base, name, file.size) as before:
-            whole, pieces = _Counted(), list[StoredPiece]()
+            whole, pieces, buffers = _Counted(), list[StoredPiece](), _Buffers(min(PIECE, file.size))
 
-            def coded(start: int) -> tuple[bytes, StoredPiece, bytes | memoryview]:
+            def coded(start: int) -> tuple[Buffer, memoryview, StoredPiece, bytes | memoryview]:
                 self._check_open()
-                end = min(start + PIECE, file.size)
-                content, old = file.read(start, end), None
-                if base is not None and before is not None:
-                    old = before.read(start, end)
-                    if checksum(old) != base.pieces[name][start // PIECE].checksum:
-                        raise BaseDiffers(
-                            "CHECKSUM", f"{before.source.folder / name} differs from {base.archived.url} at byte {start} or later"
-                        )
-                return content, *encode(content, old)
+                size, used, old = min(PIECE, file.size - start), buffers.take(), None
+                content = file.read_into(used[:size], start)
+                if base is None or before is None:
+                    return used, content, *encode(content, None)
+                old = buffers.take()
+                if checksum(before.read_into(old[:size], start)) != base.pieces[name][start // PIECE].checksum:
+                    raise BaseDiffers(
+                        "CHECKSUM", f"{before.source.folder / name} differs from {base.archived.url} at byte {start} or later"
+                    )
+                piece, packed = encode(content, old[:size].data)
+                buffers.give_back(old)
+                return used, content, piece, packed
 
             def stored() -> Iterator[bytes | memoryview]:
-                for content, piece, packed in _in_order(coders, coded, range(0, file.size, PIECE)):
+                for used, content, piece, packed in _in_order(coders, coded, range(0, file.size, PIECE)):
                     whole.add(content)
                     pieces.append(piece)
                     yield packed
+                    if piece.how == "xor":  # else what was yielded is in the buffer, and is sent later
+                        buffers.give_back(used)
 
             counted = _Counted()
             self._remote.write(path, counted.passing(stored()), file.size)
@@ -448,9 +458,10 @@ class Checkpoints:
         return there
 
     def _check_base(self, archived: Archived) -> None:
-        """Remove a delta whose base another daemon has removed meanwhile."""
+        """Remove a delta whose base another daemon has removed meanwhile. It removes a delta before the base of that."""
         try:
-            self.chain(archived)
+            if not archived.full:
+                self._base_of(archived)
         except DataLoss as error:
             self.remove(archived.model, archived.number)
             raise Unavailable("ARCHIVE_FAILED", f"{error}; it is written again") from error
@@ -466,13 +477,12 @@ class Checkpoints:
             return None
         return archived if (archived.model, archived.number) == (model, number) else None
 
-    def _read_back(self, path: str) -> File | None:
-        if self._remote.size(path) is None:
-            return None
+    def _is_whole(self, path: str, expected: File) -> bool:
+        """Read an object, and return whether it is there as it was written."""
         counted = _Counted()
-        for _ in counted.passing(self._remote.chunks(path)):
+        for _ in counted.passing(self._remote.chunks(path, expected.size)):
             self._check_open()
-        return counted.file()
+        return counted.file() == expected and (expected.size > 0 or self._remote.size(path) == 0)
 
     def _base_of(self, archived: Archived) -> Archived:
         base = archived.base
@@ -504,7 +514,7 @@ class Checkpoints:
         path, expected = archived.object_of(name, delta=False), archived.files[name]
         if (found := self._remote.size(path)) != expected.size:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {expected.size} bytes, found {found}")
-        self._write_verified(target, self._remote.chunks(path), expected, path)
+        self._write_verified(target, self._remote.chunks(path, expected.size), expected, path)
 
     def _rebuild(
         self,
@@ -546,7 +556,7 @@ class Checkpoints:
                 try:
                     content = decode(piece, stored, content, size, out)
                 except BadPiece as error:
-                    if from_store and self._read_back(path) == link.archived.objects[path.rpartition("/")[2]]:
+                    if from_store and self._is_whole(path, link.archived.objects[path.rpartition("/")[2]]):
                         raise BaseDiffers("CHECKSUM", f"the store's base of {link.archived.url}: {name}: {error}") from error
                     raise DataLoss("CHECKSUM", f"{self.url}/{path}: piece {at}: {error}") from error
                 from_store = False
@@ -555,30 +565,39 @@ class Checkpoints:
             assert content is not None
             return content, used
 
-        def pieces() -> Iterator[bytes | memoryview]:
-            for content, used in _in_order(coders, rebuilt, range(0, expected.size, PIECE)):
-                yield content
-                buffers.give_back(used)
-
-        self._write_verified(target, pieces(), expected, newest.object_of(name, delta=links[-1][0].delta))
-
-    def _write_verified(self, target: Path, chunks: Iterable[bytes | memoryview], expected: File, path: str) -> None:
         counted = _Counted()
-        _write_new(target, expected.size, self._while_open(counted.passing(chunks)))
+        with _new_file(target, expected.size) as descriptor:
+
+            def written(start: int) -> tuple[bytes | memoryview, Buffer | None]:
+                content, used = rebuilt(start)
+                write_at(descriptor, content, start)
+                return content, used
+
+            with closing(_in_order(coders, written, range(0, expected.size, PIECE))) as pieces:
+                for content, used in pieces:
+                    counted.add(content)
+                    buffers.give_back(used)
+        self._check_written(counted, expected, newest.object_of(name, delta=links[-1][0].delta))
+
+    def _write_verified(self, target: Path, chunks: Iterable[bytes], expected: File, path: str) -> None:
+        counted, at = _Counted(), 0
+        with _new_file(target, expected.size) as descriptor:
+            for chunk in counted.passing(chunks):
+                self._check_open()
+                write_at(descriptor, chunk, at)
+                at += len(chunk)
+        self._check_written(counted, expected, path)
+
+    def _check_written(self, counted: "_Counted", expected: File, path: str) -> None:
         if counted.file() != expected:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected hash {expected.xxh3}, read {counted.file().xxh3}")
-
-    def _while_open(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        for chunk in chunks:
-            self._check_open()
-            yield chunk
 
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise Unavailable("DRAINING", "the daemon is shutting down")
 
-    def _each(self, act: Callable[[str], Found], names: Sequence[str]) -> list[Found]:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="archive-files") as threads:
+    def _each(self, act: Callable[[Given], Found], names: Sequence[Given], at_once: int = _AT_ONCE) -> list[Found]:
+        with ThreadPoolExecutor(at_once, thread_name_prefix="archive-files") as threads:
             coming = [threads.submit(act, name) for name in names]
             try:
                 return [future.result() for future in coming]
@@ -685,7 +704,7 @@ def _open_base(base: Base | None, name: str, size: int) -> Iterator[_SourceFile 
         yield file if file.size == size else None
 
 
-def _in_order(coders: ThreadPoolExecutor, act: Callable[[int], Found], starts: Sequence[int]) -> Iterator[Found]:
+def _in_order(coders: ThreadPoolExecutor, act: Callable[[int], Found], starts: Sequence[int]) -> Generator[Found, None, None]:
     """Yield `act` of each start in order, a few at a time. None is at work when the generator has ended."""
     coming: deque[Future[Found]] = deque()
     try:
@@ -701,15 +720,15 @@ def _in_order(coders: ThreadPoolExecutor, act: Callable[[int], Found], starts: S
         wait(coming)
 
 
-def _write_new(path: Path, size: int, chunks: Iterable[bytes | memoryview]) -> None:
+@contextmanager
+def _new_file(path: Path, size: int) -> Iterator[int]:
+    """Create a file of `size` bytes, and yield its descriptor. An OSError of the block is one of the file."""
     with touching(path, "writing", size):
         failpoint("restore.write")
-        descriptor, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if size:
                 os.posix_fallocate(descriptor, 0, size)  # fail before any copy on a full medium
-            for chunk in chunks:
-                write_at(descriptor, chunk, at)
-                at += len(chunk)
+            yield descriptor
         finally:
             os.close(descriptor)

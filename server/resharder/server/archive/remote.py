@@ -115,14 +115,28 @@ class Remote:
                     return b""
                 raise
 
-    def chunks(self, path: str) -> Iterator[bytes]:
-        """Yield the content of an object in chunks of 4 MiB."""
+    def chunks(self, path: str, size: int) -> Iterator[bytes]:
+        """Yield the content of an object of `size` bytes in chunks of 4 MiB; nothing if it has another size or does not exist."""
         with self._failures(path):
-            size = self._tried(lambda: self._objects.head(self._at(path)))["size"]
-        for start in range(0, size, _RANGE):
-            content = self.read(path, start, min(start + _RANGE, size))
+            first = self._start(path, size) if size else b""
+        for start in range(0, size if first else 0, _RANGE):
+            content = first if not start else self.read(path, start, min(start + _RANGE, size))
             for at in range(0, len(content), CHUNK):
                 yield content[at : at + CHUNK]
+
+    def _start(self, path: str, size: int) -> bytes:
+        """Return the first range of an object; nothing unless it has `size` bytes. The one request of a small object."""
+
+        def get() -> bytes:
+            found = self._objects.get(self._at(path), options={"range": (0, min(_RANGE, size))})
+            return bytes(found.bytes()) if found.meta["size"] == size else b""
+
+        try:
+            return self._tried(get)
+        except Exception:
+            if self.size(path) != size:  # an empty object has no range
+                return b""
+            raise
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview], size: int) -> None:
         """Write a whole object of at most `size` bytes. In a folder, the file and its folders are synced."""

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import torch
 import xxhash
-from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.base import DirectFailed, reason_of
 from resharder.client.direct.links import TransferLink
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.errors import NotFound, ResharderError
@@ -160,9 +160,9 @@ class Receiver:
                 link.prepare({}, self._targets)
                 if self._digester is not None:
                     self._digester.at(self._targets)
-            except DirectFailed as error:
+            except Exception as error:  # such as of a compiler of kernels: the store's copy needs none
                 self.close()
-                self._failed(message.group, str(error))
+                self._failed(message.group, reason_of(error))
                 return False
         except ResharderError as error:
             self.problem = str(error)
@@ -333,9 +333,9 @@ class Receiver:
                     failpoint("worker.direct.compare")
                     self._check(memory, found, reported())
             times.append(time.monotonic())
-        except ResharderError as error:
+        except Exception as error:
             self._drop()
-            self._failed(link.id, str(error))
+            self._failed(link.id, reason_of(error))
             return False
         failpoint("worker.direct.received")
         phases = zip(("prepare", "queue", "transfer", "verify"), pairwise(times), strict=True)
