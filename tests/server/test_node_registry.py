@@ -123,6 +123,9 @@ def test_a_worker_does_not_wait_for_a_node_that_is_full_of_replicas(world: World
     world.sync(report(capacity=3 * SIZE))
     node.replicate({NAMES[0]: full, NAMES[1]: full}, ())
     assert world.want(NAMES[2]).problem == "", "it fits beside them"
+    world.sync(report(capacity=2 * SIZE))
+    world.nodes.set_drained("one", True)
+    assert world.want(NAMES[2]).problem == "nodes/one: it is drained", "which comes first"
 
 
 def test_versions_that_do_not_fit_beside_newer_ones_and_retired_ones_are_to_be_dropped(world: World) -> None:

@@ -210,7 +210,7 @@ class Sender:
                 try:
                     self._execute(request, task)
                 except Exception as error:  # such as of a compiler of kernels: without a reason, the rank would be called gone
-                    self._failed(request.member, task.group, error)
+                    self._failed(request.member, task.group or task.link.group, error)
         finally:
             call.cancel()
 

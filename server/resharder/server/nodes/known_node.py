@@ -133,15 +133,17 @@ def host_copy_of(
         current: Whether the node is still in the register.
         full: Whether replicas of other versions leave no room for it.
     """
-    problem = "" if numbering is not None else f"{version} is no longer READY"
-    if not problem and (node.lost or not current):
-        problem = "it is lost"
     copy = next((copy for copy in node.report.versions if copy.version == version), None)
     held = bitmap_of(needed.count, copy)
     whole = copy is not None and not len(needed - held)
-    if not problem and full and not whole:
-        problem = "replicas of other versions leave no room for it"
-    problem = problem or ("it is drained" if node.drained else copy.problem if copy is not None and not whole else "")
+    reasons = (
+        (numbering is None, f"{version} is no longer READY"),
+        (node.lost or not current, "it is lost"),
+        (node.drained, "it is drained"),
+        (full and not whole, "replicas of other versions leave no room for it"),
+        (copy is not None and not whole, copy.problem if copy is not None else ""),
+    )
+    problem = next((why for holds, why in reasons if holds), "")
     name = node.report.node
     if problem or copy is None or numbering is None:
         return node_pb2.HostVersion(node=name, problem=f"{name}: {problem}" if problem else "")
