@@ -73,6 +73,21 @@ def test_a_version_is_compared_soon_after_it_is_ready_and_a_late_one_is_asked_fo
     assert sum(pauses[:3]) <= 0.7
 
 
+def test_a_version_that_cannot_be_compared_with_the_stores_differs_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = VersionManifest("v/1", 1, "", "", {}, {}, ())
+    monkeypatch.setattr(module, "get_manifest", lambda channel, version: manifest)
+    piece = Piece("w", full_box((4,)), "model/w", 0, (1,))
+    unused: Any = None
+    early, digests = EarlyVersion("v/1", "", (piece,), b""), np.zeros(1, np.uint64)
+    found = module.compare_with_store(
+        unused, early, digests, lambda manifest: NeededDigests({}, {}).of(unused, manifest), lambda: True
+    )
+    assert found == (
+        manifest,
+        "it cannot be compared with the store's version: KeyError: ('w', (Range(start=0, count=4, step=1),))",
+    )
+
+
 class Link:
     """A link to ranks, whose group the daemon has ended or not."""
 

@@ -1,8 +1,11 @@
 """Ranks whose registration is interrupted by a restart of the daemon."""
 
+import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -11,6 +14,7 @@ from resharder.client.trainer import registration
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.publisher import Publisher
 from resharder.client.trainer.rank_layout import RankLayout
+from resharder.client.trainer.session import PublisherLease
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import CONFIG, connect, declared, parts, spread, together, weights
@@ -118,3 +122,21 @@ def test_a_rank_that_waits_in_vain_reads_what_the_daemon_waits_for_and_nothing_e
     with pytest.raises(WaitTimeout) as caught:
         registered.assignment(0.0)
     assert str(caught.value).startswith(f"models/m/publishers/1 is not ready to publish after 0 s: {message}")
+
+
+def test_an_error_of_any_kind_costs_one_renewal_and_not_the_lease() -> None:
+    renewed, failures = threading.Event(), [KeyError("first")]
+
+    def after() -> None:
+        if failures:
+            raise failures.pop()
+        renewed.set()
+
+    with grpc.insecure_channel("127.0.0.1:1") as unused:
+        answer = resources_pb2.Publisher(state=resources_pb2.Publisher.ACTIVE)
+        channel: Any = SimpleNamespace(grpc=unused, call=lambda *arguments, **options: answer)
+        held: Any = SimpleNamespace(name="p", lease_seconds=0.15, nonce_files=(), complete=True)
+        lease = PublisherLease(channel, held, 0, lambda: None, after)
+        assert renewed.wait(60)
+        assert lease.lost is None
+        lease.stop()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import grpc
+import pytest
 from resharder.client.inference.control.gate import ServerLease
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Outcome
@@ -227,6 +228,20 @@ def test_one_order_at_a_time_and_those_not_begun_are_dropped_when_the_stream_bre
         assert [order.kind for order in side.orders] == [Order.APPLY]
         second.orders.put(server_pb2.Order(kind="RESUME", install="i1", version=2))
         assert second.next_outcome().done == server_pb2.Order.RESUME
+
+
+def test_an_error_of_any_kind_costs_the_stream_and_not_the_lease_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [KeyError("first")]
+
+    def claim(self: LeaseThread, claim: Callable[[LeaseThread], None] = LeaseThread._claim) -> None:
+        claim(self)
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(LeaseThread, "_claim", claim)
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        assert daemon.next_stream().next_report().control == side.identity.nonce
+    assert failures == []
 
 
 def test_it_comes_back_to_a_daemon_that_was_restarted() -> None:

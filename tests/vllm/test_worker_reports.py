@@ -123,6 +123,38 @@ def test_a_worker_that_refuses_to_stage_reports_it_each_time_that_it_is_asked(
     assert (worker.install, worker.error) == ("an-install", "InstallError: its modules are unknown")
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyError("w")], ids=["of the device", "of any kind"])
+def test_a_worker_that_cannot_stage_reports_why_whatever_it_is(
+    daemon: Daemon, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, manifest = booted(daemon)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(agent, "_prepare_staging", lambda *_: manifest)
+    monkeypatch.setattr(agent.staging, "stage", fail)
+    agent.stage({}, "an-install", manifest.name)
+    worker = worker_when(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    assert (worker.install, worker.error) == ("an-install", f"{type(error).__name__}: {error}")
+
+
+def test_a_report_that_cannot_be_made_is_made_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, _ = booted(daemon)
+    worker_when(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    failures = [KeyError("first"), KeyError("second")]
+
+    def asked(request: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(agent.reporter, "_verify_requested", asked)
+    agent._report(Worker.STAGED, install="an-install", version=2)
+    wait_until(lambda: not failures, "it has failed twice")
+    agent._report(Worker.STAGED, install="another", version=2)
+    worker_when(daemon, lambda w: w.install == "another", "the next report has come")
+
+
 def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(daemon: Daemon) -> None:
     publish(daemon, 1)
     agent = agent_of(daemon)

@@ -1,5 +1,6 @@
 """Registration and lease of one rank, and the versions that it has begun, across restarts of the daemon."""
 
+import logging
 import os
 import threading
 import time
@@ -16,6 +17,8 @@ from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.shared_memory import read_nonces
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class PublisherSession:
@@ -254,6 +257,8 @@ class PublisherLease:
                 self._register_again()
             except ResharderError as error:
                 self._lose(error)
+            except Exception:
+                logger.exception("cannot renew the rank's lease, trying again")
 
     def _register_again(self) -> None:
         if self._stopped.is_set():

@@ -163,6 +163,9 @@ class LeaseThread:
             return "the daemon ended the stream"
         except ResharderError as error:
             return str(error)
+        except Exception as error:  # the next stream may do better, and without one the server is lost
+            logger.exception("the stream of orders from the daemon failed")
+            return f"{type(error).__name__}: {error}"
         finally:
             self._end_stream()
 

@@ -313,6 +313,9 @@ class AdapterAgent:
             found.different.extend(different[:_MAX_NAMES])
         except (ResharderError, ConversionError, InstallError, OSError, ValueError, RuntimeError) as error:
             found.skipped = str(error)
+        except Exception as error:  # the next verification may succeed
+            logger.exception("cannot verify the adapter")
+            found.skipped = f"{type(error).__name__}: {error}"
         found.seconds = time.monotonic() - began
         with self._lock:
             if found.different_tensors and self._current is loaded and loaded is not None:
@@ -341,7 +344,7 @@ class AdapterAgent:
                 manifest = get_manifest(self._channel, version)
                 if loaded.adapter is None or loaded.altered or loaded.fingerprint != manifest.fingerprint:
                     self._load(manifest, loaded)
-        except (ResharderError, ConversionError, InstallError, OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
             problem = error
         with self._lock:
             loaded.loading = False

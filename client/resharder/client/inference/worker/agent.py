@@ -1,6 +1,5 @@
 """The agent of one worker: stages, applies and verifies versions, and reports its state to the daemon."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -29,7 +28,6 @@ from resharder.client.runtime.host import host_identity
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.manifest import Digests, VersionManifest, get_manifest
-from resharder.converters.errors import ConversionError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2
 
@@ -214,7 +212,7 @@ class Agent:
             collects = gc_paused(collect=not staged.fallback)
             with timed(staged.timings, "stage"), collects, short_switch_interval():
                 source = self.staging.stage(models, staged, self._memory, manifest)
-        except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
+        except Exception as error:
             self._stage_failed(staged, error)
             return
         failpoint("worker.stage.staged")
@@ -331,8 +329,12 @@ class Agent:
         while True:
             memory, tried = self._memory, False
             if memory is not None and self.version and not self.sleep_state.tags:
-                with contextlib.suppress(ResharderError):  # asked again
+                try:
                     tried = self._receiver.meet(memory)
+                except ResharderError:
+                    pass  # asked again
+                except Exception:
+                    logger.exception("cannot try a link to ranks on other hosts, trying again")
             if not tried:
                 time.sleep(_MEET_SECONDS)
 

@@ -469,12 +469,22 @@ def compare_with_store(
     while is_current():
         try:
             manifest = get_manifest(channel, early.version)
-            return manifest, _difference(early.pieces, digests, stored(manifest))
+            return manifest, _compared(early.pieces, digests, stored(manifest))
         except ResharderError as error:
             if not isinstance(error, NotFound):  # not READY yet
                 logger.warning("cannot compare %s with the store, retrying: %s", early.version, error)
             pauses.wait()
     return None
+
+
+def _compared(pieces: Sequence[Piece], digests: Digests, stored: BoxDigests) -> str:
+    """Return the difference. What cannot be compared, as a box that the store's version lacks, differs: it is not proven."""
+    try:
+        return _difference(pieces, digests, stored)
+    except ResharderError:
+        raise
+    except Exception as error:
+        return f"it cannot be compared with the store's version: {reason_of(error)}"
 
 
 def _difference(pieces: Sequence[Piece], digests: Digests, stored: BoxDigests) -> str:

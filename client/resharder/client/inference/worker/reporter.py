@@ -1,6 +1,7 @@
 """Reports of a worker to the daemon, over a channel that is opened after vLLM's forks."""
 
 import contextlib
+import logging
 import threading
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
+logger = logging.getLogger("resharder.inference.worker")
 PROCESS = uuid.uuid4().hex
 _REPORT_SECONDS = 2.0  # interval of reports; bounds the time until a restarted daemon has a report
 
@@ -116,6 +118,8 @@ class Reporter:
                 self._register()
             except ResharderError:
                 pass  # reported again below
+            except Exception:
+                logger.exception("cannot report the worker's state, trying again")
             self._wake.wait(_REPORT_SECONDS)
             self._wake.clear()
 
