@@ -21,6 +21,8 @@ NEAR, FAR = {"float32": 1e-5, "bfloat16": 0.2}, {"float32": 1e-2, "bfloat16": 0.
 """An answer's log-probabilities are on average nearer to transformers' in float32 with its own image than the first, farther
 with another than the second. vLLM's CPU kernels for delta nets take bfloat16 alone."""
 PICTURE = picture(0)
+EACH = 1e-4
+"""Bound of each log-probability in float32."""
 FAMILIES = tuple(family for family in WRAPPED if family != "qwen3_vl")
 CASES = [("qwen3_vl", 1), ("qwen3_vl", 2), *((family, tp) for family in FAMILIES for tp in (1, 2))]
 
@@ -53,7 +55,9 @@ def test_after_an_install_an_image_is_answered_as_by_a_fresh_server_and_by_trans
     assert [each.version for each in (*said.values(), text)] == ["1", "2", "3", "3"]
     for version, answer in said.items():
         reference = VisionReference(tmp_path / f"exported-{version}")
-        assert distance(answer, reference.logprobs(answer, image)) < NEAR[config["dtype"]]
+        wanted = reference.logprobs(answer, image)
+        assert distance(answer, wanted) < NEAR[config["dtype"]]
+        assert answer.logprobs == pytest.approx(wanted, abs=EACH) or config["dtype"] == "bfloat16"
         assert distance(answer, reference.logprobs(answer, other)) > FAR[config["dtype"]]
     with vision_server(tmp_path / "exported-3", None, *options, **settings) as fresh:
         assert [ask(fresh, image_part(image)).content, ask(fresh).content] == [said[3].content, text.content]
@@ -90,6 +94,8 @@ def test_where_each_worker_has_the_whole_tower_images_and_videos_are_answered_as
         assert [ask(fresh, *parts).content for parts in prompts] == [each.content for each in after]
     towers = [{name: found for name, found in worker.items() if "visual" in name} for worker in held]
     assert towers[0] == towers[1] != {}, "each worker has the whole tower"
-    assert distance(after[0], VisionReference(tmp_path / "exported").logprobs(after[0], PICTURE)) < NEAR["float32"]
+    wanted = VisionReference(tmp_path / "exported").logprobs(after[0], PICTURE)
+    assert distance(after[0], wanted) < NEAR["float32"]
+    assert after[0].logprobs == pytest.approx(wanted, abs=EACH)
     assert config["video_token_id"] in after[1].prompt
     assert len({each.content for each in (*before, *after)}) == 6

@@ -267,7 +267,7 @@ def patches(image: Image.Image, vision: Any) -> tuple[torch.Tensor, torch.Tensor
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of each channel, by which Qwen2-VL's image processor normalises pixels; CLIP's."""
 _HALVES = 2 * ((0.5, 0.5, 0.5),)
-"""Those of Gemma 3 and Kimi-K2.5."""
+"""Mean and standard deviation of each channel, by which the image processors of Gemma 3 and Kimi-K2.5 normalise pixels."""
 
 
 if __name__ == "__main__":

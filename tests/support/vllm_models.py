@@ -34,7 +34,7 @@ LANGUAGE: dict[str, dict[str, Any]] = {
     "qwen3_5_vl": DELTA | {"dtype": "bfloat16"},
     "qwen3_5_moe_vl": DELTA | {"dtype": "bfloat16"},
 }
-"""What language models have in published configs, and what vLLM's CPU kernels ask for."""
+"""Settings of the language model by family: those of published configs, and those that vLLM's CPU kernels require."""
 
 
 def config_with_images(family: str) -> dict[str, Any]:
